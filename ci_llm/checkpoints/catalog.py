@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -10,7 +11,7 @@ from ci_llm.checkpoints.folders import FINAL, committed, numbered_steps, step_fo
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.checkpoints.store import DISK_FULL, CheckpointStore
-from ci_llm.core.run_status import read_status
+from ci_llm.core.run_status import last_status
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 
 Shelf: TypeAlias = Literal["current", "superseded", "quarantine"]
@@ -61,7 +62,9 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
         "superseded": _shelf(directory / SUPERSEDED),
         "quarantine": _shelf(directory / QUARANTINE),
     }
-    pinned = pinned_steps(directory)
+    pinned: frozenset[int] = frozenset()
+    with contextlib.suppress(BadInput):
+        pinned = pinned_steps(directory)
     entries = [_entry(directory, folder, line, read_all) for line, folders in lines.items() for folder in folders]
     return [replace(entry, pinned=entry.line == "current" and entry.step in pinned) for entry in entries]
 
@@ -123,7 +126,7 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     The best step by validation, the `final_checkpoint` and what was set aside stay.
 
     Raises:
-        BadInput: there is no numbered checkpoint here, or `keep` is below 1.
+        BadInput: there is no numbered checkpoint here, `keep` is below 1, or status.json does not tell the best step.
         WriterBusy: a run holds the folder; a dry run only looks.
         DamagedCheckpoint: none verifies; nothing is removed.
     """
@@ -165,15 +168,21 @@ def _acquire_lease(store: CheckpointStore, keep: int) -> None:
 
 
 def pinned_steps(directory: Path) -> frozenset[int]:
-    """Steps that stay whatever their age: the best one by validation, as the run's status tells."""
-    try:
-        best = read_status(directory).best_step
-    except BadInput:  # no run of ours, or none that has begun
-        return frozenset()
-    return frozenset() if best is None else frozenset({best})
+    """Steps that stay whatever their age: the best one by validation, as the run's status tells.
+
+    Raises:
+        BadInput: there is a status.json that cannot be read, so that nobody knows.
+    """
+    status = last_status(directory)
+    return frozenset() if status is None or status.best_step is None else frozenset({status.best_step})
 
 
 def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
+    try:
+        pinned = pinned_steps(directory)
+    except BadInput as error:
+        what = f"which step is the best is not known, and nothing was removed: {error.what}"
+        raise BadInput(what, where=error.where, hint="the next start of the run writes it anew") from error
     kept: list[int] = []
     damaged: list[str] = []
     older = sorted(steps, reverse=True)
@@ -188,7 +197,6 @@ def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
         raise DamagedCheckpoint(
             f"none of these checkpoints verifies, and nothing was removed: {'; '.join(damaged)}", where=str(directory)
         )
-    pinned = pinned_steps(directory)
     kept += [step for step in older if step in pinned]
     removed = [step for step in older if step not in pinned]
     freed = sum(_size(step_folder(directory, step)) for step in removed)

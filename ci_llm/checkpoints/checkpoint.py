@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -9,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ci_llm.checkpoints.commit import commit, require_space
+from ci_llm.checkpoints.commit import commit, refuse_run, require_space
 from ci_llm.checkpoints.folders import FINAL, Opened, committed, is_named_checkpoint, open_folder
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest
 from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
-from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree
+from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree, replace_folder
 from ci_llm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ def write_checkpoint(
 ) -> Manifest:
     """Commit `state` as `folder`, which is then the new one, whole and read back; or what it was before.
 
+    The same holds after a kill, except where the file system cannot exchange two names, as on NFS
+    (`durable.replace_folder`). What was unfinished stays beside `folder` under a hidden name.
+
     Raises:
         CheckpointError: the state holds a value that cannot be saved, or the disk failed.
     """
@@ -80,12 +86,22 @@ def write_files_as(
     """Commit `files` as `folder`, under a manifest that is theirs. Raises CheckpointError: the disk failed."""
     work = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     try:
+        refuse_run(folder)
         make_folders(folder.parent, disk=disk)
         require_space(folder.parent, manifest, disk)
         disk.mkdir(work)
         try:
-            commit(folder, files, manifest, work, disk)
+            commit(work / folder.name, files, manifest, work, disk)
+            replace_folder(work / folder.name, folder, disk=disk)
         finally:
-            remove_tree(work, disk=disk)
+            _clear(work, disk)
     except OSError as error:
         raise CheckpointError(f"{folder.name} cannot be written: {error}", where=str(folder)) from error
+
+
+def _clear(work: Path, disk: Filesystem) -> None:
+    """Remove what is needed no more; if that fails, what was committed is no less so."""
+    try:
+        remove_tree(work, disk=disk)
+    except OSError as error:
+        logger.warning("a leftover stays: %s", error)

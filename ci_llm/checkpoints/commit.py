@@ -71,8 +71,7 @@ def commit(
     Raises:
         OSError: the disk failed, or a run stands there. DamagedCheckpoint: the device does not hold what was written.
     """
-    if is_run(target):
-        raise FileExistsError(errno.EEXIST, "a run stands there, which is left alone", str(target))
+    refuse_run(target)
     draft, old = draft_in(work), draft_in(work)
     with contextlib.ExitStack() as undo:
         undo.callback(_remove_if_there, draft, disk)
@@ -86,6 +85,12 @@ def commit(
             verify_folder(target, from_disk=True, but=others.records)
         undo.pop_all()
     return old
+
+
+def refuse_run(target: Path) -> None:
+    """Raises OSError (EEXIST) if `target` is a run."""
+    if is_run(target):
+        raise FileExistsError(errno.EEXIST, "a run stands there, which is left alone", str(target))
 
 
 @contextlib.contextmanager

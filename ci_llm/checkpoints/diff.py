@@ -113,10 +113,20 @@ def _compare_tensors(where: str, one: Tensor, other: Tensor) -> Difference | Non
         return None
     rows = (one.reshape(-1, 1).contiguous().view(torch.uint8), other.reshape(-1, 1).contiguous().view(torch.uint8))
     changed = int((rows[0] != rows[1]).any(1).sum())
+    if not (one.is_floating_point() or one.is_complex()):
+        return Difference(where, f"{changed} of {one.numel()} elements, by at most {_largest_gap(one, other)}")
     gaps = (one.to(torch.complex128) - other.to(torch.complex128)).abs() if one.is_complex() else _gaps(one, other)
     largest = float(gaps.max())
-    what = f"{changed} of {one.numel()} elements, by at most {largest:.3g}"
-    return Difference(where, what, largest=largest if one.is_floating_point() or one.is_complex() else None)
+    return Difference(where, f"{changed} of {one.numel()} elements, by at most {largest:.3g}", largest=largest)
+
+
+def _largest_gap(one: Tensor, other: Tensor) -> int:
+    """The largest absolute difference of integers or booleans, exact: a float64 does not tell 2^60 from 2^60 + 1."""
+    wide = np.int64 if one.dtype.is_signed else np.uint64
+    first, second = (tensor.reshape(-1).numpy().astype(wide) for tensor in (one, other))
+    # Modulo 2^64, which no difference reaches.
+    gaps = np.maximum(first, second).view(np.uint64) - np.minimum(first, second).view(np.uint64)
+    return int(gaps.max())
 
 
 def _gaps(one: Tensor, other: Tensor) -> Tensor:

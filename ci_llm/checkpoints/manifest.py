@@ -271,13 +271,11 @@ def read_file(folder: Path, name: str, record: FileRecord) -> bytes:
     Raises:
         DamagedCheckpoint: it is missing, or not what the manifest says.
     """
-    try:
+    with _as_damage(folder):
         content = (folder / name).read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}", where=str(folder)) from error
-    if digest([content]) != record.digest:
-        raise DamagedCheckpoint(f"{name} has another digest than the manifest says", where=str(folder))
-    return content
+        if digest([content]) != record.digest:
+            raise ValueError(f"{name} has another digest than the manifest says")
+        return content
 
 
 def _check_listing(folder: Path, manifest: Manifest) -> None:

@@ -55,7 +55,9 @@ def set_aside(directory: Path, entries: Sequence[Path], work: Path, disk: Filesy
     """
     place = directory / OVERWRITTEN
     make_folders(place, disk=disk)
-    bundle = work / OVERWRITTEN / str(1 + sum(1 for _ in place.iterdir()))
+    # After the largest number, not their count: people delete old runs to make space.
+    last = max((int(entry.name) for entry in place.iterdir() if entry.name.isdecimal()), default=0)
+    bundle = work / OVERWRITTEN / str(last + 1)
     make_folders(bundle, disk=disk)
     return _move({entry: bundle / entry.name for entry in entries}, bundle, place / bundle.name, disk)
 

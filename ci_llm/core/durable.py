@@ -9,6 +9,7 @@ n-th change, or drop and reorder changes before a sync.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -27,6 +28,9 @@ Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
 PARTIAL = ".partial"
 CHUNK_BYTES = 1 << 22
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+_NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
 class Filesystem:
@@ -71,6 +75,14 @@ class Filesystem:
     def rename(self, source: Path, target: Path) -> None:
         """Rename atomically. A file may replace a file; a folder may replace only an empty folder."""
         os.rename(source, target)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Exchange two names atomically. Raises OSError: ENOSYS or EINVAL where kernel or file system cannot do it."""
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if renameat2 is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
+        if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
@@ -227,6 +239,38 @@ def commit_folder(source: Path, target: Path, *, disk: Filesystem = DISK) -> Non
     """Rename a complete, synced folder to its final name, durably. `target` must not exist, or be empty."""
     disk.rename(source, target)
     disk.sync_folder(target.parent)
+
+
+def replace_folder(source: Path, target: Path, *, disk: Filesystem = DISK) -> None:
+    """Put a complete, synced folder in the place of `target`, durably; what was there is then `source`, or beside it.
+
+    A crash leaves the old one or the new one where the file system can exchange two names. Where it cannot, as on NFS,
+    there are two renames, and a crash between them leaves nothing at `target`.
+
+    Raises:
+        OSError: the disk refuses; both are as they were.
+    """
+    with contextlib.ExitStack() as undo:
+        if not (os.path.lexists(target) and _exchanged(source, target, disk, undo)):
+            if os.path.lexists(target):
+                old = source.with_name(f"{source.name}.old")
+                disk.rename(target, old)
+                undo.callback(disk.rename, old, target)
+            disk.rename(source, target)
+            undo.callback(disk.rename, target, source)
+        disk.sync_folder(target.parent)
+        undo.pop_all()
+
+
+def _exchanged(source: Path, target: Path, disk: Filesystem, undo: contextlib.ExitStack) -> bool:
+    try:
+        disk.exchange(source, target)
+    except OSError as error:
+        if error.errno in _NO_EXCHANGE:
+            return False
+        raise
+    undo.callback(disk.exchange, source, target)
+    return True
 
 
 @contextlib.contextmanager

@@ -839,10 +839,13 @@ def test_what_may_not_be_read_is_not_condemned(run: Run, code: int, monkeypatch:
     def refuse(*_: object) -> bytes:
         raise OSError(code, os.strerror(code))
 
+    [name, record], *_ = store.read(1).manifest.files.items()
     monkeypatch.setattr(manifest, "read_exactly", refuse)  # and not by chmod: root may read everything
-    with pytest.raises(CheckpointError, match="cannot be read") as refusal:
-        store.latest()
-    assert not isinstance(refusal.value, DamagedCheckpoint)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for read in (store.latest, lambda: manifest.read_file(run.directory / "checkpoint_step_1", name, record)):
+        with pytest.raises(CheckpointError, match="checkpoint_step_1 cannot be read") as refusal:
+            read()
+        assert not isinstance(refusal.value, DamagedCheckpoint)
     assert visible(run.directory) == ["checkpoint_step_1"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.run.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
-from tools.testbed.disks import FailingDisk
+from tools.testbed.disks import Crash, FailingDisk, MortalDisk
 
 
 def state(step: int, **changes: Any) -> dict[str, Any]:
@@ -201,6 +202,25 @@ def test_what_differs_is_named_with_its_size(tmp_path: Path, change: Any, where:
     assert compare(load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "a")).differences == ()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "one", "other", "gap"),
+    [
+        (torch.int64, 2**60, 2**60 + 1, 1),
+        (torch.int64, -(2**63), 2**63 - 1, 2**64 - 1),
+        (torch.uint64, 0, 2**64 - 1, 2**64 - 1),
+        (torch.int8, -128, 127, 255),
+        (torch.bool, False, True, 1),
+    ],
+)
+def test_the_difference_of_integers_is_exact(
+    dtype: torch.dtype, one: int, other: int, gap: int, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "a", {"w": torch.tensor([other, one], dtype=dtype)})
+    write_checkpoint(tmp_path / "b", {"w": torch.tensor([other, other], dtype=dtype)})
+    [found] = compare(load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "b")).differences
+    assert (found.what, found.largest) == (f"1 of 2 elements, by at most {gap}", None)
+
+
 def test_names_with_dots_are_not_taken_for_paths(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a", {"w": {"x.y": torch.zeros(1), "x": {"y": 1, 0: 1, "[0]": 1}}})
     write_checkpoint(tmp_path / "b", {"w": {"x.y": torch.ones(1), "x": {"y": 1, 0: 1, "[0]": 1}}})
@@ -277,6 +297,18 @@ def test_the_best_step_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "removed: 3, 1 (" in out
     assert out.endswith("kept: 4, 2 (best)\n"), "--keep 1 leaves two, and says why"
     assert CheckpointManager(run).all_steps() == [2, 4]
+
+
+def test_nothing_is_removed_while_nobody_knows_the_best_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "status.json").write_text('{"status": "comp')
+    before = sorted(run.glob("checkpoint_*"))
+    for dry in (["--dry-run"], []):
+        assert verb("prune", run, "--keep", 1, *dry) == 2
+        assert "which step is the best is not known, and nothing was removed" in capsys.readouterr().err
+    assert sorted(run.glob("checkpoint_*")) == before
+    assert verb("list", run) == 0
+    (run / "status.json").unlink()
+    assert verb("prune", run, "--keep", 1) == 0, "a folder without a run has no best step"
 
 
 def test_a_run_that_holds_its_folder_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -540,3 +572,48 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "lone", state(2))
     assert load_checkpoint(tmp_path / "lone").state["train_state"]["step"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lone", "new"]
+
+
+def test_a_crash_in_the_replacement_of_a_checkpoint_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    lone = tmp_path / "lone"
+    seen = set()
+    for lives in itertools.count():
+        write_checkpoint(lone, state(0))
+        try:
+            write_checkpoint(lone, state(1), disk=MortalDisk(lives))
+        except Crash:
+            seen.add(load_checkpoint(lone).state["train_state"]["step"])
+        else:
+            break
+    assert seen == {0, 1}
+
+
+class Plain(FailingDisk):
+    """Cannot exchange two names, as a network file system."""
+
+    def exchange(self, one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.mark.parametrize("kind", [FailingDisk, Plain])
+def test_a_disk_that_refuses_the_replacement_of_a_checkpoint_leaves_the_old_one(
+    kind: type[FailingDisk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clean-up that is refused is no failure of what was committed before it."""
+    lone = tmp_path / "lone"
+    committed = 0
+    for lives in itertools.count():
+        write_checkpoint(lone, state(0))
+        caplog.clear()
+        disk = kind(lives, errno.EBUSY)
+        try:
+            write_checkpoint(lone, state(1), disk=disk)
+        except CheckpointError:
+            assert not committed
+        else:
+            committed += 1
+            assert ("a leftover stays" in caplog.text) == (lives < disk.changes)
+        assert load_checkpoint(lone).state["train_state"]["step"] == bool(committed)
+        if lives >= disk.changes:
+            break
+    assert committed > 1

@@ -406,7 +406,7 @@ def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path)
     with pytest.raises(DamagedCheckpoint, match=r"agent1/adapter_model.safetensors has another digest"):
         Crowd.from_pretrained(copied)
     damaged.unlink()
-    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+    with pytest.raises(DamagedCheckpoint, match=r"copied is damaged: .*No such file"):
         Crowd.from_pretrained(copied)
 
 

@@ -282,6 +282,10 @@ def test_overwriting_is_about_one_run_and_acts_again_for_another(source: Folder,
     words = ("overwrite_output_dir=true", "learning_rate=3e-3", from_path(source.path))
     assert run.went_on(*words) == "source/checkpoint_step_8"
     assert sorted(path.name for path in (run.path / "overwritten").iterdir()) == ["1", "2"]
+    shutil.rmtree(run.path / "overwritten" / "1")  # to make space
+    run.begin(*words, saves=(6,))
+    assert run.went_on("overwrite_output_dir=true", "learning_rate=4e-3") is None
+    assert sorted(path.name for path in (run.path / "overwritten").iterdir()) == ["2", "3"]
 
 
 def test_a_run_cannot_begin_from_what_it_moves_aside(run: Folder) -> None:

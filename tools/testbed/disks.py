@@ -12,7 +12,7 @@ from typing import Any
 
 from ci_llm.core.durable import Filesystem
 
-CHANGES = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "unlink", "rmdir")
+CHANGES = ("create", "write", "sync", "close", "sync_folder", "mkdir", "rename", "exchange", "unlink", "rmdir")
 
 
 class Crash(BaseException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
+from ci_llm.checkpoints.mirror.found import UNFILLED, Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import UNKNOWN_RUN, Entry, Head
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.run_files import restore_files
 from ci_llm.checkpoints.mirror.writer import another_run
-from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     try:
         head = reader.head()
     except MirrorUnreachable as error:
-        if not committed(folder):
+        if not committed(folder) or (token is not None and token.generation == UNFILLED):
             error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
             raise
         logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
@@ -54,35 +55,41 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     if (token is None and committed(folder)) or (token is not None and head.run not in (token.run, UNKNOWN_RUN)):
         raise another_run(reader.url)
     count_on_from(folder, head.attempt)
+    run = head.run or (token.run if token else secrets.token_hex(16))
     own = manager.latest_step()
     found, damage = reader.newest(head, after=-1 if own is None else own)
     if found is not None:
+        manager.acquire_lease()
+        if token is None:  # a disk with steps and without a token is that of another run
+            write_token(folder, Token(run, UNFILLED))
         _take(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    run = head.run or (token.run if token else UNKNOWN_RUN)
-    if run != UNKNOWN_RUN and token != (now := Token(run, head.generation)):
+    if token != (now := Token(run, head.generation)):
         write_token(folder, now)
     return Found(head.generation, damage, same_run=True)
 
 
 def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
-    manager.acquire_lease()
+    """Bring a step, and first what belongs to it: as long as no such step is here, the next start fills again."""
     restore_files(reader, head, manager.directory, files)
-    manager.adopt(newest)
     for entry in _wanted(head, newest, manager.directory):
         try:
             manager.adopt(reader.open(entry))
         except DamagedCheckpoint as damage:
             logger.warning(f"mirror    {entry.name} does not come back: {damage.what}")
+    manager.adopt(newest)
     logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
 
 
 def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:
-    """What a run needs beside its newest step: the best one, and the final one if it is complete."""
-    wanted = pinned_steps(folder)
+    """What a run needs beside its newest step, the oldest first: the best one, and the final one if it is complete."""
+    try:
+        wanted = pinned_steps(folder)
+    except BadInput:  # nobody knows which is the best: all of them
+        wanted = frozenset(entry.step for entry in head.line)
     here = {f"checkpoint_step_{step}" for step in numbered_steps(folder)}
-    for entry in head.line:
+    for entry in reversed(head.line):
         is_end = entry.name == FINAL and entry.step == newest.manifest.step
         if entry.name not in here | {newest.folder.name} and (entry.step in wanted or is_end):
             yield entry

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.checkpoints.mirror.objects import Conflict, Missing, Version
-from ci_llm.core.durable import PARTIAL, make_folders, write_bytes
+from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.locks import locked
 from ci_llm.errors import CiLlmError, MirrorUnreachable
 
@@ -81,8 +81,7 @@ class FolderObjects:
             for name in sorted(names):
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):
-                    if not name.endswith(PARTIAL):
-                        yield str(path.relative_to(self._root)), path.stat().st_size
+                    yield str(path.relative_to(self._root)), path.stat().st_size
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:

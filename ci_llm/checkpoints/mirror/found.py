@@ -11,6 +11,8 @@ from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.errors import CheckpointError
 
 TOKEN_FILE: Final = "mirror.json"
+#: The generation of a disk that is being filled for the first time; heads count from 1 on.
+UNFILLED: Final = 0
 
 
 @dataclass(frozen=True)

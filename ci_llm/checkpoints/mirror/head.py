@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manifest import Manifest, check_name
+from ci_llm.core.durable import PARTIAL
 from ci_llm.core.sealed import seal, unseal
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
@@ -36,6 +37,7 @@ NOT_DUMPED: Final = (ValueError, TypeError, KeyError, RecursionError)
 
 _BLOCK = re.compile(r"blocks/g(\d{1,9})/([0-9a-f]{32})-(\d{1,12})")
 _RECORD = re.compile(r"records/g(\d{1,9})/[0-9a-f]{64}\.json")
+_UNFINISHED = re.compile(r"(?:blocks|records)/g(\d{1,9})/\.[^/]+" + re.escape(PARTIAL))
 _STEP = re.compile(r"checkpoint_step_(0|[1-9]\d{0,15})")
 
 
@@ -224,8 +226,8 @@ def rebuilt(records: Sequence[tuple[str, Record, Manifest]]) -> Head:
 
 
 def generation_of(key: str) -> int | None:
-    """The generation of the writer that sent an object; None for one that no writer of a mirror has sent."""
-    found = _BLOCK.fullmatch(key) or _RECORD.fullmatch(key)
+    """The generation of the writer that sent an object, or a part of one; None: no writer of a mirror has sent it."""
+    found = _BLOCK.fullmatch(key) or _RECORD.fullmatch(key) or _UNFINISHED.fullmatch(key)
     return None if found is None else int(found[1])
 
 

@@ -119,7 +119,7 @@ class Mirror:
         token = read_token(self.folder)
         run = token.run if token else (None if found.same_run else secrets.token_hex(16))
         self._claim = partial(self._writer.claim, run, attempt, step, found)
-        with contextlib.suppress(MirrorUnreachable):  # the thread goes on trying
+        with contextlib.suppress(MirrorUnreachable, OSError):  # the thread goes on trying
             self._claim_now()
         self._thread = threading.Thread(target=self._run, name="ci_llm mirror", daemon=True)
         self._thread.start()

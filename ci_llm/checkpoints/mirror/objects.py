@@ -70,7 +70,10 @@ class Objects(Protocol):
         """Remove objects; it is no error if one of them is gone."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Key and size of every object below `prefix`, perhaps as things were a while ago."""
+        """Key and size of every object below `prefix`, perhaps as things were a while ago.
+
+        In a folder also of what a kill has left of an unfinished put: a name that ends in `PARTIAL`.
+        """
 
 
 def check_url(url: str, where: str) -> str:

@@ -11,6 +11,7 @@ from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import Manifest, digest
 from ci_llm.checkpoints.mirror.head import HEAD, NOT_DUMPED, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
 from ci_llm.checkpoints.mirror.objects import Missing, Objects, Version
+from ci_llm.core.durable import PARTIAL
 from ci_llm.core.urls import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
@@ -67,6 +68,8 @@ class MirrorReader:
 
     def _all_records(self) -> Iterable[tuple[str, Record, Manifest]]:
         for key, _ in self.objects.list(RECORDS):
+            if key.endswith(PARTIAL):
+                continue
             try:
                 yield key, *self._read_record(key)
             except (DamagedCheckpoint, Missing) as damage:

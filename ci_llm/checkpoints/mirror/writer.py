@@ -31,7 +31,7 @@ from ci_llm.checkpoints.mirror.head import (
 )
 from ci_llm.checkpoints.mirror.objects import NO_VERSION, Conflict, Missing, Objects, Version
 from ci_llm.checkpoints.mirror.reader import FoundHead, MirrorReader
-from ci_llm.core.durable import read_chunks
+from ci_llm.core.durable import PARTIAL, read_chunks
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class MirrorWriter:
             return
         if not keys:
             return
-        self.forget(Block.parse(key) for key in keys if key.startswith(BLOCKS))
+        self.forget(Block.parse(key) for key in keys if key.startswith(BLOCKS) and not key.endswith(PARTIAL))
         try:
             self._objects.delete(sorted(keys))
         except MirrorUnreachable as error:
@@ -284,7 +284,8 @@ class MirrorWriter:
     def sweep(self) -> dict[str, str]:
         """Remove what dead writers left, and look whether everything that counts is there.
 
-        After a claim whose head was rebuilt nothing is removed: a stale listing may have hidden a step that counts.
+        After a claim whose head was rebuilt nothing is removed: a stale listing may have hidden a step that counts. Its
+        bytes stay until the next attempt, whose head does not refer to them.
 
         Returns:
             what is missing, by the keys of the records; its blocks are sent anew.

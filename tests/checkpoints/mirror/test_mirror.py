@@ -7,15 +7,16 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import verify_folder
-from ci_llm.checkpoints.mirror import filling
-from ci_llm.checkpoints.mirror.found import Found
+from ci_llm.checkpoints.mirror import filling, mirror
+from ci_llm.checkpoints.mirror.found import Found, Token, read_token, write_token
 from ci_llm.checkpoints.mirror.head import HEAD, Head
 from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.mirror.mirror import MirrorState
@@ -297,6 +298,25 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
     assert one.mirror.metrics()["mirror/behind_s"] == 0
 
 
+def test_a_disk_that_is_full_at_the_claim_delays_the_mirror_and_ends_no_run(
+    node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+
+    def full_at_first(folder: Path, token: Token) -> None:
+        for refusal in refusals:
+            raise refusal
+        write_token(folder, token)
+
+    monkeypatch.setattr(mirror, "write_token", full_at_first)
+    one = node("one")
+    assert one.begin() is None
+    one.save(1)
+    assert one.line == ["checkpoint_step_1"]
+    token = read_token(one.folder)
+    assert token == Token(one.head.run, one.head.generation)
+
+
 def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[Refusing]) -> None:
     """The store holds an older step up; the end of the grace asks for the newest, and that one is committed first."""
     committed: list[int | None] = []
@@ -370,11 +390,92 @@ def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(filling, refused, refuse)
     other = node("other")
-    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as told:
-        other.fill()
+    with monkeypatch.context() as full:
+        full.setattr(filling, refused, refuse)
+        with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as told:
+            other.fill()
     assert told.value.where == str(other.folder)
+    assert other.begin() == 1
+
+
+@pytest.mark.parametrize("is_empty", [True, False], ids=["an empty disk", "a disk with an older step"])
+def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
+    is_empty: bool, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The filling ends at each of its reads from the mirror and each of its commits on the disk."""
+    old = node("old", keep=None)
+    old.begin()
+    old.save(1)
+    old.close()
+    one = node("one", keep=None)
+    one.begin()
+    one.save(2, 3)
+    one.manager.finish({"README.md": b"a card"})
+    assert one.mirror.flush(DEADLINE_S)
+    monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({2}))  # the best one by validation
+    for moment in range(6):
+        if not is_empty:
+            shutil.copytree(old.folder, tmp_path / f"disk{moment}")
+        other = node(f"disk{moment}", keep=None)
+        moments = iter(range(7))
+
+        def ends(act: Callable[[Any], Any], moment: int = moment, moments: Iterator[int] = moments) -> Any:
+            def unless_over(subject: Any) -> Any:
+                if next(moments) == moment:
+                    raise MirrorUnreachable("503 Service Unavailable")
+                return act(subject)
+
+            return unless_over
+
+        with monkeypatch.context() as over:
+            over.setattr(other.mirror.reader, "open", ends(other.mirror.reader.open))
+            over.setattr(other.manager, "adopt", ends(other.manager.adopt))
+            with pytest.raises(MirrorUnreachable):
+                other.fill()
+        other.close()
+        again = node(f"disk{moment}", keep=None)
+        again.fill()
+        assert {2, 3} <= {*again.manager.all_steps()}, f"moment {moment}"
+        assert verify_folder(again.folder / "final_checkpoint").step == 3
+
+
+@pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
+def test_where_nobody_knows_the_best_step_all_of_them_come_back(
+    text: str | None, steps: list[int], node: Nodes
+) -> None:
+    one = node("one", keep=None)
+    one.begin()
+    one.save(1, 2, 3)
+    fresh = node("fresh", keep=None)
+    if text is not None:
+        fresh.folder.mkdir()
+        (fresh.folder / "status.json").write_text(text)
+    fresh.fill()
+    assert fresh.manager.all_steps() == steps
+
+
+def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
+    node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node("one", keep=None)
+    one.begin()
+    one.save(1, 2)
+    monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({1}))
+    other = node("other", keep=None)
+    adopt = other.manager.adopt
+
+    def best_alone(opened: Opened) -> None:
+        if opened.manifest.step == 2:
+            raise MirrorUnreachable("503 Service Unavailable")
+        adopt(opened)
+
+    monkeypatch.setattr(other.manager, "adopt", best_alone)
+    with pytest.raises(MirrorUnreachable):
+        other.fill()
+    refusing[1].refuses = lambda verb, key: True
+    with pytest.raises(MirrorUnreachable, match="nobody knows where this run goes on"):
+        other.fill()
 
 
 def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(

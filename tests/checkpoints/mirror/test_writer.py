@@ -17,8 +17,10 @@ from ci_llm.checkpoints.mirror.objects import Conflict, open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.checkpoints.mirror.run_files import restore_files, send_files
 from ci_llm.checkpoints.mirror.writer import LostClaim, MirrorWriter
+from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
 from tests.checkpoints.test_store import flip
+from tools.testbed.disks import Crash
 
 
 class Lying:
@@ -173,6 +175,37 @@ def test_leftovers_that_the_store_does_not_remove_go_at_the_next_claim(lying: Ly
     next_one = claimed(lying)
     assert next_one.sweep() == {}
     assert len(dict(lying.store.list("blocks/"))) == 1
+
+
+def test_what_a_kill_leaves_of_a_put_into_a_folder_goes_at_the_next_claim(
+    lying: Lying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: Filesystem, source: Path, target: Path) -> None:
+        raise Crash
+
+    folder = tmp_path / "checkpoint_step_3"
+    write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
+    writer = claimed(lying)
+    writer.commit(with_story(writer, b"one"))
+    key = writer.send_step(folder).record
+    record = lying.store.get(key)
+    lying.store.delete([key])
+    with monkeypatch.context() as killed:
+        killed.setattr(Filesystem, "rename", die)
+        for each, data in (("blocks/g1/" + "0" * 32 + "-3", b"two"), (key, record)):
+            with pytest.raises(Crash):
+                lying.store.put(each, data)
+
+    def unfinished() -> list[Path]:
+        return [*(tmp_path / "mirror").rglob("*.partial")]
+
+    assert len(unfinished()) == 2
+    writer.sweep()
+    assert len(unfinished()) == 2, "it may be sending them"
+    flip(tmp_path / "mirror" / HEAD, bit=9)
+    assert claimed(lying).head.entries == (), "an unfinished record is none"
+    assert claimed(lying).sweep() == {}
+    assert unfinished() == []
 
 
 def test_a_damaged_log_is_left_out_and_the_others_come_back(lying: Lying, tmp_path: Path, said: list[str]) -> None:
