@@ -15,8 +15,9 @@ from ci_llm.errors import DataError
 #: Rows by the name of their split: a `datasets.Dataset`, `MappedRows` or `ListedRows`.
 Splits = Mapping[str, Any]
 
-#: Names of splits to evaluate on, the first that exists is taken.
-EVAL_SPLITS: Final = ("test", "validation", "valid", "val", "dev", "eval")
+#: Names of splits to evaluate on, the first that exists is taken: whatever a run chooses by them, it leaves the test
+#: rows for a last evaluation.
+EVAL_SPLITS: Final = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
@@ -42,6 +43,14 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
     else:
         found = splits_of_files(path, unnamed, key)
     return {split: mapped(data) for split, data in found.items()}
+
+
+def eval_splits(name: str) -> tuple[str, ...]:
+    """Names of the splits of a data set to evaluate on, the first that exists is taken.
+
+    The embedded rows have both kinds, and by default nothing is chosen by them: the published scores are on test rows.
+    """
+    return ("test", *EVAL_SPLITS) if name == "embedded" else EVAL_SPLITS
 
 
 def is_on_hub(name: str) -> bool:

@@ -390,6 +390,16 @@ def test_the_split_to_evaluate_on_is_found(name: str, tmp_path: Path) -> None:
     assert list(load_rows(config, "eval")) == EXPECTED[:1]
 
 
+def test_test_rows_are_left_for_a_last_evaluation_where_there_are_others(tmp_path: Path) -> None:
+    for number, name in enumerate(EVAL_SPLITS[:-1]):
+        splits = {"train": ROWS, "test": ROWS[1:], name: ROWS[:1]}
+        folder = tmp_path / str(number)
+        DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()}).save_to_disk(folder)
+        for keys in ({"dataset_name": str(folder)}, {"eval_dataset_name": str(folder)}):
+            assert list(load_rows(Config(**keys), "eval")) == EXPECTED[:1]
+    assert "split validation" in load_rows(Config(dataset_name="embedded", dataset_split="test"), "eval").where
+
+
 def _write(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
     def write(path: Path) -> dict[str, Any]:
         (path / name).write_text(text)
