@@ -12,7 +12,7 @@ from ci_llm.config.own_keys import ROWS_KEYS
 from ci_llm.data.columns import NamedColumns, form_of_columns, shown
 from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
-from ci_llm.data.splits import Splits, empty, eval_splits, is_on_hub, open_splits
+from ci_llm.data.splits import Splits, empty, eval_splits, folder_of_subset, is_on_hub, open_splits
 from ci_llm.errors import DataError
 
 #: Without a split to evaluate on, every tenth row is held out, at most this many. The number must not depend on
@@ -116,7 +116,7 @@ def _training_rows(config: Config, name: str) -> Rows:
     if len(numbers) < total:
         first = "the first " if len(numbers) < len(kept) else ""
         notes.append(f"training on {first}{len(numbers)} of {total} rows")
-    if config.dataset_subset and not is_on_hub(name):
+    if config.dataset_subset and not is_on_hub(name) and not folder_of_subset(name, config.dataset_subset):
         notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
     if held_out:
         reason = "val_set_size" if config.val_set_size else "no split to evaluate on"

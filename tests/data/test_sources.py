@@ -686,6 +686,51 @@ def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: 
     assert len(load_rows(Config(dataset_name=str(tmp_path), val_set_size=0), "train")) == 4
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.jsonl", "testing.jsonl"),
+        ("training.jsonl", "Test_v2.jsonl"),
+        ("my-Training.jsonl", "my-evaluation.jsonl"),
+        ("Train/a.jsonl", "TEST/a.jsonl"),
+        ("train1.jsonl", "test2.jsonl"),
+        ("data.jsonl", "Testing.jsonl"),
+    ],
+)
+def test_a_split_has_the_names_that_datasets_knows(train: str, test: str, tmp_path: Path) -> None:
+    for name, rows in ((train, ROWS), (test, ROWS[:1])):
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(dataset_name=str(tmp_path / "own"))
+    assert list(load_rows(config, "train")) == EXPECTED
+    assert list(load_rows(config, "eval")) == EXPECTED[:1]
+    assert "split test" in load_rows(config, "eval").where
+
+
+def test_a_split_of_an_own_name_keeps_its_files(tmp_path: Path) -> None:
+    for name in ("training.csv", "train.csv"):
+        (tmp_path / name).write_text("text\nx\ny\n")
+    for split, count in (("training", 2), ("train", 4)):
+        config = Config(dataset_name=str(tmp_path), dataset_split=split, eval_split=split)
+        assert len(load_rows(config, "train")) == count
+
+
+def test_a_copy_of_a_data_set_of_the_hub_is_opened_as_the_hub_opens_it(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for subset, rows in (("main", ROWS), ("socratic", ROWS[:1])):
+        (copy / subset).mkdir(parents=True)
+        for split in ("train", "test"):
+            Dataset.from_list(rows).to_parquet(str(copy / subset / f"{split}-00000-of-00001.parquet"))
+    (copy / "dataset_infos.json").write_text('{"main": {}}')
+    (copy / "main" / ".train.jsonl").write_text("being written")
+    (copy / ".cache").mkdir()
+    (copy / ".cache" / "train.jsonl").write_text("{}")
+    found = load_rows(Config(dataset_name=str(copy), dataset_subset="main"), "train")
+    assert list(found) == EXPECTED
+    assert not any("dataset_subset" in line for line in found.description)
+    assert len(load_rows(Config(dataset_name=str(copy)), "train")) == len(ROWS) + 1
+
+
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,context,answer,id\nq,c,a,1\nq,c,a,2\n")
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), val_set_size=0), "train")
