@@ -657,6 +657,8 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
         ("prompt", "response", "text"): "text",
         ("prompt", "chosen", "rejected", "messages"): "messages",
         ("query", "response", "label"): "query + response",
+        ("text", "input_ids", "attention_mask", "labels"): "tokens",
+        ("messages", "prompt", "completion", "input_ids"): "tokens",
     }.items():
         form = find_form(columns)
         assert form is not None
@@ -664,6 +666,25 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
     data = Dataset.from_list([{"Text": "no", "text": "yes"}])
     assert list(recognised(data, "here", named=NamedColumns(text="text"))) == [Completion(None, "yes")]
     assert list(recognised(data, "here", named=NamedColumns(text="Text"))) == [Completion(None, "no")]
+
+
+def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
+    shared = {"context": "Ann ran.", "system": "Be brief.", "history": [["hi", "hello"]]}
+    expected = Chat(
+        (
+            Message("system", "Be brief."),
+            Message("user", "hi"),
+            Message("assistant", "hello"),
+            Message("user", "Ann ran.\n\nWho?"),
+            Message("assistant", "Ann"),
+        )
+    )
+    for question, answer in (("question", "answer"), ("Question", "Answer"), ("query", "response")):
+        data = ListedRows([{**shared, question: "Who?", answer: "Ann"}])
+        assert list(recognised(data, "here")) == [expected]
+        (row,) = recognised(data, "here", named=NamedColumns(prompt=question, answer=answer))
+        assert isinstance(row, Chat)
+        assert row.question == "Who?"
 
 
 TOKEN_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -732,9 +753,9 @@ def test_a_copy_of_a_data_set_of_the_hub_is_opened_as_the_hub_opens_it(tmp_path:
 
 
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question,context,answer,id\nq,c,a,1\nq,c,a,2\n")
+    (tmp_path / "a.csv").write_text("question,level,answer,id\nq,c,a,1\nq,c,a,2\n")
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), val_set_size=0), "train")
-    assert "columns that are not used: context, id" in rows.description
+    assert "columns that are not used: level, id" in rows.description
 
 
 def test_the_line_of_broken_json_is_named(tmp_path: Path) -> None:
