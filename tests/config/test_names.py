@@ -225,7 +225,7 @@ def test_names_of_others_work_in_python_too() -> None:
 @pytest.mark.parametrize(
     ("values", "what", "hint"),
     [
-        ({"batch_size": "4"}, "batch_size is '4', but takes a whole number of at least 1", "write 4 without quotes"),
+        ({"batch_size": "04"}, "batch_size is '04', but takes a whole number of at least 1", "write 4"),
         ({"batch_size": 0}, "batch_size is '0', but takes a whole number of at least 1", "the default is 4"),
         ({"num_agents": True}, "num_agents is 'true', but takes a whole number of at least 1", "the default is 4"),
         ({"lr": float("nan")}, "learning_rate (written lr) is 'nan', but takes a number above 0", "the default is"),
