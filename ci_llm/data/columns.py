@@ -297,6 +297,12 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
                 where=f"{where}, {part}_column: {name}",
                 hint=f"set {part}_column to one of them",
             )
+    if len({*given.values()}) < len(given):
+        raise DataError(
+            f"prompt_column and answer_column are the same column, {given['prompt']!r}.",
+            where=where,
+            hint=f"name two columns, or text_column={given['prompt']} to learn all of its text",
+        )
     form = _pattern_of({part: name.lower() for part, name in given.items()}).found_in(
         _preferring(columns, given), any_case=True
     )

@@ -559,6 +559,7 @@ def test_bad_lines(file: Path, line: str, words: list[str]) -> None:
     ("arguments", "words"),
     [
         (["--batch-sise", "3"], ["batch-sise is no key", "did you mean batch_size?"]),
+        (["nope.py"], ["'nope.py' is neither a key nor a value", "safe_train.py --train-script nope.py"]),
         (["foo"], ["'foo' is neither a key nor a value", "key=value"]),
         (["\u2014num_agents"], ["neither a key nor a value", "write --num_agents, with plain - and ="]),
         (["num_agents\uff1d3"], ["write num_agents=3, with plain - and ="]),

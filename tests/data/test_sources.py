@@ -648,6 +648,8 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
     with pytest.raises(DataError, match="No column goes with other; the data set has: q, other") as caught:
         recognised(data.remove_columns("Response"), "here", named=NamedColumns(answer="other"))
     assert caught.value.hint == "name it by prompt_column="
+    with pytest.raises(DataError, match="prompt_column and answer_column are the same column, 'q'"):
+        recognised(data, "here", named=NamedColumns(prompt="q", answer="q"))
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
