@@ -50,7 +50,13 @@ def audit(words: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=900.0, metavar="S", help="limit of each process (default 900)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep records and outputs here")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
-    call = parser.parse_args(own)
+    try:
+        call = parser.parse_args(own)
+    except ConfigError as error:
+        if command or not error.what.startswith("unrecognized arguments"):
+            raise
+        hint = "write the command behind --: ci-llm audit -- python train.py"
+        raise ConfigError(error.what, where=error.where, hint=hint) from error
     _check(call.steps, call.kill_at, call.seconds, call.keep, command)
     if any("{newest}" in word for word in call.resume_arg) and not call.newest:
         raise ConfigError("{newest} needs --newest PATTERN", where="command line", hint="--newest 'checkpoint_*'")

@@ -50,6 +50,8 @@ def generate(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt, a line each")
     parser.add_argument("--tokens", action="store_true", help="with --json: how sure the crowd is of every token")
     call = parser.parse_args(words)
+    if call.tokens and not call.json:
+        raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
     call.run = located(call.run)
     require_run(call.run, call.base_model)
     prompts = list(_prompts(call))

@@ -27,7 +27,8 @@ example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=m
 """
 
 CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the arguments of train.py
-Tries at toy size on this machine what the run will need, and leaves nothing behind. Exit code 0 if all checks pass.
+Tries at toy size on this machine what the run will need, and leaves nothing but the cache of the data set.
+Exit code 0 if all checks pass.
 example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16"""
 
 

@@ -94,18 +94,21 @@ def _take_mappings(own: OwnEntries, listed: Entry, problems: list[Problem]) -> N
     own.decided_by = listed
 
 
-def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem]) -> dict[str, Entry]:
-    """The entries of one mapping, by key; those that no agent can have are problems."""
+_ONCE: Final = "write it once for all, outside of `agents:`"
+
+
+def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem], once: str = _ONCE) -> dict[str, Entry]:
+    """The entries of one mapping, by key; those that no agent can have are problems, with `once` as their hint."""
     entries = [replace(entry, where=entry.where or listed.where) for entry in mapping.entries]
     names = [entry for entry in entries if entry.name == NAME]
     if len(names) > 1:
         problems.append(given_twice(NAME, names[0], names[1]))
-    others = [entry for entry in entries if entry.name != NAME and not _is_refused(entry, problems)]
+    others = [entry for entry in entries if entry.name != NAME and not _is_refused(entry, problems, once)]
     named = {NAME: names[0]} if names else {}
     return named | by_key(others, problems, last_wins=False)
 
 
-def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
+def _is_refused(entry: Entry, problems: list[Problem], once: str) -> bool:
     """Whether the entry is no key of a single agent; then a problem says why."""
     try:
         found = resolve(entry)
@@ -115,13 +118,7 @@ def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
     if found is None or found[0] in OWN_KEYS:
         return False
     key = found[0]
-    problems.append(
-        Problem(
-            entry.where,
-            f"{key} cannot differ between agents: {why_common(key)}",
-            "write it once for all, outside of `agents:`",
-        )
-    )
+    problems.append(Problem(entry.where, f"{key} cannot differ between agents: {why_common(key)}", once))
     return True
 
 
@@ -178,7 +175,10 @@ def read_own(entries: Sequence[Entry]) -> dict[str, Any]:
     """
     problems: list[Problem] = []
     listed = Entry("agents", Items(()), entries[0].where if entries else "")
-    own = OwnEntries([_entries_of(Mapped(tuple(entries)), listed, problems)], listed)
+    own = OwnEntries(
+        [_entries_of(Mapped(tuple(entries)), listed, problems, "leave it out: the run has it for all its agents")],
+        listed,
+    )
     values = own_values(own, problems)
     if problems:
         raise error_of(problems)

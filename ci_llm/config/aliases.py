@@ -117,6 +117,7 @@ VALUE_ALIASES: Final[dict[str, dict[str, str]]] = {
     "agent_layers": {"null": "all"},
     "diversity": {"null": "none"},
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "max_grad_norm": {"0": "null", "0.0": "null"},
     "max_train_steps": {"-1": "null"},
     "max_train_samples": {"-1": "null"},
     "eval_samples": {"-1": "null"},

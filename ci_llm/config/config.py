@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,18 +44,17 @@ class Change:
 
 
 class Config(AllKeys):
-    """All keys of a run, read-only; other names of a key work as well: `Config(lr=1e-3)`.
+    """All keys of a run, read-only; names and values are read as everywhere: `Config(lr=1e-3, max_runtime="1h")`.
 
     Raises:
         ConfigError: everything that is wrong with the values, at once.
     """
 
     def __init__(self, **values: Any) -> None:
-        values = {name: _plain(value) for name, value in values.items()}
         problems: list[Problem] = []
         given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
         own = take_own_entries([given], problems)
-        sound = sound_values(_python_values(values, given, problems), _as_typed(values, given), problems)
+        sound = sound_values(read_values(given, problems), given, problems)
         super().__init__(**(sound | own_values(own, problems)))
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
@@ -227,19 +226,3 @@ def _raw(value: object) -> Raw:
     if isinstance(value, bool) or value is None:
         return Scalar({True: "true", False: "false", None: "null"}[value])
     return Scalar(str(value)) if isinstance(value, str | int | float) else Unusable(f"a {type(value).__name__}")
-
-
-def _python_values(values: Mapping[str, Any], given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:
-    """Each value as it was given, unless it is a word of another trainer for something else."""
-    meant = {key: entry for key, entry in given.items() if entry.raw != _raw(values[entry.name])}
-    return {key: values[entry.name] for key, entry in given.items()} | read_values(meant, problems)
-
-
-def _as_typed(values: Mapping[str, Any], given: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries for messages: text was typed with quotes, which a number must not have."""
-    return {
-        key: replace(entry, raw=Scalar(entry.raw.text, quoted=True))
-        if isinstance(values[entry.name], str) and isinstance(entry.raw, Scalar)
-        else entry
-        for key, entry in given.items()
-    }

@@ -316,7 +316,8 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
 def _respellings(text: str) -> Iterator[str]:
     yield text
     yield text.strip().lower()
-    yield text.lstrip("0")
+    if re.fullmatch(r"[0-9.]+", text):
+        yield text.lstrip("0")
     if _NUMBER.fullmatch(text) and len(text) < 20 and (number := float(text.replace("_", ""))).is_integer():
         yield f"{number:.0f}"
 

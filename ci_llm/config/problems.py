@@ -50,6 +50,8 @@ def misfit(key: str, entry: Entry) -> Problem:
     instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
     if str(entry.raw).strip("'").startswith("[") and not takes_list(field) and key not in OWN_KEYS:
         instead = f"it cannot differ between agents: {why_common(key)}"
+    if key == "num_warmup_steps" and re.fullmatch(r"0?\.[0-9]+", entry.text):  # a share, as in Transformers 5
+        instead = f"write num_warmup_steps_ratio={entry.text}"
     return Problem(entry.where, what, instead)
 
 
@@ -85,6 +87,9 @@ def stray(word: str) -> Problem:
     """A word of the command line is neither a key nor a value."""
     if word.endswith((".yaml", ".yml")):
         return Problem(COMMAND_LINE, f"{word!r} stands alone", f"write --config {word}")
+    if word.endswith(".py"):
+        instead = f"write key=value; another script is supervised by safe_train.py --train-script {word}"
+        return Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", instead)
     plain = _DASHES.sub("--", word).replace("\uff1d", "=")
     instead = "write key=value, --key value or --flag" if plain == word else f"write {plain}, with plain - and ="
     return Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", instead)

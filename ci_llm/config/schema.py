@@ -199,7 +199,7 @@ class DataKeys(Keys):
     dataset_subset: Text | None = exact(None, "configuration of a hub data set, such as main; null: its only one")
     dataset_split: Text = exact("train", "split to train on")
     eval_split: Text | None = free(
-        None, "split to evaluate on; null: test or validation if there is one, else a tenth of the rows"
+        None, "split to evaluate on; null: validation or test if there is one, else a tenth of the rows"
     )
     eval_dataset_name: Sources | None = free(
         None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out"

@@ -14,6 +14,7 @@ _SHARDED = "base_sharding=layers: each process stores a part of the base's layer
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
 _ADAMW = "leave it out: the optimizer is AdamW; optimizer=ivon is the only other one"
 _FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
+_REVISION = "hf download NAME --revision REVISION --local-dir FOLDER; then model_name=FOLDER"
 _BATCH_SIZE = "leave it out: an evaluation derives it from batch_size"
 _STEPS = "write a number of optimizer steps: {}; the log says at the start how many steps an epoch has"
 _EVAL_STEPS = _STEPS.format("eval_steps=N, or eval_steps=null for the end only")
@@ -93,6 +94,8 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "tokenizer_name_or_path": ("a tokenizer of its own", "leave it out: the base's own tokenizer is taken"),
     # The base and its adapters
     "model_path": ("the base model", "model_name=FOLDER"),
+    "revision": ("a version of the base on the hub", _REVISION),
+    "model_revision": ("a version of the base on the hub", _REVISION),
     "model_type": ("the architecture", "leave it out: config.json of model_name has it"),
     "load_in_4bit": ("a quantised base", _QUANTIZED),
     "load_in_8bit": ("a quantised base", _QUANTIZED),
@@ -167,6 +170,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "multi_gpu": ("an option of accelerate launch", "before train.py: accelerate launch --multi_gpu train.py"),
     "nproc_per_node": ("an option of torchrun", "before train.py: torchrun --nproc-per-node 4 train.py"),
     "devices": ("a number of processes", _LAUNCHER),
+    "local_rank": ("the number of a process on its machine", _LAUNCHER),
     "strategy": ("a way to share work between processes", _LAUNCHER),
     "deepspeed": ("a configuration of DeepSpeed", "leave it out: DeepSpeed owns backward, step and checkpoint"),
     "fsdp": ("shards of the model", _SHARDED),

@@ -188,8 +188,11 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     status = last_status(output_dir)
     if status is None:
         path = Path(output_dir, "status.json")
+        runs = sorted(str(found.parent) for found in path.parent.glob("*/status.json"))
         raise BadInput(
-            "this is no folder of a run: it has no status.json", where=str(path), hint="give the output_dir of a run"
+            "this is no folder of a run: it has no status.json",
+            where=str(path),
+            hint=f"name one of the runs below it: {', '.join(runs)}" if runs else "give the output_dir of a run",
         )
     if status.status == "running" and _is_gone(status, time.time() if now is None else now):
         status = replace(status, status="vanished", reason="no heartbeat")

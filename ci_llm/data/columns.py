@@ -1,12 +1,13 @@
 """Which columns of a data set are which parts of a row, found by their names or named by the configuration.
 
 Form                    columns                                          becomes
+tokens                  input_ids, labels may be missing                 Tokens
 messages                messages, conversations: lists of turns          Chat
 prompt + completion     two strings, or two lists of messages            Completion, or Chat trained on its end
-question + answer       two strings, under the names that people use     Chat of two messages
+question + answer       two strings, under the names that people use;    Chat
+                        context, history and system may be missing
 instruction + output    input, history and system may be missing         Chat
 SQuAD                   context, question, answers.text                  Chat of two messages
-tokens                  input_ids, labels may be missing                 Tokens
 text                    a string                                         Completion of nothing
 
 The forms of `_EXACT` come first, by these very names; then names in any case and the other names of `_ANY_CASE`.
@@ -150,17 +151,20 @@ class _Pattern:
         return Form(self.name or " + ".join(found[part] for part in self.needs), found, self.reader)
 
 
-_MESSAGES_FORM = _Pattern("messages", _read_messages, {"messages": ("messages",)}, _WITH_CHAT)
-_EXACT: Final = (
-    _MESSAGES_FORM,
-    _Pattern("conversations", _read_messages, {"messages": ("conversations",)}, _WITH_CHAT),
+_TOKENS_FORM = _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS)
+_EXACT_PAIRS: Final = (
     _Pattern(
         "prompt + completion",
         _read_completion,
         {"prompt": ("prompt",), "completion": ("completion",)},
         {"tools": ("tools",)},
     ),
-    _Pattern("question + answer", _read_pair, {"prompt": ("question",), "answer": ("answer",)}),
+    _Pattern(
+        "question + answer",
+        _read_pair,
+        {"prompt": ("question",), "answer": ("answer",)},
+        {"context": ("context",), **_WITH_PAIR},
+    ),
     _Pattern(
         "instruction + output",
         _read_pair,
@@ -168,26 +172,37 @@ _EXACT: Final = (
         {"input": ("input",), **_WITH_PAIR},
     ),
     _Pattern("SQuAD", _read_squad, {"context": ("context",), "prompt": ("question",), "answers": ("answers",)}),
+)
+_EXACT: Final = (
+    _TOKENS_FORM,  # first, because a tokenised data set often keeps the columns that it was made of
+    _Pattern("messages", _read_messages, {"messages": ("messages",)}, _WITH_CHAT),
+    _Pattern("conversations", _read_messages, {"messages": ("conversations",)}, _WITH_CHAT),
+    *_EXACT_PAIRS,
     _Pattern("text", _read_text, {"text": ("text",)}),
 )
 _ANY_CASE: Final = (
     _Pattern("messages", _read_messages, {"messages": _MESSAGES}, _WITH_CHAT),
-    *_EXACT[2:6],
+    *_EXACT_PAIRS,
     _Pattern(
         "",
         _read_pair,
         {"prompt": ("instruction",), "answer": _ANSWERS},
         {"input": ("input", "context"), **_WITH_PAIR},
     ),
-    _Pattern("", _read_pair, {"prompt": _PROMPTS, "answer": _ANSWERS}, {"input": ("input",), **_WITH_PAIR}),
-    _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS),
+    _Pattern(
+        "",
+        _read_pair,
+        {"prompt": _PROMPTS, "answer": _ANSWERS},
+        {"input": ("input",), "context": ("context",), **_WITH_PAIR},
+    ),
+    _TOKENS_FORM,
     _Pattern("text", _read_text, {"text": _TEXTS}),
 )
 
 #: What the error lists when nothing fits.
 _WANTED: Final = (
-    "messages; conversations; prompt, completion; question, answer; instruction, output; context, question, answers; "
-    "input_ids; text"
+    "input_ids; messages; conversations; prompt, completion; question, answer; instruction, output; "
+    "context, question, answers; text"
 )
 
 
@@ -282,6 +297,12 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
                 where=f"{where}, {part}_column: {name}",
                 hint=f"set {part}_column to one of them",
             )
+    if len({*given.values()}) < len(given):
+        raise DataError(
+            f"prompt_column and answer_column are the same column, {given['prompt']!r}.",
+            where=where,
+            hint=f"name two columns, or text_column={given['prompt']} to learn all of its text",
+        )
     form = _pattern_of({part: name.lower() for part, name in given.items()}).found_in(
         _preferring(columns, given), any_case=True
     )

@@ -22,8 +22,10 @@ from ci_llm.data.formats import find_format, format_named, known_endings
 from ci_llm.data.splits import EVAL_SPLITS, empty
 from ci_llm.errors import DataError
 
-#: Files of `save_to_disk` that hold no rows.
-_NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
+#: Files of `save_to_disk` and of the hub that hold no rows.
+_NO_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+#: Words for splits that `datasets` knows in names of files and folders, beside the names of splits themselves.
+_WORDS_FOR_SPLITS = {"training": "train", "testing": "test", "evaluation": "test"}
 
 
 def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
@@ -63,7 +65,7 @@ def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset]:
     """A folder of `save_to_disk`, or of data files of one kind, perhaps in folders of their own."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, unnamed)
-    files = _data_files(path.iterdir()) or _data_files(path.rglob("*"))
+    files = _data_files(path, path.iterdir()) or _data_files(path, path.rglob("*"))
     if not files:
         raise DataError(
             f"The folder holds no data: neither one of save_to_disk nor {known_endings()} files.",
@@ -76,8 +78,10 @@ def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset]:
     return {split: _from_files(group, str(path)) for split, group in by_split.items()}
 
 
-def _data_files(found: Iterator[Path]) -> list[Path]:
-    return sorted(file for file in found if file.is_file() and find_format(file) and file.name not in _NO_ROWS)
+def _data_files(folder: Path, found: Iterator[Path]) -> list[Path]:
+    """Those that may hold rows, in order; hidden ones are left aside."""
+    shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(file for file in shown if file.is_file() and find_format(file) and file.name not in _NO_ROWS)
 
 
 def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
@@ -88,11 +92,20 @@ def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
     names = (unnamed, "train", *EVAL_SPLITS)
     words = [[*re.split(r"[-_.]", file.name)[:1], *file.parent.parts] for file in files]
     inside = [[*near, *re.split(r"[-_.]", file.name)] for near, file in zip(words, files, strict=True)]
-    found, wider = (
-        [next((word for word in each if word in names), unnamed) for each in way] for way in (words, inside)
-    )
-    named = all(any(word in names for word in each) for each in inside)
-    return wider if named and unnamed in wider else found
+    found, wider = ([_first_split(each, names) for each in way] for way in (words, inside))
+    if None not in wider and unnamed in wider:
+        found = wider
+    return [split or unnamed for split in found]
+
+
+def _first_split(words: Sequence[str], names: Sequence[str]) -> str | None:
+    """The first split that a word means, in any case and with a number behind it, as `datasets` reads names."""
+    for word in words:
+        plain = word.lower().strip("0123456789 ")
+        for meant in (word, plain, _WORDS_FOR_SPLITS.get(plain)):
+            if meant in names:
+                return meant
+    return None
 
 
 def _saved(path: Path, unnamed: str) -> dict[str, Dataset]:

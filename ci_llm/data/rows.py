@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,6 +195,11 @@ class Rows:
         if not self.num_trained_on:
             return "none"
         return "all" if self.num_trained_on == len(self) else "some"
+
+    @property
+    def are_of_test(self) -> bool:
+        """Whether some of these rows are a split that is called test."""
+        return re.search(r", split test(?!, held out)(,|$)", self.where) is not None
 
     def __len__(self) -> int:
         return len(self.raw)

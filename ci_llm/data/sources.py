@@ -12,7 +12,7 @@ from ci_llm.config.own_keys import ROWS_KEYS
 from ci_llm.data.columns import NamedColumns, form_of_columns, shown
 from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
-from ci_llm.data.splits import EVAL_SPLITS, Splits, empty, is_on_hub, open_splits
+from ci_llm.data.splits import Splits, empty, eval_splits, folder_of_subset, is_on_hub, open_splits
 from ci_llm.errors import DataError
 
 #: Without a split to evaluate on, every tenth row is held out, at most this many. The number must not depend on
@@ -23,7 +23,7 @@ HELD_OUT_AT_MOST = 400
 def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     """The rows to train on, or the rows to evaluate on, with their columns recognised; those of all agents together.
 
-    Evaluation takes `eval_dataset_name` or `eval_split`. By default it takes the split test or validation if there
+    Evaluation takes `eval_dataset_name` or `eval_split`. By default it takes the split validation or test if there
     is one, and otherwise rows that training leaves out, the same rows on every call.
 
     Raises:
@@ -116,7 +116,7 @@ def _training_rows(config: Config, name: str) -> Rows:
     if len(numbers) < total:
         first = "the first " if len(numbers) < len(kept) else ""
         notes.append(f"training on {first}{len(numbers)} of {total} rows")
-    if config.dataset_subset and not is_on_hub(name):
+    if config.dataset_subset and not is_on_hub(name) and not folder_of_subset(name, config.dataset_subset):
         notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
     if held_out:
         reason = "val_set_size" if config.val_set_size else "no split to evaluate on"
@@ -131,14 +131,14 @@ def _evaluation_rows(config: Config, name: str) -> Rows:
     if held_out := _held_out(config, splits, name):
         where = f"{_where(name, config.dataset_split)}, held out"
         return _selected(config, training, where, *_thinned(config, training, where, held_out))
-    split = _eval_split(config, splits) or config.dataset_split
+    split = _eval_split(config, splits, name) or config.dataset_split
     return _whole_split(config, splits, name, split, [config] if split == config.dataset_split else [])
 
 
 def _validation_rows(config: Config, name: str) -> Rows:
     """The rows of a data set of `eval_dataset_name`."""
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
-    known = [config.eval_split] if config.eval_split else [*EVAL_SPLITS, config.dataset_split, *splits]
+    known = [config.eval_split] if config.eval_split else [*eval_splits(name), config.dataset_split, *splits]
     split = next((each for each in known if each in splits), known[0])
     place = _place(name)
     trained = [
@@ -165,11 +165,12 @@ def _whole_split(config: Config, splits: Splits, name: str, split: str, trained:
     return _selected(config, data, _where(name, split), numbers, notes).evaluated_although_trained_on(count)
 
 
-def _eval_split(config: Config, splits: Splits) -> str | None:
+def _eval_split(config: Config, splits: Splits, name: str) -> str | None:
     """The split to evaluate on; None: rows of the training split are held out."""
     if config.val_set_size:
         return None
-    return config.eval_split or next((n for n in EVAL_SPLITS if n in splits and n != config.dataset_split), None)
+    usual = (split for split in eval_splits(name) if split in splits and split != config.dataset_split)
+    return config.eval_split or next(usual, None)
 
 
 def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
@@ -177,7 +178,7 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
 
     If an answer is missing in every one of them, as where each tenth row is empty, only rows with one are counted.
     """
-    if config.eval_dataset_names or _eval_split(config, splits) is not None:
+    if config.eval_dataset_names or _eval_split(config, splits, name) is not None:
         return []
     data = splits[config.dataset_split]
     numbers = _spread(len(data), _num_held_out(config, len(data), name))

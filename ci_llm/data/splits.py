@@ -15,8 +15,9 @@ from ci_llm.errors import DataError
 #: Rows by the name of their split: a `datasets.Dataset`, `MappedRows` or `ListedRows`.
 Splits = Mapping[str, Any]
 
-#: Names of splits to evaluate on, the first that exists is taken.
-EVAL_SPLITS: Final = ("test", "validation", "valid", "val", "dev", "eval")
+#: Names of splits to evaluate on, the first that exists is taken: whatever a run chooses by them, it leaves the test
+#: rows for a last evaluation.
+EVAL_SPLITS: Final = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
@@ -24,7 +25,7 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
 
     Args:
         name: `embedded`, a hub id, a file, a glob or a folder.
-        subset: the configuration of a hub data set.
+        subset: the configuration of a hub data set, or of a copy of one with a folder for each.
         unnamed: what the only split of a source without named splits is called.
         key: the key of the configuration that holds the name, for error messages.
 
@@ -40,8 +41,22 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
     if is_on_hub(name):
         found = splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
     else:
-        found = splits_of_files(path, unnamed, key)
+        found = splits_of_files(folder_of_subset(name, subset) or path, unnamed, key)
     return {split: mapped(data) for split, data in found.items()}
+
+
+def folder_of_subset(name: str, subset: str | None) -> Path | None:
+    """The folder of a configuration in a local copy of a data set of the hub; None where there is none."""
+    folder = Path(os.path.expanduser(name), subset) if subset else None
+    return folder if folder and folder.is_dir() else None
+
+
+def eval_splits(name: str) -> tuple[str, ...]:
+    """Names of the splits of a data set to evaluate on, the first that exists is taken.
+
+    The embedded rows have both kinds, and by default nothing is chosen by them: the published scores are on test rows.
+    """
+    return ("test", *EVAL_SPLITS) if name == "embedded" else EVAL_SPLITS
 
 
 def is_on_hub(name: str) -> bool:

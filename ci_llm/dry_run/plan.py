@@ -94,5 +94,6 @@ def _summary(outcomes: list[CheckResult], seconds: float) -> str:
     if not failed and not skipped:
         beside = f", {absent} had nothing to check here" if absent else ""
         passed = len(outcomes) - absent
-        return f"all {passed} checks passed in {duration(seconds)}{beside}; nothing of them is left on the disk"
+        left = "they leave nothing on the disk but the cache of the data set"
+        return f"all {passed} checks passed in {duration(seconds)}{beside}; {left}"
     return f"failed: {', '.join(failed) or 'none'}; {skipped} of {len(outcomes)} checks skipped"

@@ -153,6 +153,16 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
         if evaluated.rows.num_trained_on:
             level = logging.INFO if evaluated.rows.trained_on == "all" else logging.WARNING
             logger.log(level, f"data      {evaluated.rows.description[-1]}")
+    chosen = "the best step" if config.keeps_best else "one agent or a crowd" if config.crowd == "auto" else None
+    if chosen and (note := choice_by_test_rows(chosen, eval_rows.sets)):
+        logger.info(f"data      {note}")
+
+
+def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str | None:
+    """What is to be said where something is chosen by rows of a split test; None where it is chosen by others."""
+    if not any(rows.rows.are_of_test for rows in evaluated):
+        return None
+    return f"{chosen} is chosen on the rows of split test; eval_split, eval_dataset_name or val_set_size names others"
 
 
 def _source(found: TokenizedRows) -> str:

@@ -22,7 +22,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.run.beginning import place_of_attempt
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.job import meet, run_among
-from ci_llm.run.loading import Loaded, load
+from ci_llm.run.loading import Loaded, choice_by_test_rows, load
 from ci_llm.run.report import write_page
 from ci_llm.run.setup import steps_of
 from ci_llm.run.shutdown import command_line, end_at_once, reason_of
@@ -134,6 +134,8 @@ class SweepRunner:
         """Train pack after pack; returns the reason of a stop."""
         for line in described(sweep.standings.plan, self._reading):
             self._say(f"sweep     {line}")
+        if note := choice_by_test_rows("the best trial", loaded.eval_rows):
+            self._say(f"sweep     {note}")
         sources: Sequence[str] = self._reading.lines
         curves = Curves(sweep, processes.accelerator)
         processes.on_main(curves.send)  # an earlier call may have been killed before

@@ -76,7 +76,7 @@ def test_a_run_that_does_not_train_finds_the_request_when_it_goes_on(
         (["stop", "RUN"], "required: K"),
         (["stop", "RUN", "one"], "'one' is no agent, such as 2 or agent2"),
         (["clone", "RUN", "0", "seed"], "'seed' is no key=value"),
-        (["clone", "RUN", "0", "batch_size=3"], "batch_size cannot differ between agents"),
+        (["clone", "RUN", "0", "batch_size=3"], "leave it out: the run has it for all its agents"),
         (["clone", "RUN", "0", "lora_rank=3"], "a clone has the weights of its original, and so its lora_rank"),
         (["clone", "RUN", "0", "learning_rate=fast"], "learning_rate is 'fast', but takes a number"),
     ],

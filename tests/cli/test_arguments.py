@@ -26,6 +26,19 @@ def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
     assert "max_new_tokens" not in parser.format_help()
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["audit", "python", "x.py"], "write the command behind --"),
+        (["audit", "--nothing", "--", "python", "x.py"], "ci-llm audit --help"),
+        (["generate", "run", "hi", "--tokens"], "add --json"),
+    ],
+)
+def test_a_slip_is_answered_with_the_way(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert hint in capsys.readouterr().err
+
+
 def test_other_words_stay_as_they_were_typed(parser: Parser) -> None:
     assert parser.parse_args(["top_p=1", "--", "--max_new_tokens"]).words == ["top_p=1", "--max_new_tokens"]
     with pytest.raises(ConfigError, match="unrecognized arguments: --max_tokens"):

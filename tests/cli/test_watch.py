@@ -97,6 +97,13 @@ def test_one_picture_of_no_run_is_a_bad_call(tmp_path: Path, capsys: pytest.Capt
     assert main(["watch", "--twice"]) == 2
 
 
+def test_the_runs_below_a_folder_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        leave_status(tmp_path / name, "completed", 5)
+    assert main(["status", str(tmp_path)]) == 2
+    assert f"name one of the runs below it: {tmp_path / 'a'}, {tmp_path / 'b'}" in capsys.readouterr().err
+
+
 def test_without_words_it_is_the_run_that_train_would_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import runpy
 import subprocess
@@ -159,7 +160,7 @@ def test_import_is_light() -> None:
 
 
 def test_a_config_is_strict() -> None:
-    for bad in ({"num_agents": True}, {"learning_rate": float("nan")}, {"sed": 1}, {"batch_size": "4"}):
+    for bad in ({"num_agents": True}, {"learning_rate": float("nan")}, {"sed": 1}, {"batch_size": "four"}):
         with pytest.raises(ConfigError):
             Config(**bad)
 
@@ -175,6 +176,22 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert Config(**values) == read_call(values, {}).config == read_call(None, values).config == plain
     with pytest.raises(ConfigError, match=r"num_agents is '0\.5'"):
         Config(num_agents=np.float32(0.5))
+
+
+def test_python_reads_values_by_one_rule() -> None:
+    values: dict[str, Any] = {
+        "output_dir": Path("x"),
+        "dataset_name": [Path("a.jsonl"), Path("b.jsonl")],
+        "dataset_weights": "1,2",
+        "agent_layers": "0,1",
+        "max_runtime": "1h",
+        "batch_size": "4",
+    }
+    config = Config(**values)
+    assert config == read_call(None, values).config == read_call(values, {}).config == parse_config(config.dump(), "")
+    assert (config.output_dir, config.dataset_name, config.max_runtime) == ("x", "a.jsonl,b.jsonl", 3600)
+    assert copy.deepcopy(config) == config
+    assert config.model_fields_set == {*values}
 
 
 @pytest.mark.parametrize("value", [[{"text": "a"}, {"text": "b"}], {"train": []}, object(), iter("ab")])
@@ -542,6 +559,7 @@ def test_bad_lines(file: Path, line: str, words: list[str]) -> None:
     ("arguments", "words"),
     [
         (["--batch-sise", "3"], ["batch-sise is no key", "did you mean batch_size?"]),
+        (["nope.py"], ["'nope.py' is neither a key nor a value", "safe_train.py --train-script nope.py"]),
         (["foo"], ["'foo' is neither a key nor a value", "key=value"]),
         (["\u2014num_agents"], ["neither a key nor a value", "write --num_agents, with plain - and ="]),
         (["num_agents\uff1d3"], ["write num_agents=3, with plain - and ="]),

@@ -48,6 +48,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("lora_target_linear=true", {}),
     ("use_peft=true", {}),
     ("finetuning_type=lora", {}),
+    ("max_grad_norm=0", {"max_grad_norm": None}),
+    ("max_grad_norm=0.0", {"max_grad_norm": None}),
     ("task_type=CAUSAL_LM", {}),
     ("bias=none", {}),
     ("adapter_name_or_path=crowd", {"init_from": "crowd"}),
@@ -225,7 +227,7 @@ def test_names_of_others_work_in_python_too() -> None:
 @pytest.mark.parametrize(
     ("values", "what", "hint"),
     [
-        ({"batch_size": "4"}, "batch_size is '4', but takes a whole number of at least 1", "write 4 without quotes"),
+        ({"batch_size": "04"}, "batch_size is '04', but takes a whole number of at least 1", "write 4"),
         ({"batch_size": 0}, "batch_size is '0', but takes a whole number of at least 1", "the default is 4"),
         ({"num_agents": True}, "num_agents is 'true', but takes a whole number of at least 1", "the default is 4"),
         ({"lr": float("nan")}, "learning_rate (written lr) is 'nan', but takes a number above 0", "the default is"),
@@ -260,6 +262,11 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("Seed: 1", "Seed is no key", "did you mean seed?"),
     ("lora_alfa: 16", "lora_alfa is no key", "did you mean lora_alpha?"),
     ("zzz: 1", "zzz is no key", "all keys: python train.py --help"),
+    ("warmup_steps: 0.1", "num_warmup_steps (written warmup_steps) is '0.1'", "write num_warmup_steps_ratio=0.1"),
+    ("warmup_steps: 10.5", "num_warmup_steps (written warmup_steps) is '10.5'", "the default is null"),
+    ("local_rank: -1", "local_rank is no key here; it is the number of a process on its machine", "the launcher"),
+    ("revision: main", "revision is no key here; it is a version of the base on the hub", "hf download"),
+    ("agent_layers: 0-3", "agent_layers is '0-3'", 'the default is "all"'),
     ("no_compile: true", "no_compile is no key", "did you mean compile=false?"),
     ("training.lr: 1", "training.lr is no key", "did you mean lr, which is learning_rate?"),
     (

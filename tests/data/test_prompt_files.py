@@ -30,7 +30,7 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"context": "c", "question": "q"}, "c\n\nq"),
         ({"text": "Once"}, "Once"),
         ({"question": "q", "answer": ""}, "q"),
-        ({"system": "s", "question": "q", "answer": "a"}, "q"),
+        ({"system": "s", "question": "q", "answer": "a"}, [SYSTEM, CHAT[0] | {"content": "q"}]),
         ({"system": "s", "instruction": "q", "output": "a"}, [SYSTEM, CHAT[0] | {"content": "q"}]),
         ({"messages": CHAT}, CHAT),
         ({"messages": CHAT[:2]}, "q1"),

@@ -390,6 +390,16 @@ def test_the_split_to_evaluate_on_is_found(name: str, tmp_path: Path) -> None:
     assert list(load_rows(config, "eval")) == EXPECTED[:1]
 
 
+def test_test_rows_are_left_for_a_last_evaluation_where_there_are_others(tmp_path: Path) -> None:
+    for number, name in enumerate(EVAL_SPLITS[:-1]):
+        splits = {"train": ROWS, "test": ROWS[1:], name: ROWS[:1]}
+        folder = tmp_path / str(number)
+        DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()}).save_to_disk(folder)
+        for keys in ({"dataset_name": str(folder)}, {"eval_dataset_name": str(folder)}):
+            assert list(load_rows(Config(**keys), "eval")) == EXPECTED[:1]
+    assert "split validation" in load_rows(Config(dataset_name="embedded", dataset_split="test"), "eval").where
+
+
 def _write(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
     def write(path: Path) -> dict[str, Any]:
         (path / name).write_text(text)
@@ -638,6 +648,8 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
     with pytest.raises(DataError, match="No column goes with other; the data set has: q, other") as caught:
         recognised(data.remove_columns("Response"), "here", named=NamedColumns(answer="other"))
     assert caught.value.hint == "name it by prompt_column="
+    with pytest.raises(DataError, match="prompt_column and answer_column are the same column, 'q'"):
+        recognised(data, "here", named=NamedColumns(prompt="q", answer="q"))
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
@@ -647,6 +659,8 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
         ("prompt", "response", "text"): "text",
         ("prompt", "chosen", "rejected", "messages"): "messages",
         ("query", "response", "label"): "query + response",
+        ("text", "input_ids", "attention_mask", "labels"): "tokens",
+        ("messages", "prompt", "completion", "input_ids"): "tokens",
     }.items():
         form = find_form(columns)
         assert form is not None
@@ -654,6 +668,25 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
     data = Dataset.from_list([{"Text": "no", "text": "yes"}])
     assert list(recognised(data, "here", named=NamedColumns(text="text"))) == [Completion(None, "yes")]
     assert list(recognised(data, "here", named=NamedColumns(text="Text"))) == [Completion(None, "no")]
+
+
+def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
+    shared = {"context": "Ann ran.", "system": "Be brief.", "history": [["hi", "hello"]]}
+    expected = Chat(
+        (
+            Message("system", "Be brief."),
+            Message("user", "hi"),
+            Message("assistant", "hello"),
+            Message("user", "Ann ran.\n\nWho?"),
+            Message("assistant", "Ann"),
+        )
+    )
+    for question, answer in (("question", "answer"), ("Question", "Answer"), ("query", "response")):
+        data = ListedRows([{**shared, question: "Who?", answer: "Ann"}])
+        assert list(recognised(data, "here")) == [expected]
+        (row,) = recognised(data, "here", named=NamedColumns(prompt=question, answer=answer))
+        assert isinstance(row, Chat)
+        assert row.question == "Who?"
 
 
 TOKEN_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -676,10 +709,55 @@ def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: 
     assert len(load_rows(Config(dataset_name=str(tmp_path), val_set_size=0), "train")) == 4
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.jsonl", "testing.jsonl"),
+        ("training.jsonl", "Test_v2.jsonl"),
+        ("my-Training.jsonl", "my-evaluation.jsonl"),
+        ("Train/a.jsonl", "TEST/a.jsonl"),
+        ("train1.jsonl", "test2.jsonl"),
+        ("data.jsonl", "Testing.jsonl"),
+    ],
+)
+def test_a_split_has_the_names_that_datasets_knows(train: str, test: str, tmp_path: Path) -> None:
+    for name, rows in ((train, ROWS), (test, ROWS[:1])):
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(dataset_name=str(tmp_path / "own"))
+    assert list(load_rows(config, "train")) == EXPECTED
+    assert list(load_rows(config, "eval")) == EXPECTED[:1]
+    assert "split test" in load_rows(config, "eval").where
+
+
+def test_a_split_of_an_own_name_keeps_its_files(tmp_path: Path) -> None:
+    for name in ("training.csv", "train.csv"):
+        (tmp_path / name).write_text("text\nx\ny\n")
+    for split, count in (("training", 2), ("train", 4)):
+        config = Config(dataset_name=str(tmp_path), dataset_split=split, eval_split=split)
+        assert len(load_rows(config, "train")) == count
+
+
+def test_a_copy_of_a_data_set_of_the_hub_is_opened_as_the_hub_opens_it(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for subset, rows in (("main", ROWS), ("socratic", ROWS[:1])):
+        (copy / subset).mkdir(parents=True)
+        for split in ("train", "test"):
+            Dataset.from_list(rows).to_parquet(str(copy / subset / f"{split}-00000-of-00001.parquet"))
+    (copy / "dataset_infos.json").write_text('{"main": {}}')
+    (copy / "main" / ".train.jsonl").write_text("being written")
+    (copy / ".cache").mkdir()
+    (copy / ".cache" / "train.jsonl").write_text("{}")
+    found = load_rows(Config(dataset_name=str(copy), dataset_subset="main"), "train")
+    assert list(found) == EXPECTED
+    assert not any("dataset_subset" in line for line in found.description)
+    assert len(load_rows(Config(dataset_name=str(copy)), "train")) == len(ROWS) + 1
+
+
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question,context,answer,id\nq,c,a,1\nq,c,a,2\n")
+    (tmp_path / "a.csv").write_text("question,level,answer,id\nq,c,a,1\nq,c,a,2\n")
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), val_set_size=0), "train")
-    assert "columns that are not used: context, id" in rows.description
+    assert "columns that are not used: level, id" in rows.description
 
 
 def test_the_line_of_broken_json_is_named(tmp_path: Path) -> None:

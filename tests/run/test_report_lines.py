@@ -48,6 +48,32 @@ def test_it_is_said_where_the_rows_to_evaluate_on_are_from(
 
 
 @pytest.mark.parametrize(
+    ("keys", "choice"),
+    [
+        ({"early_stopping_patience": 3}, "the best step"),
+        ({"load_best_model_at_end": True}, "the best step"),
+        ({"crowd": "auto", "num_agents": 2}, "one agent or a crowd"),
+        ({"crowd": "auto", "num_agents": 2, "eval_split": "validation"}, None),
+        ({"early_stopping_patience": 3, "val_set_size": 9}, None),
+        ({"early_stopping_patience": 3, "dataset_split": "test", "val_set_size": 9}, None),
+        ({}, None),
+    ],
+)
+def test_it_is_said_that_something_is_chosen_by_test_rows(
+    keys: dict[str, Any], choice: str | None, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    config = Config(eval_samples=9, **keys)
+    evaluated = tokenize(load_rows(config, "eval"), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    with log_lines() as lines:
+        describe_rows(config, [], EvaluationRows.of([evaluated]))
+    said = [line for line in lines if "chosen" in line]
+    assert [line.split(";")[0] for line in said] == (
+        [f"data      {choice} is chosen on the rows of split test"] if choice else []
+    )
+
+
+@pytest.mark.parametrize(
     ("wanted", "named"),
     [
         ("mine.jinja", "mine.jinja"),

@@ -88,6 +88,7 @@ def test_what_a_sweep_leaves(undisturbed: Path) -> None:
     assert peft.PeftModel.from_pretrained(base, run / "best").peft_config["default"].r == 2
     said = (undisturbed / "log").read_text()
     assert "4 trials by sampler grid, compared by nll: 4 to step 4, 2 to step 8" in said
+    assert "sweep     the best trial is chosen on the rows of split test; " in said
     for part in ("trial  status", "completed", "longer     ci-llm train", "init_from=run/best", "crowd      ci-llm"):
         assert part in said
 
