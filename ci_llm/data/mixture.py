@@ -86,7 +86,8 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
     kind = "one after the other" if weights is None else "weighted"
     lines.insert(0, f"{len(origin)} rows of {len(parts)} data sets, {kind}")
     where = ", ".join(part.where for part in parts)
-    rows = _MixedRows(origin, parts[0].form, where, tuple(lines), origin=origin)
+    are_of_test = any(part.are_of_test for part in parts)
+    rows = _MixedRows(origin, parts[0].form, where, tuple(lines), are_of_test=are_of_test, origin=origin)
     return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
 
 

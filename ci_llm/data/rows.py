@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -180,6 +179,7 @@ class Rows:
         description: what was found, in lines for people.
         numbers: of each row in its source, where only some rows were taken.
         num_trained_on: of rows to evaluate on: how many of them are among those to train on.
+        are_of_test: of rows to evaluate on: whether some of them are a whole split that is called test.
     """
 
     raw: RawRows
@@ -188,6 +188,7 @@ class Rows:
     description: tuple[str, ...] = ()
     numbers: Sequence[int] | None = None
     num_trained_on: int = 0
+    are_of_test: bool = False
 
     @property
     def trained_on(self) -> TrainedOn:
@@ -195,11 +196,6 @@ class Rows:
         if not self.num_trained_on:
             return "none"
         return "all" if self.num_trained_on == len(self) else "some"
-
-    @property
-    def are_of_test(self) -> bool:
-        """Whether some of these rows are a split that is called test."""
-        return re.search(r", split test(?!, held out)(,|$)", self.where) is not None
 
     def __len__(self) -> int:
         return len(self.raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ci_llm.config import Config
@@ -162,7 +163,8 @@ def _whole_split(config: Config, splits: Splits, name: str, split: str, trained:
     numbers, notes = _thinned(config, data, _where(name, split), range(len(data)))
     limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
     count = sum(number < max(limits, default=0) for number in numbers)
-    return _selected(config, data, _where(name, split), numbers, notes).evaluated_although_trained_on(count)
+    rows = replace(_selected(config, data, _where(name, split), numbers, notes), are_of_test=split == "test")
+    return rows.evaluated_although_trained_on(count)
 
 
 def _eval_split(config: Config, splits: Splits, name: str) -> str | None:
