@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,7 +76,7 @@ def train(
         CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
     """
     read = read_call(config, overrides, accelerate_settings(os.environ))
-    launch = read_launch()
+    launch = replace(read_launch(), called_at=time.time())
     with Interrupts(
         read.config.stop_signals,
         read.config.save_signals,

@@ -7,12 +7,15 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import numpy as np
+import psutil
 import pytest
 import torch
 from nbclient import NotebookClient
@@ -24,6 +27,7 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
+from ci_llm.cluster.deadline import Pace
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
@@ -312,6 +316,20 @@ def test_bad_input_is_an_exception_that_says_what_and_where(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ci_llm.CiLlmError, match=message):
         ci_llm.train(**keywords)
+
+
+def test_max_runtime_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook that is older than it, a call trained nothing and ended the interpreter."""
+    calls: list[Any] = []
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
+    monkeypatch.setattr(job, "run_job", lambda *args, **_: calls.append(args))
+    before = time.time()
+    ci_llm.train(KEYS, output_dir=tmp_path, max_runtime=1000)
+    ((config, interrupts, launch),) = calls
+    processes: Any = SimpleNamespace(is_main_process=True, launch=launch)
+    deadline = shutdown.watch_walltime(config, processes, Pace(), interrupts).deadline
+    assert deadline is not None
+    assert before + 1000 <= deadline.at <= time.time() + 1000
 
 
 def test_a_second_run_at_the_same_time_is_refused_and_a_forked_child_may_train() -> None:
