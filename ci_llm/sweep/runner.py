@@ -99,6 +99,7 @@ class SweepRunner:
             status.start(_steps_done(sweep))
             try:
                 stop = self._train(sweep, processes, loaded, status)
+                sweep.require_winner()
             except KeyboardInterrupt:
                 status.finish("interrupted", "signal:SIGINT", command_line(self._launch))
                 raise

@@ -288,6 +288,19 @@ def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturb
     assert "This sweep is complete" in (undisturbed / "log").read_text()
 
 
+def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_folder: Folder) -> None:
+    """It was called completed, and a supervisor took it for a success."""
+    folder = new_folder()
+    arguments = words(learning_rate="[1e28,1e29]", lora_dropout=0, mixed_precision="no")
+    for _ in range(2):
+        assert call(server, folder, arguments=arguments) == [2]
+        said = (folder / "log").read_text()
+        assert "every trial has failed: none gave finite numbers to its first rung" in said
+        status = read_status(folder / "run")
+        assert (status.status, status.reason, status.exit_code) == ("failed", "all_trials_failed", 1)
+    assert "This sweep is complete; nothing is left to do." in said
+
+
 def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
     folder = new_folder()
     keys = {**KEYS, "learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "save_interval_seconds": None, "eval_steps": None}
