@@ -87,7 +87,7 @@ class Run:
     step_metrics: StepMetrics
     batch_places: Sequence[int] = ()
     pace: Pace = field(default_factory=Pace)
-    learning: Learning = field(default_factory=Learning)
+    learning: Learning = field(default_factory=lambda: Learning(()))  # before there are steps
     callbacks: Callbacks = field(default_factory=Callbacks)
     record_failure: RecordFailure = field(default_factory=RecordFailure)
     logs_next_steps: bool = True

@@ -288,7 +288,8 @@ def _open(run: Run, number: int) -> None:
     config, processes, step = run.config, run.processes, run.state.step
     run.log.open(number, still_held=run.manager.holds_lease)
     earlier = readable_status(config.run_folder) if step and processes.is_main_process else None
-    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
+    known = (earlier.first_loss, earlier.warning) if earlier else ()
+    run.learning = Learning(run.state.names, run.total_steps, *known)
     run.status.update(
         step=step,
         total_steps=run.total_steps,
