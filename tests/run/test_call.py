@@ -28,7 +28,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.cluster.deadline import Pace
-from ci_llm.config import read_call
+from ci_llm.config import load_config, read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import call, job, shutdown
@@ -330,6 +330,20 @@ def test_max_runtime_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.Mo
     deadline = shutdown.watch_walltime(config, processes, Pace(), interrupts).deadline
     assert deadline is not None
     assert before + 1000 <= deadline.at <= time.time() + 1000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ci_llm.Config(learning_rate=1.23456789e-3, num_agents=3, seed=7, dataset_weights=None),
+        ci_llm.Config(learning_rate=[1.23456789e-3, 1e-5]),
+        ci_llm.Config(agents=[{"name": "my one", "seed": 1}, {"lora_target_modules": ["q_proj", "v_proj"]}], seed=9),
+        ci_llm.Config(agents=[{"dataset_name": "a b, c.jsonl"}, {"max_grad_norm": None}], experiment_name="it's"),
+    ],
+)
+def test_the_command_that_goes_on_has_the_configuration_of_the_call(config: ci_llm.Config) -> None:
+    """It had six digits of every number, and no names of agents: another run in the eyes of the one that is there."""
+    assert load_config(None, call._words_for_a_shell(config)) == config
 
 
 def test_a_second_run_at_the_same_time_is_refused_and_a_forked_child_may_train() -> None:
