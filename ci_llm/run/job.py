@@ -223,7 +223,10 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
 
 def _restore(run: Run, source: Source, start: Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
-    return_to(run, TrainState.from_dict(source.checkpoint.state["train_state"]))
+    saved = TrainState.from_dict(source.checkpoint.state["train_state"])
+    if saved.members is not None and not saved.members.are_configured:
+        run.checkpoint.require_same_settings(source)  # before its agents look for their rows in these settings
+    return_to(run, saved)
     restored = run.checkpoint.restore(source)
     run.state = restored.state
     if run.is_finished and not start.is_own:
