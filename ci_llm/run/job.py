@@ -234,6 +234,10 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     if start.is_own:  # else the interval was another run's
         run.step_metrics.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
+    if run.state.step > run.total_steps:
+        asked = f"the {run.total_steps} of {'epochs' if run.config.max_train_steps is None else 'max_train_steps'}"
+        taken = f"this run has taken {run.state.step} steps already, more than {asked}"
+        logger.warning(f"{taken}: it ends here; restart_from=STEP goes back")
     return restored
 
 
@@ -349,9 +353,12 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
     """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
-    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+    is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
+    scores = run.last_scores if is_known else None
+    if scores is None:
+        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
-    if latest:
+    if latest and not is_known:
         note_evaluation(run, latest)
         run.call_event("on_evaluate", metrics=latest)
         if run.config.show_loss_curve:

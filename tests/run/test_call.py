@@ -33,6 +33,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import call, job, shutdown
 from ci_llm.run.callbacks import Callbacks, TrainerControl, TrainerState
+from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.mirroring import RunMirror
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
@@ -72,6 +73,7 @@ class Witness:
         self.told.append(("step", state.global_step))
 
     def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: dict[str, Any]) -> None:
+        self.told.append(("log", state.global_step))
         self.logs.append(dict(logs))
         logs.clear()
 
@@ -117,8 +119,8 @@ def test_callbacks_are_told_everything_and_change_no_bit(plain: Path, tmp_path: 
     assert (result.status, result.step, result.reason) == ("completed", 4, None)
     assert witness.told == [
         ("begin", 0),
-        *[("step", 1), ("step", 2), ("save", 2), ("evaluate", 2)],
-        *[("step", 3), ("step", 4), ("save", 4), ("evaluate", 4), ("end", 4)],
+        *[("step", 1), ("log", 1), ("step", 2), ("log", 2), ("save", 2), ("evaluate", 2)],
+        *[("step", 3), ("log", 3), ("step", 4), ("log", 4), ("save", 4), ("evaluate", 4), ("end", 4)],
     ]
     assert [logs["train/task_loss"] > 0 for logs in witness.logs] == [True] * 4
     for name in ("checkpoint_step_2", "checkpoint_step_4", "final_checkpoint"):
@@ -223,6 +225,24 @@ def test_a_finished_run_that_went_on_is_complete_when_its_new_last_step_has_its_
     last = ci_llm.train(KEYS, output_dir=folder)
     assert (last.status, last.step, last.metrics["step"], last.metrics["last_step"]) == ("completed", 4, 4, 4)
     assert load_checkpoint(folder / "final_checkpoint").manifest.step == 4
+
+
+@pytest.mark.slow
+def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+
+    def scores(evaluator: Evaluator, step: int, *how: Any) -> Any:
+        scored.append(step)
+        return real(evaluator, step, *how)
+
+    real, witness = Evaluator.scores, Witness()
+    monkeypatch.setattr(Evaluator, "scores", scores)
+    patience = {"early_stopping_patience": 1, "early_stopping_threshold": 9.0, "eval_steps": 1}
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], **patience)
+    assert (result.status, result.step, scored) == ("completed", 2, [1, 2])
+    assert [step for event, step in witness.told if event == "evaluate"] == [1, 2]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert result.metrics["nll"]["crowd"] == logged[-1]["eval/crowd/nll"]
 
 
 @pytest.mark.slow
