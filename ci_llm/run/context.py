@@ -94,7 +94,7 @@ class Run:
     record_failure: RecordFailure = field(default_factory=RecordFailure)
     last_scores: Scores | None = None
     logs_next_steps: bool = True
-    last_act: Callable[[], None] = lambda: None
+    last_act: Callable[[], str | None] = lambda: None
 
     @property
     def present_config(self) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -97,12 +97,14 @@ def run_among(
     sources: Sequence[str] = (),
     callbacks: Callbacks | None = None,
     loaded: Loaded | None = None,
+    put_off: Callable[[Callable[[], str | None]], None] | None = None,
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
 
     Args:
         loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
             them; the base is free again at the end.
+        put_off: takes the last act of the attempt, for whoever has more to write before; see `Attempt.interrupted`.
     """
     folder = config.run_folder
     log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar)
@@ -137,7 +139,10 @@ def run_among(
                 try:
                     run.mirror.end(result.status if result else None, sys.exc_info()[1])
                 finally:
-                    run.last_act()  # training.log takes its line only while the folder is leased
+                    if put_off is not None:
+                        put_off(run.last_act)
+                    else:
+                        run.last_act()  # training.log takes its line only while the folder is leased
             manager.close()
         finally:
             log.close()

@@ -91,7 +91,7 @@ class Attempt:
         """Where the processes of this attempt leave files for each other and for later readers."""
         return attempt_folder(self.config.run_folder, self.number)
 
-    def interrupted(self, reason: str) -> Callable[[], None]:
+    def interrupted(self, reason: str) -> Callable[[], str | None]:
         """Say that the run was interrupted and how it goes on.
 
         The step that counts is the one from which the same command goes on. A step that was trained and not saved is
@@ -99,7 +99,7 @@ class Attempt:
 
         Returns:
             what puts the SLURM job of the run back into the queue. Only the lease may be released after it: SLURM ends
-            what is left of the job, and training.log says what SLURM has answered.
+            what is left of the job, and training.log says what SLURM has answered. It returns that answer.
         """
         command = command_line(self.processes.launch)
         finish_save_in_flight(self.manager)
@@ -118,12 +118,13 @@ class Attempt:
         # If another attempt has taken the job over, that attempt puts it back.
         return partial(self._put_job_back, reason, step) if is_own else lambda: None
 
-    def _put_job_back(self, reason: str, step: int) -> None:
+    def _put_job_back(self, reason: str, step: int) -> str | None:
         config = self.config
         without_progress = attempts_without_progress(config.run_folder, step)
         line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
         if line:
             logger.info(line)
+        return line
 
     def failed(self, step: int, error: BaseException) -> None:
         """Record why this process fails; on the main process, also how the run ended.
