@@ -15,7 +15,8 @@ CiLlmError                  exit 1
 └── GivenUp                 the run cannot recover by itself: a supervisor or a person must act
     ├── NonFinite           numbers that are not finite, again and again
     ├── OutOfMemory         one row at a time does not fit
-    └── Hang                no progress for too long
+    ├── Hang                no progress for too long
+    └── AllTrialsFailed     exit 2: no trial of a sweep had finite numbers: its spaces must change
 """
 
 from __future__ import annotations
@@ -135,3 +136,10 @@ class Hang(GivenUp):
     """The run has made no progress for too long."""
 
     reason = "hang"
+
+
+class AllTrialsFailed(GivenUp):
+    """No trial of a sweep had finite numbers; the same call fails again."""
+
+    exit_code = 2
+    reason = "all_trials_failed"

@@ -125,7 +125,7 @@ def moment(straight: Trace) -> int:
 
 
 def _require(ending: Ending) -> Ending:
-    """A straight run that has something to tell."""
+    """A run that has something to tell."""
     last = "\n".join(f"    {line}" for line in ending.last_lines.splitlines())
     if ending.over_time:
         raise BadInput("the script took longer than its limit", where=last, hint="fewer --steps, or a larger --seconds")
@@ -170,7 +170,8 @@ def _interrupted(
 ) -> Check:
     """A run that is struck, resumed by its own means, and compared with the straight one."""
     struck = place.run("struck", strike=strike, at=at)
-    done = max(len(trace.steps) for trace in struck.traces) if struck.traces else 0
+    if not (done := max((len(trace.steps) for trace in struck.traces), default=0)):
+        _require(struck)  # which raises: it ended before the signal
     if any(trace.enough for trace in struck.traces):
         return Check(name, (), None, None, done, None, note="the signal was ignored: the script went on")
     newest = max((step for trace in struck.traces for step in trace.saves), default=0)

@@ -11,6 +11,7 @@ from ci_llm.cli.arguments import take_dry_run
 from ci_llm.cli.guard import print_line
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import BEST
+from ci_llm.errors import AllTrialsFailed
 
 if TYPE_CHECKING:
     from ci_llm.cluster.launch import Launch
@@ -67,25 +68,19 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
     if known is not None and known.is_complete and (not known.has_winner or (known.folder / BEST).exists()):
         if launch.is_main_process:
             print_line("This sweep is complete; nothing is left to do.")
-        return _concluded(known, launch)
+            show(known, launch.arguments)
+        known.require_winner()
+        return 0
     runner = SweepRunner(reading, interrupts, launch, _say)
     try:
         found, stop = runner.run()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, AllTrialsFailed):
         if launch.is_main_process and (known := known_sweep(reading)) is not None:
             show(known, launch.arguments)
         raise
-    code = _concluded(found, launch)
-    return exit_code_after_stop(stop, reading.config.interrupted_exit_code) if stop else code
-
-
-def _concluded(found: Sweep, launch: Launch) -> int:
-    """Show what stands; returns the exit code of a sweep that nobody has stopped."""
     if launch.is_main_process:
         show(found, launch.arguments)
-        if found.is_complete and not found.has_winner:
-            print_line("every trial has failed: none gave finite numbers to its first rung")
-    return 0 if found.has_winner else 1
+    return exit_code_after_stop(stop, reading.config.interrupted_exit_code) if stop else 0
 
 
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:

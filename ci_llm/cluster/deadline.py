@@ -22,6 +22,7 @@ from ci_llm.interrupts import Interrupts
 
 VARIABLE: Final = "CI_LLM_DEADLINE"
 REASON: Final = "walltime"
+MAX_RUNTIME: Final = "max_runtime"  # the source of a deadline that the caller has set
 QUANTILE: Final = 0.95
 MARGIN_S: Final = 10.0
 MEASUREMENTS: Final = 100
@@ -50,10 +51,10 @@ def find_deadline(
     """The earliest deadline of all sources; None without any.
 
     Args:
-        max_runtime_s: seconds that this process may live.
+        max_runtime_s: seconds that the run may take.
         job_end: unix seconds at which the scheduler ends the job.
         environ: may hold CI_LLM_DEADLINE, in unix seconds or as 2026-11-20T18:19:57.
-        started: unix seconds of the start of this process; looked up by default.
+        started: unix seconds from which `max_runtime_s` counts; by default the start of this process.
 
     Raises:
         ConfigError: CI_LLM_DEADLINE is no time.
@@ -63,7 +64,7 @@ def find_deadline(
         found.append(Deadline(job_end, "the end of the job"))
     if max_runtime_s is not None:
         start = psutil.Process().create_time() if started is None else started
-        found.append(Deadline(start + max_runtime_s, "max_runtime"))
+        found.append(Deadline(start + max_runtime_s, MAX_RUNTIME))
     if text := environ.get(VARIABLE):
         found.append(Deadline(_unix_seconds(text), VARIABLE))
     return min(found, key=lambda deadline: deadline.at, default=None)

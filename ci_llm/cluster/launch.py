@@ -79,6 +79,7 @@ class Launch:
         launcher_command: the command line of the launcher. It is read at the start, because the launcher may be gone
             when an interrupted run prints the command that resumes it. Empty if the parent is no launcher.
         arguments: the words after the script on the command line.
+        called_at: unix seconds of a call from Python, from which `max_runtime` counts; None: this process is the run.
     """
 
     launcher: str
@@ -91,6 +92,7 @@ class Launch:
     kill_delay_s: float = math.inf
     launcher_command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    called_at: float | None = None
 
     @property
     def is_main_process(self) -> bool:

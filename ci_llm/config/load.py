@@ -196,7 +196,7 @@ def as_typed(value: object) -> str:
         return ",".join(map(str, value)) or "none"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return short if isinstance(value, float) and float(short := f"{value:g}") == value else str(value)
 
 
 def _launcher_entries(launcher: Mapping[str, str]) -> list[Entry]:

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ci_llm.cluster.hub import offline_note
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
 from ci_llm.config.load import IN_CALL
+from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts, die_with_parent
@@ -75,7 +77,7 @@ def train(
         CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
     """
     read = read_call(config, overrides, accelerate_settings(os.environ))
-    launch = read_launch()
+    launch = replace(read_launch(), called_at=time.time())
     with Interrupts(
         read.config.stop_signals,
         read.config.save_signals,
@@ -96,8 +98,10 @@ def train(
 
 def _words_for_a_shell(config: Config) -> tuple[str, ...]:
     """The words that give `ci-llm train` this configuration, for the commands that a run proposes."""
-    changes = Config().diff(config)
-    return ("--config", os.devnull, *(f"{change.key}={as_typed(change.new)}" for change in changes))
+    # As mappings: lists of values per key would lose the agents' names.
+    agents = [f"agents={dump_value(config.agents)}"] if config.agents else []
+    changes = Config().diff(config.model_copy(update={"agents": ()}))
+    return ("--config", os.devnull, *(f"{change.key}={as_typed(change.new)}" for change in changes), *agents)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.base import Base
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.scoring import Scores
 from ci_llm.data.agent_rows import EvaluationRows, TrainingRows
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
@@ -55,6 +56,7 @@ class Run:
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
         record_failure: why the disk takes no decision about requests, if it takes none.
+        last_scores: those of the evaluation after step `state.validation.step`; None: this attempt has not made it.
         logs_next_steps: whether people are told at its end what to do next.
         last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
     """
@@ -87,11 +89,12 @@ class Run:
     step_metrics: StepMetrics
     batch_places: Sequence[int] = ()
     pace: Pace = field(default_factory=Pace)
-    learning: Learning = field(default_factory=Learning)
+    learning: Learning = field(default_factory=lambda: Learning(()))  # before there are steps
     callbacks: Callbacks = field(default_factory=Callbacks)
     record_failure: RecordFailure = field(default_factory=RecordFailure)
+    last_scores: Scores | None = None
     logs_next_steps: bool = True
-    last_act: Callable[[], None] = lambda: None
+    last_act: Callable[[], str | None] = lambda: None
 
     @property
     def present_config(self) -> Config:

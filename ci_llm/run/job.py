@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -97,12 +97,14 @@ def run_among(
     sources: Sequence[str] = (),
     callbacks: Callbacks | None = None,
     loaded: Loaded | None = None,
+    put_off: Callable[[Callable[[], str | None]], None] | None = None,
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
 
     Args:
         loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
             them; the base is free again at the end.
+        put_off: takes the last act of the attempt, for whoever has more to write before; see `Attempt.interrupted`.
     """
     folder = config.run_folder
     log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar)
@@ -137,7 +139,10 @@ def run_among(
                 try:
                     run.mirror.end(result.status if result else None, sys.exc_info()[1])
                 finally:
-                    run.last_act()  # training.log takes its line only while the folder is leased
+                    if put_off is not None:
+                        put_off(run.last_act)
+                    else:
+                        run.last_act()  # training.log takes its line only while the folder is leased
             manager.close()
         finally:
             log.close()
@@ -223,7 +228,10 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
 
 def _restore(run: Run, source: Source, start: Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
-    return_to(run, TrainState.from_dict(source.checkpoint.state["train_state"]))
+    saved = TrainState.from_dict(source.checkpoint.state["train_state"])
+    if saved.members is not None and not saved.members.are_configured:
+        run.checkpoint.require_same_settings(source)  # before its agents look for their rows in these settings
+    return_to(run, saved)
     restored = run.checkpoint.restore(source)
     run.state = restored.state
     if run.is_finished and not start.is_own:
@@ -231,6 +239,10 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     if start.is_own:  # else the interval was another run's
         run.step_metrics.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
+    if run.state.step > run.total_steps:
+        asked = f"the {run.total_steps} of {'epochs' if run.config.max_train_steps is None else 'max_train_steps'}"
+        taken = f"this run has taken {run.state.step} steps already, more than {asked}"
+        logger.warning(f"{taken}: it ends here; restart_from=STEP goes back")
     return restored
 
 
@@ -292,7 +304,8 @@ def _open(run: Run, number: int) -> None:
     config, processes, step = run.config, run.processes, run.state.step
     run.log.open(number, still_held=run.manager.holds_lease)
     earlier = readable_status(config.run_folder) if step and processes.is_main_process else None
-    run.learning = Learning(run.total_steps, *((earlier.first_loss, earlier.warning) if earlier else ()))
+    known = (earlier.first_loss, earlier.warning) if earlier else ()
+    run.learning = Learning(run.state.names, run.total_steps, *known)
     run.status.update(
         step=step,
         total_steps=run.total_steps,
@@ -349,9 +362,12 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
     """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
-    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+    is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
+    scores = run.last_scores if is_known else None
+    if scores is None:
+        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
-    if latest:
+    if latest and not is_known:
         note_evaluation(run, latest)
         run.call_event("on_evaluate", metrics=latest)
         if run.config.show_loss_curve:

@@ -36,26 +36,23 @@ class Learning:
     """The losses and gradient norms of the agents so far.
 
     Attributes:
+        names: of the agents, for messages.
         total_steps: of the whole run.
         first_loss: nats per target at the beginning of the run, mean over agents; None until FIRST steps were seen.
         earlier: the warning of an earlier attempt; it holds until this attempt has seen enough steps.
     """
 
+    names: Sequence[str]
     total_steps: int = 0
     first_loss: float | None = None
     earlier: str | None = None
     _first: list[float] = field(default_factory=list)
     _recent: deque[tuple[float, ...]] = field(default_factory=deque)
     _still: list[int] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
 
     def replace_agents(self, names: Sequence[str], sources: OldPlaces) -> None:
-        """Go on with a crowd that has changed.
-
-        Args:
-            names: of the agents, for messages.
-        """
-        self._names = [*names]
+        """Go on with a crowd that has changed."""
+        self.names = names
         self._recent = deque(
             tuple(math.nan if place is None else losses[place] for place in sources) for losses in self._recent
         )
@@ -134,4 +131,4 @@ class Learning:
     def _named(self, agents: Sequence[int]) -> str:
         if len(agents) == len(self._recent[-1]):
             return "every agent" if len(agents) > 1 else "the agent"
-        return ", ".join(self._names[k] if self._names else f"agent{k}" for k in agents)
+        return ", ".join(self.names[k] for k in agents)

@@ -19,6 +19,7 @@ from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
+from ci_llm.errors import BadInput
 from ci_llm.run.members import Members, config_of
 from ci_llm.run.state import TrainState
 
@@ -91,10 +92,19 @@ def rows_and_plan(
     Args:
         rows: with which the run begins; those of every agent, if agents of the configuration have their own.
         rows_per_step: of all agents, or of each.
+
+    Raises:
+        BadInput: a member descends from an agent that the configuration no longer has.
     """
     now = config_of(config, members)
     if isinstance(rows, AgentRows):
         origins = [each.origin for each in members.agents] if members else [*range(len(rows.each))]
+        if max(origins) >= len(rows.each):
+            raise BadInput(
+                f"a run that began with at least {max(origins) + 1} agents goes on with {len(rows.each)} in agents",
+                where="agents",
+                hint="leave the entry of an agent that was stopped where it was: the others have their rows by place",
+            )
         each = tuple(rows.each[origin] for origin in origins)
     elif now.has_own_rows:
         each = (rows,) * now.num_agents

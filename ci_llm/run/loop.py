@@ -75,8 +75,8 @@ def train(run: Run, batches: Batches) -> str | None:
         run.status.update(step=run.state.step)
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
-        report(run, verdict, findings, norms)
         run.call_event("on_step_end")
+        report(run, verdict, findings, norms)
         change_crowd(run, verdict)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
@@ -223,6 +223,7 @@ def evaluate(run: Run) -> str | None:
         metrics = evaluation_metrics(scores, run.state.names) | training
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
+        run.last_scores = scores
         best = "; best yet" if run.state.validation.best_step == run.state.step else ""
         logger.info(f"{describe_scores(run.state.step, scores)}{best}")
         if run.config.show_loss_curve:
@@ -234,7 +235,8 @@ def evaluate(run: Run) -> str | None:
                 logger.info(describe_example(example))
         run.call_event("on_evaluate", metrics=metrics)
         if run.is_finished:
-            logger.info(f"early stopping after step {run.state.step}: {run.state.validation}")
+            threshold = run.config.early_stopping_threshold
+            logger.info(f"early stopping after step {run.state.step}: {run.state.validation.described(threshold)}")
     return run.stop_vote.reason()
 
 

@@ -43,7 +43,7 @@ RUN_FILES: Final = (
     *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )
-#: How long a run that is complete waits for its mirror, and then, or after a failure, for its last files.
+#: How long a run that nobody kills waits for its mirror, and then, or after a failure, for its last files.
 AT_THE_END_S: Final = 600.0
 LAST_FILES_S: Final = 30.0
 MARGIN_S: Final = 1.0
@@ -134,7 +134,7 @@ class RunMirror:
         """Send what the run has saved last, for a share of the time that the process may be expected to live."""
         margin = MARGIN_S if read_job() is None else MARGIN_S + REQUEUE_S
         killed_at = expected_kill(self._interrupts, self._config.grace_s, self._launch, None)
-        self.flush(share * (killed_at - margin - time.monotonic()))
+        self.flush(min(share * (killed_at - margin - time.monotonic()), AT_THE_END_S))
 
     def flush(self, seconds: float) -> None:
         """Send all that is there, the newest step first, for so many seconds at most."""

@@ -231,7 +231,7 @@ class RunCheckpoint:
         }
 
     def restore(self, source: Source) -> Restored:
-        """Put weights and moments of the checkpoint in place; nothing is touched if it does not fit.
+        """Put weights and moments of the checkpoint in place; neither is touched if it does not fit.
 
         Raises:
             ForeignCheckpoint: another K, rank, base or data.
@@ -240,7 +240,7 @@ class RunCheckpoint:
         saved, where = source.checkpoint.state, str(source.folder)
         changes = recorded_config(source).diff(self.config)
         self._require_same_crowd(source, changes)
-        self._require_same_settings(changes, where)
+        self.require_same_settings(source)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
         same_moments = not _begins_moments_anew(changes)
@@ -313,14 +313,20 @@ class RunCheckpoint:
                 hint=other_ways(changes, self.config, self.processes.launch),
             )
 
-    def _require_same_settings(self, changes: Sequence[Change], where: str) -> None:
+    def require_same_settings(self, source: Source) -> None:
+        """Refuse a changed configuration that would train on other samples or with other mathematics.
+
+        Raises:
+            BadInput: unless `allow_inexact_resume` is set.
+        """
+        changes = recorded_config(source).diff(self.config)
         breaking = [c for c in changes if c.kind == "sample-exact"]
         if breaking and not self.config.allow_inexact_resume:
             listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
             ways = other_ways(changes, self.config, self.processes.launch)
             raise BadInput(
                 f"the run in this folder has other settings: {listed}",
-                where=where,
+                where=str(source.folder),
                 hint=f"{ways}; allow_inexact_resume=true goes on with the new settings from this step",
             )
 

@@ -6,6 +6,7 @@ A process that fails writes the reason to a file first, and enters no collective
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
-from ci_llm.cluster.deadline import REASON, Deadline, Pace, Walltime, find_deadline
+from ci_llm.cluster.deadline import MAX_RUNTIME, REASON, Deadline, Pace, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
 from ci_llm.config import Config, arguments_without
@@ -28,6 +29,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
+from ci_llm.run.callbacks import STOPPED_BY_CALLBACK
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +38,35 @@ _BRIEFLY_S = 3.0  # a process that is about to be killed cannot wait long for an
 
 def watch_walltime(config: Config, processes: Processes, pace: Pace, interrupts: Interrupts) -> Walltime:
     """Turns the end of the job into a request to stop, on the main process; the ballot tells the others."""
-    deadline = _deadline(config, job_end) if processes.is_main_process else None
+    deadline = _deadline(config, processes.launch, job_end) if processes.is_main_process else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
     elif config.stop_before_walltime is True:
         logger.warning("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
-    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(config, current_job_end))
+    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(config, processes.launch, current_job_end))
 
 
-def _deadline(config: Config, end: Callable[[Job], float | None]) -> Deadline | None:
+def _deadline(config: Config, launch: Launch, end: Callable[[Job], float | None]) -> Deadline | None:
     job = read_job() if config.stop_before_walltime else None
-    return find_deadline(config.max_runtime, None if job is None else end(job))
+    return find_deadline(config.max_runtime, None if job is None else end(job), started=launch.called_at)
 
 
 def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:
     """When a run that was asked to stop is expected to be killed, by `time.monotonic()`.
 
     If the reason is the end of its time: at that end. Else when SLURM says or after `grace_s`, and never later than its
-    launcher waits.
+    launcher waits. Infinite where nobody kills: a callback has asked, or the `max_runtime` of a call from Python is
+    over. The emergency save would end the interpreter of the caller.
     """
-    asked_at = interrupts.stop_requested_at or time.monotonic()
-    if deadline is not None and interrupts.stop_reason == REASON:
+    asked_at, reason = interrupts.stop_requested_at or time.monotonic(), interrupts.stop_reason
+    own_limit = launch.called_at is not None and deadline is not None and deadline.source == MAX_RUNTIME
+    if deadline is not None and reason == REASON and not own_limit:
         return time.monotonic() + deadline.at - time.time()
+    nobody_kills = reason == STOPPED_BY_CALLBACK or (reason == REASON and own_limit)
     job = read_job()
     end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
-    by_slurm = time.monotonic() + end - time.time() if end else asked_at + grace_s
-    return min(by_slurm, asked_at + launch.kill_delay_s)
+    by_slurm = time.monotonic() + end - time.time() if end else asked_at + (math.inf if nobody_kills else grace_s)
+    return by_slurm if nobody_kills else min(by_slurm, asked_at + launch.kill_delay_s)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Attempt:
         """Where the processes of this attempt leave files for each other and for later readers."""
         return attempt_folder(self.config.run_folder, self.number)
 
-    def interrupted(self, reason: str) -> Callable[[], None]:
+    def interrupted(self, reason: str) -> Callable[[], str | None]:
         """Say that the run was interrupted and how it goes on.
 
         The step that counts is the one from which the same command goes on. A step that was trained and not saved is
@@ -94,7 +99,7 @@ class Attempt:
 
         Returns:
             what puts the SLURM job of the run back into the queue. Only the lease may be released after it: SLURM ends
-            what is left of the job, and training.log says what SLURM has answered.
+            what is left of the job, and training.log says what SLURM has answered. It returns that answer.
         """
         command = command_line(self.processes.launch)
         finish_save_in_flight(self.manager)
@@ -113,12 +118,13 @@ class Attempt:
         # If another attempt has taken the job over, that attempt puts it back.
         return partial(self._put_job_back, reason, step) if is_own else lambda: None
 
-    def _put_job_back(self, reason: str, step: int) -> None:
+    def _put_job_back(self, reason: str, step: int) -> str | None:
         config = self.config
         without_progress = attempts_without_progress(config.run_folder, step)
         line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
         if line:
             logger.info(line)
+        return line
 
     def failed(self, step: int, error: BaseException) -> None:
         """Record why this process fails; on the main process, also how the run ended.

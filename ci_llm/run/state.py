@@ -67,10 +67,12 @@ class Validation:
         """The step after which the crowd was best; None before its first evaluation."""
         return self.crowd.step if self.crowd else None
 
-    def __str__(self) -> str:
+    def described(self, threshold: float = 0.0) -> str:
+        """In words; for `threshold` see `after`."""
         if self.crowd is None:
             return f"no evaluation has given the crowd a {self.metric} yet"
-        later = f", {self.without_better} evaluation(s) later none better" if self.without_better else ""
+        gain = f"gain above {threshold:g}" if threshold else "gain"
+        later = f", no {gain} in the last {self.without_better} evaluation(s)" if self.without_better else ""
         return f"best crowd by {self.metric} {self.crowd.value:.4f} after step {self.crowd.step}{later}"
 
     def record(self) -> dict[str, Any]:

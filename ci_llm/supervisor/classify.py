@@ -8,6 +8,7 @@ from typing import Final
 
 from ci_llm.core.attempts import PEER_LOST, Failure, earliest_failure
 from ci_llm.core.run_status import Status
+from ci_llm.errors import AllTrialsFailed
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.patterns import says_killed
 from ci_llm.supervisor.policy import Kind, Outcome
@@ -33,6 +34,7 @@ _REASONS: Final[dict[str, Kind]] = {
     "error:MemoryError": "out_of_memory",
     "disk_full": "disk_full",
     "hang": "hang",
+    AllTrialsFailed.reason: "refused",
 }
 
 

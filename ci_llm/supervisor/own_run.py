@@ -60,7 +60,7 @@ class OwnRun:
         self._recovery = read_recovery(self._folder)
         self._status_before: Status | None = None
         self._has_begun = False
-        self._step_before = 0
+        self._step_before = self._furthest_good = 0
         self._last_sign: tuple[int, float] | None = None  # lines of output, and the time of the heartbeat
         self._last_sign_at = 0.0
         self._next_look = 0.0
@@ -135,13 +135,14 @@ class OwnRun:
         self._has_begun |= status is not None
         cause = earliest_failure(failures)
         known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
+        good_step = self._good_step(cause) if kind == "nonfinite" else None
         return Outcome(
             kind,
             detail,
-            progress=self._newest_step() > self._step_before,
+            progress=self._newest_step() > self._step_before if good_step is None else self._has_good_step(good_step),
             learning_rate=self._highest_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
-            good_step=self._good_step(cause) if kind == "nonfinite" else None,
+            good_step=good_step,
             signature=crash_signature(kind, known),
             duration_s=result.duration_s,
         )
@@ -186,6 +187,15 @@ class OwnRun:
         if cause is None or cause.step is None:
             return None
         return max(0, cause.step - self._config.good_after_steps)
+
+    def _has_good_step(self, good_step: int) -> bool:
+        """Whether an attempt that ended in non-finite values came further than all before it.
+
+        Its checkpoints do not tell: after a rollback, every attempt writes those before the same NaN again.
+        """
+        furthest = max(self._step_before, self._furthest_good)
+        self._furthest_good = max(furthest, good_step)
+        return good_step > furthest
 
     def _micro_batch_size(self) -> int:
         """The one in force. The trainer may have cut it by itself; then it is in status.json."""

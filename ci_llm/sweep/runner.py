@@ -47,6 +47,7 @@ class SweepRunner:
         self._reading, self._interrupts, self._launch = reading, interrupts, launch
         self._say: Callable[[Any], None] = say if launch.is_main_process else lambda _: None
         self._folder = reading.config.run_folder
+        self._last_act: Callable[[], str | None] = lambda: None  # of the segment; see `Attempt.interrupted`
 
     def plan(self) -> HalvingPlan:
         """What would be trained."""
@@ -103,6 +104,7 @@ class SweepRunner:
             status.start(_steps_done(sweep))
             try:
                 stop = self._train(sweep, processes, loaded, status)
+                sweep.require_winner()
             except KeyboardInterrupt:
                 status.finish("interrupted", "signal:SIGINT", command_line(self._launch))
                 raise
@@ -114,6 +116,9 @@ class SweepRunner:
             return sweep, stop
         finally:
             store.close()
+            # Now that the status is written: SLURM ends what is left of the job. The log of the segment is closed.
+            if line := self._last_act():
+                self._say(line)
 
     def _settle_precision(self, processes: Processes) -> None:
         """Choose a precision where the configuration says auto; a sweep keeps what it began with. A collective."""
@@ -147,7 +152,13 @@ class SweepRunner:
             try:
                 told = Callbacks([follow])
                 result = run_among(
-                    processes, pack.config, self._interrupts, sources=sources, callbacks=told, loaded=loaded
+                    processes,
+                    pack.config,
+                    self._interrupts,
+                    sources=sources,
+                    callbacks=told,
+                    loaded=loaded,
+                    put_off=self._keep_last_act,
                 )
             except NonFinite as end:
                 self._say(f"sweep     segment {pack.number} ends: {end.what}")
@@ -162,6 +173,9 @@ class SweepRunner:
             processes.on_main(curves.send)
         processes.on_main(partial(write_best, sweep))
         return None
+
+    def _keep_last_act(self, act: Callable[[], str | None]) -> None:
+        self._last_act = act
 
     def _fail(self, error: BaseException, number: int, index: int, status: RunStatus) -> None:
         """Record why this process fails, for status and supervisor; no collective."""

@@ -25,7 +25,7 @@ from ci_llm.config.sweep import SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders
 from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS
-from ci_llm.errors import BadInput
+from ci_llm.errors import AllTrialsFailed, BadInput
 from ci_llm.sweep.record import Record, plain_spaces, read_record, require_same_sweep, write_record
 from ci_llm.sweep.samplers import new_settings
 from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
@@ -141,6 +141,19 @@ class Sweep:
     def has_winner(self) -> bool:
         """Whether any trial has a score."""
         return self.best is not None and not self.best.failed
+
+    def require_winner(self) -> None:
+        """Refuse a sweep that is complete without a score.
+
+        Raises:
+            AllTrialsFailed: every trial has failed.
+        """
+        if self.is_complete and not self.has_winner:
+            raise AllTrialsFailed(
+                "every trial has failed: none gave finite numbers to its first rung",
+                where=str(self.folder),
+                hint="other spaces, such as lower learning rates, with experiment_name=NAME",
+            )
 
     def ask(self) -> Pack | None:
         """What trains next, with the checkpoint that it begins from; None at the end. A collective.

@@ -19,7 +19,7 @@ from ci_llm.audit.audit import audit as run_audit
 from ci_llm.audit.runs import LARGEST_COPY, Place, Plan
 from ci_llm.cli.audit import show
 from ci_llm.cli.main import main
-from ci_llm.errors import ConfigError
+from ci_llm.errors import BadInput, ConfigError
 from tools.testbed.forkserver import ForkServer
 
 PLAIN = str(ZOO / "plain.py")
@@ -120,6 +120,16 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         assert message in capsys.readouterr().err
     assert audit(tmp_path / "work", "/no/such/program") == 2
     assert "the command cannot be started: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path) -> None:
+    """It ended in a traceback, with the exit code of a script that diverges."""
+    train = "import torch; o = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())\nfor _ in range(4): o.step()"
+    third = f"import pathlib, sys; n = pathlib.Path({str(tmp_path / 'n')!r}); n.open('a').write('.')\n"
+    third += "if len(n.read_text()) == 3: sys.exit('the port is in use')\n"
+    with pytest.raises(BadInput, match=r"failed by itself, with exit code 1(.|\n)*the port is in use"):
+        run_audit(Plan([sys.executable, "-c", third + train], steps=4), tmp_path / "scratch")
 
 
 def test_a_wrong_call_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

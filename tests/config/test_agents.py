@@ -181,6 +181,12 @@ def test_a_difference_is_written_as_it_is_typed() -> None:
     assert load_config(None, [f"{change.key}={as_typed(change.old)}"]).num_agents == 2
 
 
+def test_a_number_is_typed_with_all_the_digits_that_it_has() -> None:
+    assert [as_typed(value) for value in (1e-3, 200.0, 1.23456789e-3, 123456789.5, 0.1 + 0.2)] == [
+        *("0.001", "200", "0.00123456789", "123456789.5", "0.30000000000000004")
+    ]
+
+
 def test_differences_are_told_by_what_they_mean_and_not_by_how_they_are_written() -> None:
     as_list, as_mappings = Config(learning_rate=[1e-3, 2e-3]), Config(agents=[{"lr": 1e-3}, {"lr": 2e-3}])
     assert not as_list.diff(as_mappings)

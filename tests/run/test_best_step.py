@@ -59,6 +59,8 @@ def test_a_gain_below_the_threshold_is_the_best_and_still_costs_patience() -> No
     found = seen(0.5, 0.45, 0.41, threshold=0.1)
     assert found.crowd == Best(30, 0.41)
     assert found.without_better == 2
+    told = "best crowd by nll 0.4100 after step 30, no gain above 0.1 in the last 2 evaluation(s)"
+    assert found.described(0.1) == told, "the best one is not called one that nothing came near"
     assert seen(0.5, 0.3, threshold=0.1).without_better == 0
 
 
@@ -145,6 +147,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
 def test_a_run_ends_with_its_patience_and_its_result_is_the_best_step(undisturbed: Path) -> None:
     log = (undisturbed / "log").read_text()
     assert f"early stopping after step {LAST}: best crowd by nll" in log
+    assert "no gain in the last 3 evaluation(s)" in log
     assert checkpoints(undisturbed) == [f"checkpoint_step_{BEST}", f"checkpoint_step_{LAST}"]
     assert load_checkpoint(undisturbed / "run/final_checkpoint").manifest.step == BEST
     record, status = evaluation(undisturbed), read_status(undisturbed / "run")

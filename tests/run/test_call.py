@@ -7,12 +7,15 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import numpy as np
+import psutil
 import pytest
 import torch
 from nbclient import NotebookClient
@@ -24,11 +27,13 @@ from ci_llm.checkpoints.diff import compare
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.checkpoints.mirror.reader import MirrorReader
-from ci_llm.config import read_call
+from ci_llm.cluster.deadline import Pace
+from ci_llm.config import load_config, read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import call, job, shutdown
 from ci_llm.run.callbacks import Callbacks, TrainerControl, TrainerState
+from ci_llm.run.evaluation import Evaluator
 from ci_llm.run.mirroring import RunMirror
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
@@ -68,6 +73,7 @@ class Witness:
         self.told.append(("step", state.global_step))
 
     def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: dict[str, Any]) -> None:
+        self.told.append(("log", state.global_step))
         self.logs.append(dict(logs))
         logs.clear()
 
@@ -113,8 +119,8 @@ def test_callbacks_are_told_everything_and_change_no_bit(plain: Path, tmp_path: 
     assert (result.status, result.step, result.reason) == ("completed", 4, None)
     assert witness.told == [
         ("begin", 0),
-        *[("step", 1), ("step", 2), ("save", 2), ("evaluate", 2)],
-        *[("step", 3), ("step", 4), ("save", 4), ("evaluate", 4), ("end", 4)],
+        *[("step", 1), ("log", 1), ("step", 2), ("log", 2), ("save", 2), ("evaluate", 2)],
+        *[("step", 3), ("log", 3), ("step", 4), ("log", 4), ("save", 4), ("evaluate", 4), ("end", 4)],
     ]
     assert [logs["train/task_loss"] > 0 for logs in witness.logs] == [True] * 4
     for name in ("checkpoint_step_2", "checkpoint_step_4", "final_checkpoint"):
@@ -222,6 +228,24 @@ def test_a_finished_run_that_went_on_is_complete_when_its_new_last_step_has_its_
 
 
 @pytest.mark.slow
+def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+
+    def scores(evaluator: Evaluator, step: int, *how: Any) -> Any:
+        scored.append(step)
+        return real(evaluator, step, *how)
+
+    real, witness = Evaluator.scores, Witness()
+    monkeypatch.setattr(Evaluator, "scores", scores)
+    patience = {"early_stopping_patience": 1, "early_stopping_threshold": 9.0, "eval_steps": 1}
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], **patience)
+    assert (result.status, result.step, scored) == ("completed", 2, [1, 2])
+    assert [step for event, step in witness.told if event == "evaluate"] == [1, 2]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert result.metrics["nll"]["crowd"] == logged[-1]["eval/crowd/nll"]
+
+
+@pytest.mark.slow
 def test_an_error_of_a_callback_ends_the_run_and_is_on_record(tmp_path: Path) -> None:
     class Broken:
         def on_step_end(self, *_: object, **__: object) -> None:
@@ -312,6 +336,34 @@ def test_bad_input_is_an_exception_that_says_what_and_where(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ci_llm.CiLlmError, match=message):
         ci_llm.train(**keywords)
+
+
+def test_max_runtime_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook that is older than it, a call trained nothing and ended the interpreter."""
+    calls: list[Any] = []
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
+    monkeypatch.setattr(job, "run_job", lambda *args, **_: calls.append(args))
+    before = time.time()
+    ci_llm.train(KEYS, output_dir=tmp_path, max_runtime=1000)
+    ((config, interrupts, launch),) = calls
+    processes: Any = SimpleNamespace(is_main_process=True, launch=launch)
+    deadline = shutdown.watch_walltime(config, processes, Pace(), interrupts).deadline
+    assert deadline is not None
+    assert before + 1000 <= deadline.at <= time.time() + 1000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ci_llm.Config(learning_rate=1.23456789e-3, num_agents=3, seed=7, dataset_weights=None),
+        ci_llm.Config(learning_rate=[1.23456789e-3, 1e-5]),
+        ci_llm.Config(agents=[{"name": "my one", "seed": 1}, {"lora_target_modules": ["q_proj", "v_proj"]}], seed=9),
+        ci_llm.Config(agents=[{"dataset_name": "a b, c.jsonl"}, {"max_grad_norm": None}], experiment_name="it's"),
+    ],
+)
+def test_the_command_that_goes_on_has_the_configuration_of_the_call(config: ci_llm.Config) -> None:
+    """It had six digits of every number, and no names of agents: another run in the eyes of the one that is there."""
+    assert load_config(None, call._words_for_a_shell(config)) == config
 
 
 def test_a_second_run_at_the_same_time_is_refused_and_a_forked_child_may_train() -> None:

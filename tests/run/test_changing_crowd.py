@@ -298,6 +298,18 @@ def own_rows(*entries: str) -> dict[str, Any]:
     return THREE | {"agents": f"[{', '.join(entries)}]", "num_agents": len(entries)}
 
 
+def test_the_entry_of_a_stopped_agent_has_to_stay(trials: Trials, server: ForkServer) -> None:
+    """It ended in an IndexError."""
+    keys, fate = own_rows(*OWN_ROWS), vars(Fate("SIGKILL", 4, 0, committed=3))
+    folder = asked(trials, server, CELL, (2, ["stop", "0"]), **keys, save_steps=3, fate=fate, codes=[-signal.SIGKILL])
+    fewer = {**keys, **own_rows(*OWN_ROWS[1:])}
+    assert trials.train(CELL, folder, **fewer) == [2]
+    assert "has other settings: num_agents was 3, is 2" in (folder / "log").read_text()
+    assert trials.train(CELL, folder, **fewer, allow_inexact_resume="true") == [2]
+    assert "leave the entry of an agent that was stopped where it was" in (folder / "log").read_text()
+    assert trials.train(CELL, folder, **keys) == [0], (folder / "log").read_text()
+
+
 def test_agents_with_rows_of_their_own_go_on_with_them(trials: Trials, server: ForkServer) -> None:
     """A stop while loader workers have prepared the rows of all, and a clone; killed and resumed."""
     cell, keys = Cell(accumulation=2, workers=2), own_rows(*OWN_ROWS)

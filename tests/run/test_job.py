@@ -258,6 +258,13 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
+def test_a_run_that_is_longer_than_it_should_be_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(run, "max_train_steps=4") == 0
+    told = "this run has taken 6 steps already, more than the 4 of max_train_steps: it ends here; restart_from=STEP"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

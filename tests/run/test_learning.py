@@ -10,19 +10,24 @@ from pathlib import Path
 
 import pytest
 
+import ci_llm
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, read_status
+from ci_llm.run import job
+from ci_llm.run.callbacks import TrainerControl, TrainerState
+from ci_llm.run.crowd_requests import ask
 from ci_llm.run.learning import FIRST, LOOKS, RECENT, Learning
 from ci_llm.run.report import score_table
 
 #: Losses, then gradient norms, of the agents in every step of real runs on the embedded base.
 CURVES: dict[str, list[list[float]]] = json.loads((Path(__file__).parents[1] / "fixtures/curves.json").read_text())
+NAMES = ("agent0", "agent1")
 GOOD = ("as shipped", "no warm-up", "one row per step", "one agent, two rows per step", "rate rather high, 0.02")
 
 
 def told(curve: list[list[float]], every: int) -> Iterator[tuple[int, str | None]]:
     """(step, warning) wherever a run of this curve would look."""
-    learning = Learning(len(curve))
+    learning = Learning([f"agent{k}" for k in range(len(curve[0]) // 2)], len(curve))
     for step, values in enumerate(curve, 1):
         agents = len(values) // 2
         learning.count(values[:agents])
@@ -62,14 +67,14 @@ def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
 
 
 def test_one_agent_is_named_and_the_others_are_not() -> None:
-    learning = Learning(100)
+    learning = Learning(("agent0", "agent2", "agent3"), 100)
     for step in range(40):
         learning.count([1.0, 1.0 if step < 10 else 3.0, 1.0])
-    assert learning.warning() == "the loss of agent1 has risen from 1 at the beginning to 3, the mean of 20 steps"
+    assert learning.warning() == "the loss of agent2 has risen from 1 at the beginning to 3, the mean of 20 steps"
 
 
 def test_rows_that_are_learned_give_no_gradient_and_no_warning() -> None:
-    learning = Learning(100)
+    learning = Learning(NAMES, 100)
     for _ in range(LOOKS + 1):
         learning.count([1e-4])
         learning.look([0.0])
@@ -77,7 +82,7 @@ def test_rows_that_are_learned_give_no_gradient_and_no_warning() -> None:
 
 
 def test_a_nonfinite_loss_is_not_counted() -> None:
-    learning = Learning(100)
+    learning = Learning(NAMES, 100)
     for _ in range(RECENT + FIRST):
         learning.count([float("nan"), 1.0])
         learning.look([float("nan"), 1.0])
@@ -86,7 +91,7 @@ def test_a_nonfinite_loss_is_not_counted() -> None:
 
 
 def test_a_later_attempt_compares_with_the_beginning_of_the_run() -> None:
-    learning = Learning(100, first_loss=1.0, earlier="it was bad")
+    learning = Learning(NAMES, 100, first_loss=1.0, earlier="it was bad")
     for _ in range(RECENT - 1):
         learning.count([3.0])
         assert learning.warning() == "it was bad"
@@ -142,3 +147,24 @@ def test_a_run_with_a_rate_far_too_large_says_so_in_all_its_results(
     assert main(["train", *words, "max_train_steps=32"]) == 0  # too few steps to see for itself
     assert f"completed at step 32, but {warning}" in capsys.readouterr().out
     assert (read_status(run).warning, read_status(run).first_loss) == (warning, first_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_resumed_run_names_the_agents_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the agent that was stopped, the warning named the one before the guilty one."""
+
+    class StopsAgent0:
+        def on_step_end(self, args: object, state: TrainerState, control: TrainerControl) -> None:
+            if state.global_step == 1:
+                ask(tmp_path, "stop", 0, {})
+            control.should_training_stop = state.global_step == 3
+
+    begun: list[Learning] = []
+    monkeypatch.setattr(job, "Learning", lambda *args: begun.append(Learning(*args)) or begun[-1])
+    keys = {"num_agents": 3, "lora_rank": 2, "max_train_samples": 20, "max_train_steps": 6, "max_seq_length": 256}
+    keys |= {"num_workers": 0, "eval_samples": 4, "generation_eval_samples": 0, "report_to": "none"}
+    keys |= {"write_report": False, "output_dir": str(tmp_path)}
+    ci_llm.train(keys, callbacks=[StopsAgent0()])
+    ci_llm.train(keys)
+    assert [[*learning.names] for learning in begun] == [["agent1", "agent2"]] * 2  # the first has gone on with them

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.cluster.deadline import Deadline
 from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.attempts import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
@@ -179,3 +182,24 @@ def test_a_run_like_this_one_names_each_key_once(
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "my_program.py"])  # which calls the trainer by itself
     own = f"{shutdown.shell_line([sys.executable])} -m ci_llm train" if words else "python my_program.py"
     assert shutdown.command_line(launch("python", words=tuple(words)), changes) == f"{own} {rest}"
+
+
+@pytest.mark.parametrize(
+    ("reason", "source", "called_at", "kills"),
+    [
+        ("callback", None, 5.0, False),
+        ("walltime", "max_runtime", 5.0, False),
+        ("walltime", "max_runtime", None, True),  # the process is the run, which is to be over then
+        ("walltime", "CI_LLM_DEADLINE", 5.0, True),
+        ("signal:SIGTERM", "max_runtime", 5.0, True),
+    ],
+)
+def test_an_end_that_the_caller_has_asked_for_kills_no_interpreter(
+    reason: str, source: str | None, called_at: float | None, kills: bool
+) -> None:
+    """A step that was longer than the grace ended the process of the caller, with exit code 0."""
+    interrupts: Any = SimpleNamespace(stop_requested_at=time.monotonic(), stop_reason=reason)
+    asked = replace(launch("torchrun"), kill_delay_s=30.0, called_at=called_at)
+    deadline = Deadline(time.time() + 20, source) if source else None
+    left = shutdown.expected_kill(interrupts, 3.0, asked, deadline) - time.monotonic()
+    assert left < 30 if kills else left == math.inf

@@ -154,6 +154,13 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
             "disk_full",
             "[Errno 28]",
         ),
+        (
+            status("failed", "all_trials_failed"),
+            [failure("all_trials_failed")],
+            result(returncode=2),
+            "refused",
+            "all_trials_failed: as planned",
+        ),
         (status("failed", "error:KeyError"), [failure("error:KeyError")], result(returncode=1), "crashed", "error:"),
         (status("vanished", "no heartbeat"), [], result(returncode=-9), "killed", "no word after step 12"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
+from ci_llm.run import loop, shutdown
 from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
@@ -64,6 +66,31 @@ def of_agent(checkpoint: Path, agent: int) -> dict[str, Any]:
     leaves = dict(_leaves({k: v for k, v in load_checkpoint(checkpoint).state.items() if not isinstance(v, bytes)}))
     parts = (f"agent{agent}/adapter_model/", f"optimizer/agent{agent}/")
     return {name.replace(f"agent{agent}/", ""): value for name, value in leaves.items() if name.startswith(parts)}
+
+
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_the_job_of_a_sweep_is_put_back_when_its_own_status_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM ends what is left of the job then: the sweep was left as running."""
+    seen: list[str] = []
+
+    def requeue(*_: object, **__: object) -> str:
+        seen.append(read_status(tmp_path / "run").status)
+        return "SLURM job 7 is put back into the queue"
+
+    def struck(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    real = loop.apply_gradients
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutdown, "requeue", requeue)
+    monkeypatch.setattr(loop, "apply_gradients", struck)
+    assert main(["sweep", "--config", os.devnull, *words()]) == 75
+    assert seen == ["interrupted"]
+    assert capsys.readouterr().out.count("SLURM job 7 is put back into the queue") == 1
 
 
 def test_what_a_sweep_leaves(undisturbed: Path) -> None:
@@ -287,6 +314,19 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
 def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturbed: Path) -> None:
     complete(server, undisturbed)
     assert "This sweep is complete" in (undisturbed / "log").read_text()
+
+
+def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_folder: Folder) -> None:
+    """It was called completed, and a supervisor took it for a success."""
+    folder = new_folder()
+    arguments = words(learning_rate="[1e28,1e29]", lora_dropout=0, mixed_precision="no")
+    for _ in range(2):
+        assert call(server, folder, arguments=arguments) == [2]
+        said = (folder / "log").read_text()
+        assert "every trial has failed: none gave finite numbers to its first rung" in said
+        status = read_status(folder / "run")
+        assert (status.status, status.reason, status.exit_code) == ("failed", "all_trials_failed", 1)
+    assert "This sweep is complete; nothing is left to do." in said
 
 
 def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
