@@ -165,10 +165,12 @@ def _release(work: Path, ended: threading.Event, pid: int, disk: Filesystem) -> 
         return  # a forked child, which never had the lease
     ended.set()
     with contextlib.suppress(OSError):  # taken over, or the disk is gone: then the timeout ends this attempt
-        if in_transit(work):  # the disk refused to move it on and to move it back; the next attempt finishes the move
-            disk.rename(work.parent, work.parent.with_name(f".taken-over-{_number(work.parent)}-{work.name}"))
-        else:
-            remove_tree(work, disk=disk)
+        with contextlib.suppress(OSError):
+            if not in_transit(work):
+                remove_tree(work, disk=disk)
+                return
+        # What the disk refused to move on, to move back or to remove: the next attempt finishes that.
+        disk.rename(work.parent, work.parent.with_name(f".taken-over-{_number(work.parent)}-{work.name}"))
 
 
 def acquire_lease(

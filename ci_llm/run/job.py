@@ -97,14 +97,14 @@ def run_among(
     sources: Sequence[str] = (),
     callbacks: Callbacks | None = None,
     loaded: Loaded | None = None,
-    put_off: Callable[[Callable[[], str | None]], None] | None = None,
+    end_by: Callable[[Callable[[], str | None]], object] = lambda last_act: last_act(),
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
 
     Args:
         loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
             them; the base is free again at the end.
-        put_off: takes the last act of the attempt, for whoever has more to write before; see `Attempt.interrupted`.
+        end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
     """
     folder = config.run_folder
     log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar)
@@ -139,10 +139,7 @@ def run_among(
                 try:
                     run.mirror.end(result.status if result else None, sys.exc_info()[1])
                 finally:
-                    if put_off is not None:
-                        put_off(run.last_act)
-                    else:
-                        run.last_act()  # training.log takes its line only while the folder is leased
+                    end_by(run.last_act)  # training.log takes its line only while the folder is leased
             manager.close()
         finally:
             log.close()
@@ -363,8 +360,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
     is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
-    scores = run.last_scores if is_known else None
-    if scores is None:
+    if not is_known or (scores := run.last_scores) is None:
         scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
     if latest and not is_known:

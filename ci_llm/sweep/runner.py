@@ -158,7 +158,7 @@ class SweepRunner:
                     sources=sources,
                     callbacks=told,
                     loaded=loaded,
-                    put_off=self._keep_last_act,
+                    end_by=self._keep_last_act,
                 )
             except NonFinite as end:
                 self._say(f"sweep     segment {pack.number} ends: {end.what}")
