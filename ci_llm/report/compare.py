@@ -19,7 +19,7 @@ from ci_llm.report.trials import Leaderboard
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
 _WIDTH: Final = 80
-_UNPAIRED: Final = "not both have predictions of the step that was evaluated"
+_UNPAIRED: Final = "not both have predictions of what was evaluated"
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

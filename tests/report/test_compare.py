@@ -89,6 +89,36 @@ def test_answers_of_another_step_than_the_scores_are_not_paired(
     )
 
 
+ASKED = {"questions": "a1", "metric": "exact_match", "aggregator": "probability", "max_new_tokens": 64}
+
+
+@pytest.mark.parametrize("key", [None, *ASKED])
+def test_answers_of_something_else_than_the_scores_are_not_paired(
+    two: list[str], tmp_path: Path, key: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ci-llm evaluate RUN --data other.jsonl` leaves them where those of the run's own rows would be."""
+    rows = [prediction(number, correct=number < 30) for number in range(40)]
+    run = leave_run(tmp_path / "run", predictions=rows, predictions_step=20, asked=ASKED, right=0.75)
+    if key is not None:
+        source = run / "predictions.source.json"
+        source.write_text(json.dumps(json.loads(source.read_text()) | {key: "another"}))
+    assert main(["compare", two[0], str(run)]) == 0
+    assert (", unpaired, " in capsys.readouterr().out) is (key is not None)
+
+
+@pytest.mark.parametrize(("right", "measured_by"), [(28, "generation"), (30, "teacher_forcing")])
+def test_answers_of_older_releases_are_paired_if_their_share_is_the_score(
+    two: list[str], tmp_path: Path, right: int, measured_by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They did not write what the scores are of."""
+    rows = [prediction(number, correct=number < right) for number in range(40)]
+    run = leave_run(tmp_path / "run", predictions=rows, right=0.75, asked={"measured_by": measured_by})
+    other = Path(two[0], "evaluation.json")
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"measured_by": measured_by}))
+    assert main(["compare", two[0], str(run)]) == 0
+    assert ", unpaired, " in capsys.readouterr().out
+
+
 def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *two, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
