@@ -212,7 +212,7 @@ def _rows(job: Job, answers: Answers) -> Iterator[Row]:
             "answer": answers.crowd[at],
             "agents": [texts[at] for texts in answers.agents],
             "correct": crowd,
-            "confidence": round(answers.uncertainty[at].confidence, 6),
+            "confidence": float(f"{answers.uncertainty[at].confidence:.6g}"),
             "disagreement": round(answers.uncertainty[at].disagreement, 6),
             "row": source[canonical] if source else canonical,
             "agents_correct": agents,

@@ -163,6 +163,16 @@ def difference(
     return Gain(shares[0] - shares[1], half, False, min(counts))
 
 
+def surest_first(row: Row) -> float:
+    """By what predictions are sorted: minus the log-probability of the text, as the confidence of a long one is 0.
+
+    Older releases did not write it: of their lines it is minus the confidence.
+    """
+    signals = row.get("signals")
+    numbers = (*(signals[:1] if isinstance(signals, list) else ()), row.get("confidence"))
+    return -next((number for number in numbers if isinstance(number, int | float)), 0.0)
+
+
 def _score(who: str, share: float, rows: int, nll: float | None) -> Score:
     low, high = interval(share, rows) if rows >= LEAST_ROWS else (None, None)
     return Score(who, share, low, high, nll)
