@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.yaml_file import dump_value
+from ci_llm.core.intervals import LEAST_ROWS
 from ci_llm.core.run_status import Status
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
@@ -165,7 +166,8 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
 
 def _as_text(gain: Gain) -> str:
     if gain.interval95 is None:
-        return f"{gain.value:+.3f} exact match (too few rows for an interval)"
+        why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
+        return f"{gain.value:+.3f} exact match ({why})"
     how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: {_UNPAIRED}"
     verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
     return f"{gain.value:+.3f} ± {gain.interval95:.3f} exact match (95 %, {how}): {verdict}"
