@@ -71,11 +71,12 @@ def table(rows: Sequence[Row], calibration: Calibration) -> str:
     ]
     for name, number in sureness(calibration).items():
         sure = np.array([number(row) for row in rows])
-        low, high = interval(sure, right)
+        order = np.array([row["signals"][0] for row in rows]) if name == "confidence" else sure  # 0 for long answers
+        low, high = interval(order, right)
         is_probability = name in ("probability_right", "confidence", "probability_per_token")
         errors = (f"{calibration_error(sure, right):.3f}", f"{honest_error(sure):.3f}") if is_probability else ("", "")
-        area = auroc(sure, right) or 0.0
-        cells = [name, f"{area:.3f} ({low:.3f} to {high:.3f})", f"{at_coverage(sure, right):.3f}", *errors]
+        area = auroc(order, right) or 0.0
+        cells = [name, f"{area:.3f} ({low:.3f} to {high:.3f})", f"{at_coverage(order, right):.3f}", *errors]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -5,12 +5,14 @@ Legend: K agents, n questions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ci_llm.crowd.answers import majority
@@ -44,6 +46,7 @@ class Questions:
         ends: token ids that end an answer in these rows.
         left_out: how many rows have no question, or leave no place for an answer.
         too_long: how many of them have a question.
+        metric: the module of `ci_llm.crowd.metrics` that `read` is of.
     """
 
     rows: list[int]
@@ -53,6 +56,7 @@ class Questions:
     ends: frozenset[int]
     left_out: int = 0
     too_long: int = 0
+    metric: str = "exact_match"
 
     @classmethod
     def of(
@@ -87,6 +91,7 @@ class Questions:
             ends=prompter.ends_of(chosen),
             left_out=len(rows) - usable,
             too_long=len(fits) - usable,
+            metric=metric,
         )
 
     @cached_property
@@ -96,6 +101,14 @@ class Questions:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+
+def how_asked(sets: Sequence[Questions], max_new_tokens: int) -> dict[str, Any]:
+    """What identifies the answers to these questions, beside agents and aggregator: in `evaluation.json`, and beside a
+    predictions file, so that the two are known to belong together."""
+    prompts, references = ([each for part in sets for each in getattr(part, key)] for key in ("prompts", "references"))
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([prompts, references]).encode())
+    return {"questions": fingerprint, "metric": sets[0].metric, "max_new_tokens": max_new_tokens}
 
 
 @dataclass(frozen=True)
@@ -122,11 +135,13 @@ class AnswerScores:
         right: [K+2, n] bool: K agents, the crowd, the vote.
         example: the first question; None if there is none.
         own: per agent the questions that score it, if agents are evaluated on rows of their own; empty: all questions.
+        asked: see `how_asked`; empty if it is not wanted.
     """
 
     right: Tensor
     example: Solved | None = None
     own: tuple[slice, ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
@@ -145,7 +160,7 @@ class AnswerScores:
         return replace(cls.joined(sets), own=own_rows([part.right.shape[1] for part in sets], of_agent))
 
     def record(self) -> dict[str, Any]:
-        """`n` and `exact_match` of `evaluation.json`; the gains are paired over all rows, with 95 % intervals."""
+        """`n`, `exact_match` and `asked` of `evaluation.json`; gains are paired over all rows, with 95 % intervals."""
         *agents, crowd, vote = self.right.double()
         means = [
             float(agent[own].mean()) for agent, own in zip(agents, self.own or [slice(None)] * len(agents), strict=True)
@@ -162,6 +177,7 @@ class AnswerScores:
                 "crowd_minus_best": paired_gain(crowd, best),
                 "crowd_minus_vote": paired_gain(crowd, vote),
             },
+            **self.asked,
         }
 
 

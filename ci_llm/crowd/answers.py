@@ -4,7 +4,7 @@ How the answers of a task are written is read off its references, once for all r
 
     marked    "... #### 1,234"  as in GSM8K: what follows the mark; the last number if a text has no mark
     number    "... is 42."      every reference ends with a number: the last number of a text
-    text      anything else: the whole text, with white space evened out
+    text      anything else, such as fractions, dates and times: the whole text, with white space evened out
 
 Numbers are compared as numbers: 1,234 = $1234.00.
 """
@@ -24,7 +24,9 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9])[-+])?\$?(?P<digits>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _BEGINS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
-_ENDS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}\s*%?[.!]?\s*$")
+#: The number is the answer, and not its last part as in 3/4, 9:30 or 10-3; "Answer:42" and "US$5" end with a whole one.
+_IS_WHOLE = r"(?:(?<![\w/^*.,+$-])(?<!\d:)|(?<![\d/:^*.,+-])(?=\$))"
+_ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
 
 
 def style_of(references: Sequence[str]) -> AnswerStyle:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci_llm.checkpoints.checkpoint import write_checkpoint
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from ci_llm.crowd.base import load_base
 from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.pretrained import require_free
-from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.recognise import META
+from ci_llm.crowd.pretrained import require_free, write_crowd
+from ci_llm.crowd.prompts import Prompter, tokenizer_files
 from ci_llm.crowd.targets import peft_targets
-from ci_llm.errors import ModelError
+from ci_llm.data.chat_template import chat_template
+from ci_llm.errors import ModelError, first_line
 
 
 def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None = None) -> Crowd:
@@ -26,8 +27,8 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         base_model: hub id or folder of the base; by default the one that the adapters name.
 
     Raises:
-        ModelError: `target` exists; there is no adapter; adapters differ in rank, scale, modules or base; or the base
-            is not found.
+        ModelError: `target` exists; there is no adapter; adapters differ in rank, scale, modules, base or chat
+            template; or the base or a tokenizer is not found or not readable.
         ForeignCheckpoint: an adapter does not fit the base.
         CheckpointError: `target` cannot be written.
     """
@@ -46,11 +47,17 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         layers=tuple(targets.get("layers_to_transform", ())) or "all",
     )
     crowd = Crowd(base.model, settings, base.name, base.pad_id)
-    crowd.prompter = Prompter(base.tokenizer, adapters[0].prompts)
+    own = _tokenizer(adapters, base.tokenizer)
+    crowd.prompter = Prompter(own or base.tokenizer, adapters[0].prompts)
     for k, adapter in enumerate(adapters):
         crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
-    state = {**crowd.adapter_files(), META: crowd.meta(base.fingerprint)}
-    write_checkpoint(target, state, info={"imported_from": [str(source.absolute()) for source in sources]})
+    write_crowd(
+        target,
+        crowd.adapter_files(),
+        crowd.meta(base.fingerprint),
+        tokenizer_files(own) if own else {},
+        info={"imported_from": [str(source.absolute()) for source in sources]},
+    )
     return crowd
 
 
@@ -70,6 +77,34 @@ def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
                 where=f"{first.source}, {adapter.source}",
                 hint="import adapters of one shape; init_from with `agents:` starts from adapters of different shapes",
             )
+
+
+def _tokenizer(adapters: Sequence[ExternalAdapter], of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that the adapters bring along, with the chat template of their training; None: they bring none."""
+    found = {folder: _read_tokenizer(folder) for folder in dict.fromkeys(adapter.source for adapter in adapters)}
+    (first, own), *others = found.items()
+    for folder, other in others:
+        if chat_template(other or of_base) != chat_template(own or of_base):
+            raise ModelError(
+                "adapters that are imported together have one chat template, and these two have different ones",
+                where=f"{first}, {folder}",
+                hint="import each alone; one without tokenizer_config.json counts as trained with the base's template",
+            )
+    return next((each for each in found.values() if each is not None), None)
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged tokenizer.json makes tokenizers raise a bare Exception
+        raise ModelError(
+            f"the adapter's tokenizer cannot be read: {first_line(error)}",
+            where=str(folder),
+            hint="copy all its files here, or move tokenizer_config.json away to take the base's tokenizer",
+        ) from error
+    return tokenizer
 
 
 def _base_name(adapters: Sequence[ExternalAdapter]) -> str:

@@ -260,6 +260,7 @@ def write_crowd(
     step: int = 0,
     card: bytes | None = None,
     calibration: Calibration | None = None,
+    info: Mapping[str, Any] | None = None,
 ) -> None:
     """Commit a folder that `open_pretrained` opens, and plain PEFT its agents.
 
@@ -268,6 +269,7 @@ def write_crowd(
         meta: see `Crowd.meta`.
         tokenizer: file name -> content; it goes beside every agent too, so that each can be used alone.
         card: README.md.
+        info: of the manifest; None: these agents were saved for use.
 
     Raises:
         ModelError: the folder exists. CheckpointError: it cannot be written.
@@ -278,7 +280,7 @@ def write_crowd(
     if card is not None:
         files["README.md"] = card
     kept = {} if calibration is None else {CALIBRATION: calibration.record()}
-    write_checkpoint(folder, {**agents, META: meta, **kept, **files}, step=step, info={SAVED: "crowd"})
+    write_checkpoint(folder, {**agents, META: meta, **kept, **files}, step=step, info=info or {SAVED: "crowd"})
 
 
 def require_free(folder: Path) -> None:

@@ -9,7 +9,6 @@ Legend: K agents, S targets, V vocabulary, n rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ci_llm.core.intervals import paired_interval
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.data.rows import TrainedOn
-
-#: With fewer rows, the mean of differences of 0 and 1 is far from normally distributed.
-FEWEST_ROWS = 30
 
 
 @dataclass(frozen=True)
@@ -106,14 +103,9 @@ def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...
 
 
 def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
-    """The mean of `one - other`, each [n], over rows, and the half-width of its normal 95 % interval.
-
-    The interval is None if the rows cannot give one: there are fewer than `FEWEST_ROWS`, or all differences are equal.
-    """
+    """The mean of `one - other`, each [n], over rows, and its `paired_interval`."""
     difference = one - other
-    spread = float(difference.std()) if len(difference) >= FEWEST_ROWS else 0.0
-    interval = 1.96 * spread / math.sqrt(len(difference)) if spread else None
-    return {"value": float(difference.mean()), "interval95": interval}
+    return {"value": float(difference.mean()), "interval95": paired_interval(difference.tolist())}
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def elect(
     for number, prompt in enumerate(prompts):
         voters = [voter[number] for voter in generated.voters]
         read = read_texts(crowd, prompt, voters, decoding.aggregator)
-        wins = vote.winner(answers_of(voters), [of_text(tokens).confidence for tokens in read])
+        wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
         texts.append([token for token in voters[wins] if token not in decoding.ends])
         sure.append(read[wins])
     return replace(generated, crowd=texts, tokens=sure)

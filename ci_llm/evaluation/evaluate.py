@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, merge_records
+from ci_llm.crowd.answer_scores import Answers, AnswerScores, answer_questions, how_asked, merge_records
 from ci_llm.crowd.calibration import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.metrics import Reader
@@ -115,7 +115,7 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
                 resumed = len(predictions.rows)
                 scores = _score(job, progress)
                 _answer(job, predictions, progress)
-            rows, right = predictions.rows, AnswerScores(_right(predictions.rows))
+            rows, right = predictions.rows, AnswerScores(_right(predictions.rows), asked=_asked(job))
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows, weights_fingerprint(manifest))
                 write_json(calibrated, job.crowd.calibration.record())
@@ -212,7 +212,7 @@ def _rows(job: Job, answers: Answers) -> Iterator[Row]:
             "answer": answers.crowd[at],
             "agents": [texts[at] for texts in answers.agents],
             "correct": crowd,
-            "confidence": round(answers.uncertainty[at].confidence, 6),
+            "confidence": float(f"{answers.uncertainty[at].confidence:.6g}"),
             "disagreement": round(answers.uncertainty[at].disagreement, 6),
             "row": source[canonical] if source else canonical,
             "agents_correct": agents,
@@ -284,7 +284,7 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
             agents_per_prompt=request.agents_per_prompt,
             names=job.names,
         )
-        return {**record, "metric": request.metric, "left_out": job.questions.left_out, "sureness": sure}
+        return {**record, "left_out": job.questions.left_out, "sureness": sure}
     return {**record, **_text_figures(job, scores)}
 
 
@@ -323,22 +323,22 @@ def _lines(job: Job) -> list[str]:
 def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
     return Source(
         weights=weights_fingerprint(manifest),
-        questions=_fingerprint([job.questions.prompts, job.questions.references]),
         checkpoint=f"step {manifest.step} of {checkpoint.absolute().parent}",
         data=job.tokenized.rows.where,
         rows=len(job.questions),
-        metric=job.request.metric,
         aggregator=_aggregator_name(job),
-        max_new_tokens=job.config.max_new_tokens_eval,
         step=manifest.step,
+        **_asked(job),
     )
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    return how_asked([job.questions], job.config.max_new_tokens_eval)
 
 
 def _aggregator_name(job: Job) -> str:
     """With what was learned, if the answers depend on it."""
     name, learned = job.config.aggregator, job.crowd.learned
-    return f"{name} {_fingerprint(asdict(learned))[:8]}" if learned is not None and name == "dirichlet" else name
-
-
-def _fingerprint(value: Any) -> str:
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(value).encode()))
+    if learned is None or name != "dirichlet":
+        return name
+    return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"

@@ -63,7 +63,8 @@ def sureness_record(
 ) -> dict[str, Any]:
     """What the lines of a predictions file say of how sure the crowd is: `sureness` of an evaluation.
 
-    `by` names the number that is judged: the calibrated probability, or without a calibration the confidence.
+    `by` names the number that is judged: the calibrated probability, or without a calibration the confidence. Its order
+    is that of the log-probabilities: the confidence itself is 0 for every long text.
 
     Args:
         names: of the agents; None: agent0, agent1, ...
@@ -71,13 +72,14 @@ def sureness_record(
     right = np.array([row["correct"] for row in rows])
     fits = calibration is not None and calibration.aggregator == aggregator
     numbers = [calibration.right(row["signals"]) if fits else row["confidence"] for row in rows]  # type: ignore[union-attr]
+    order = numbers if fits else [row["signals"][0] for row in rows]
     record: dict[str, Any] = {
         "by": "probability_right" if fits else "confidence",
-        "auroc": auroc(numbers, right),
+        "auroc": auroc(order, right),
         "calibration_error": calibration_error(numbers, right),
         "calibration_error_by_chance": honest_error(numbers),
         "coverage": COVERAGE,
-        "exact_match_at_coverage": at_coverage(numbers, right),
+        "exact_match_at_coverage": at_coverage(order, right),
     }
     if calibration is not None:
         record["escalation"] = _escalation(rows, calibration, agents_per_prompt, names)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ci_llm.evaluation.evaluate import Evaluation
 from ci_llm.evaluation.predictions import Row
-from ci_llm.report.scores import agents_of, gains, rows_evaluated, scores, what_evaluated
+from ci_llm.report.scores import agents_of, gains, rows_evaluated, scores, surest_first, what_evaluated
 
 
 def table(evaluation: Evaluation) -> Iterator[str]:
@@ -76,7 +76,7 @@ def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
 
 def failed_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows that the crowd answered wrong, those first of which it was most sure."""
-    return sorted((row for row in rows if not row["correct"]), key=lambda row: -row["confidence"])
+    return sorted((row for row in rows if not row["correct"]), key=surest_first)
 
 
 def _text_table(record: Mapping[str, Any]) -> Iterator[str]:

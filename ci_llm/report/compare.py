@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.yaml_file import dump_value
+from ci_llm.core.intervals import LEAST_ROWS
 from ci_llm.core.run_status import Status
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
@@ -19,7 +20,7 @@ from ci_llm.report.trials import Leaderboard
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
 _WIDTH: Final = 80
-_UNPAIRED: Final = "not both have predictions of the step that was evaluated"
+_UNPAIRED: Final = "not both have predictions of what was evaluated"
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -165,7 +166,8 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
 
 def _as_text(gain: Gain) -> str:
     if gain.interval95 is None:
-        return f"{gain.value:+.3f} exact match (too few rows for an interval)"
+        why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
+        return f"{gain.value:+.3f} exact match ({why})"
     how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: {_UNPAIRED}"
     verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
     return f"{gain.value:+.3f} ± {gain.interval95:.3f} exact match (95 %, {how}): {verdict}"

@@ -17,7 +17,7 @@ from ci_llm.errors import CiLlmError
 from ci_llm.report import curves
 from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
 from ci_llm.report.facts import RunFacts, read_run, settings
-from ci_llm.report.scores import gains, scores
+from ci_llm.report.scores import gains, scores, surest_first
 from ci_llm.report.trials import Leaderboard, read_trials
 
 NAME: Final = "report.html"
@@ -213,8 +213,7 @@ def _peak_bytes(facts: RunFacts) -> float | None:
 def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
     """Rows answered right, and rows answered wrong: of those the ones the crowd was most sure of."""
     solved = [row for row in facts.predictions if row["correct"]]
-    failed = [row for row in facts.predictions if not row["correct"]]
-    failed.sort(key=lambda row: -row["confidence"] if isinstance(row.get("confidence"), int | float) else 0)
+    failed = sorted((row for row in facts.predictions if not row["correct"]), key=surest_first)
     return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Final
 
-Row = Mapping[str, Any]
+from ci_llm.core.intervals import LEAST_ROWS, paired_interval, share_interval, unpaired_interval
 
-_Z95: Final = 1.959964
-#: Below this many rows an interval says more about the formula than about the runs; that of evaluation.json as well.
-LEAST_ROWS: Final = 30
+Row = Mapping[str, Any]
 
 #: The lines about all agents together.
 MEAN, VOTE, CROWD = TOGETHER = ("agents, mean", "majority vote", "crowd")
@@ -42,9 +40,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """A difference of two shares of right answers, with the half-width of its 95 % interval.
+    """A difference of two shares of right answers.
 
     Attributes:
+        interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None where
+            there are too few rows, or all of them differ alike.
         paired: whether both answered the same rows, which are compared row by row.
         rows: how many.
     """
@@ -124,14 +124,6 @@ def what_evaluated(evaluation: Mapping[str, Any]) -> str:
     return f"{of}; {whose}" if (whose := by_own_rows(evaluation)) else of
 
 
-def interval(share: float, rows: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share (1927); unlike the normal one it stays within 0 and 1."""
-    z2 = _Z95**2
-    middle = (share + z2 / (2 * rows)) / (1 + z2 / rows)
-    half = _Z95 * math.sqrt(share * (1 - share) / rows + z2 / (4 * rows**2)) / (1 + z2 / rows)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Why two evaluations cannot be subtracted; None if they can."""
     for key, what in (("task", "data sets"), ("measured_by", "measures"), ("rows_trained_on", "kinds of rows")):
@@ -155,16 +147,23 @@ def difference(
     pairs = _joined(own_rows, other_rows)
     if pairs:
         differences = [float(a) - float(b) for a, b in pairs]
-        return Gain(fmean(differences), _paired_interval(differences), True, len(pairs))
-    shares = [evaluation["exact_match"]["crowd"] for evaluation in (one, other)]
-    counts = [evaluation["n"] for evaluation in (one, other)]
-    variance = sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True))
-    half = _Z95 * math.sqrt(variance) if min(counts) >= LEAST_ROWS else None
-    return Gain(shares[0] - shares[1], half, False, min(counts))
+        return Gain(fmean(differences), paired_interval(differences), True, len(pairs))
+    own, others = ((evaluation["exact_match"]["crowd"], evaluation["n"]) for evaluation in (one, other))
+    return Gain(own[0] - others[0], unpaired_interval(*own, *others), False, min(own[1], others[1]))
+
+
+def surest_first(row: Row) -> float:
+    """By what predictions are sorted: minus the log-probability of the text, as the confidence of a long one is 0.
+
+    Older releases did not write it: of their lines it is minus the confidence.
+    """
+    signals = row.get("signals")
+    numbers = (*(signals[:1] if isinstance(signals, list) else ()), row.get("confidence"))
+    return -next((number for number in numbers if isinstance(number, int | float)), 0.0)
 
 
 def _score(who: str, share: float, rows: int, nll: float | None) -> Score:
-    low, high = interval(share, rows) if rows >= LEAST_ROWS else (None, None)
+    low, high = share_interval(share, rows) if rows >= LEAST_ROWS else (None, None)
     return Score(who, share, low, high, nll)
 
 
@@ -176,8 +175,3 @@ def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]
 
 def _question(row: Row) -> tuple[str, str]:
     return str(row["prompt"]), str(row.get("reference"))
-
-
-def _paired_interval(differences: Sequence[float]) -> float | None:
-    count = len(differences)
-    return _Z95 * stdev(differences) / math.sqrt(count) if count >= LEAST_ROWS else None

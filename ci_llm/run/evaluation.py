@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, Final, TypeVar
 
 from ci_llm.config import Config
 from ci_llm.core.work import working
-from ci_llm.crowd.answer_scores import AnswerScores, Questions, Solved, score_answers
+from ci_llm.crowd.answer_scores import AnswerScores, Questions, Solved, how_asked, score_answers
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.agent_rows import EvaluationRows
@@ -98,7 +99,8 @@ class Evaluator:
             if (found := self._score_answers(asked, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
-        return sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
+        scores = sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
+        return replace(scores, asked=how_asked(of_sets, self._config.max_new_tokens_eval))
 
     def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
         """Log how many rows ask something and are cut; warn if no other row asks anything."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.diff import compare
@@ -27,6 +28,7 @@ from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.initial_adapters import load_initial_adapters
 from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
+from ci_llm.data.chat_template import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.run.agent_settings import lora_settings
@@ -465,6 +467,38 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "one adapter for each agent" in load_initial_adapters(fresh, tmp_path / "crowd")
     assert torch.equal(fresh.agents.weights, crowd.agents.weights)
     assert verb("verify", tmp_path / "crowd") == 0
+
+
+def bring_tokenizer(folder: Path, template: str) -> None:
+    """As TRL leaves an adapter."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
+def test_agents_are_asked_with_the_template_that_they_bring_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, without = peft_folders(tmp_path, 3)
+    other = Path(shutil.copytree(two, tmp_path / "other"))
+    for folder in (one, two):
+        bring_tokenizer(folder, f"{{{{ 'Ask: ' }}}}{BUILT_IN_TEMPLATE}")
+    bring_tokenizer(other, f"{{{{ 'Say: ' }}}}{BUILT_IN_TEMPLATE}")
+    assert verb("import", one, two, "--to", tmp_path / "crowd") == 0
+    for opened in (tmp_path / "crowd", tmp_path / "again"):
+        crowd = Crowd.from_pretrained(opened, device="cpu")
+        assert crowd.prompter is not None
+        assert crowd.prompter.text(crowd.prompter.ids("How many?")) == "Ask: How many?\n"
+        if opened.name == "crowd":  # its agents bring the template along as well
+            assert verb("import", opened, "--to", tmp_path / "again") == 0
+    capsys.readouterr()
+    for sources in ([one, other], [one, without], [without, one]):
+        assert verb("import", *sources, "--to", tmp_path / "mixed") == 2
+        assert "these two have different ones" in capsys.readouterr().err
+    (one / "tokenizer.json").write_text("torn")
+    assert verb("import", one, "--to", tmp_path / "mixed") == 2
+    assert "the adapter's tokenizer cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "mixed").exists()
 
 
 def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,9 @@ from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote,
 from ci_llm.crowd.answers import final_answer
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.voting import read_texts
+from ci_llm.crowd.generation import Generated
+from ci_llm.crowd.uncertainty import of_text
+from ci_llm.crowd.voting import elect, read_texts
 from ci_llm.embedded import rows
 from tests.support.crowds import K, disturbed_crowd
 
@@ -63,7 +65,7 @@ def test_a_confident_agent_weighs_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "answers", "confidences", "wins"),
+    ("name", "answers", "probabilities", "wins"),
     [
         ("majority", ["3", "5", "3"], [0.1, 0.9, 0.2], 2),
         ("majority", ["3", "5", "5", "3"], [0.1, 0.5, 0.3, 0.6], 1),
@@ -78,10 +80,22 @@ def test_a_confident_agent_weighs_more() -> None:
         ("self_consistency", ["3", "5", "5", "3", "5"], [0.1] * 5, 1),
     ],
 )
-def test_a_vote_on_answers_known_by_hand(name: str, answers: list[str], confidences: list[float], wins: int) -> None:
+@pytest.mark.parametrize("rest", [0.0, -1000.0])
+def test_a_vote_on_answers_known_by_hand(
+    name: str, answers: list[str], probabilities: list[float], wins: int, rest: float
+) -> None:
+    """Also if all texts are so long that their probabilities are 0 as floats."""
     vote = find_vote(name)
     assert vote is not None
-    assert vote.winner(answers, confidences) == wins
+    assert vote.winner(answers, [math.log(each) + rest for each in probabilities]) == wins
+
+
+@pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
+def test_a_vote_on_texts_that_the_crowd_holds_impossible(name: str) -> None:
+    vote = find_vote(name)
+    assert vote is not None
+    assert vote.winner(["", "3", "5"], [-1.0, -math.inf, -800.0]) == 2
+    assert vote.winner(["", "3", "3"], [-1.0, -math.inf, -math.inf]) == 1
 
 
 def test_who_votes() -> None:
@@ -125,6 +139,19 @@ def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
     crowd.eval()
 
 
+def test_of_long_texts_the_more_probable_one_is_elected(crowd: Crowd) -> None:
+    prompter = prompter_of(crowd)
+    prompt, reference = prompter.ids(QUESTIONS[0]), prompter.tokenizer(rows("test")[0]["answer"])["input_ids"]
+    noise = torch.randint(0, 200, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = [noise, [*reference, *noise[: -len(reference)]]]
+    less, more = (of_text(tokens) for tokens in read_texts(crowd, prompt, texts, "probability"))
+    assert less.confidence == more.confidence == 0
+    assert less.log_probability < more.log_probability
+    generated = Generated(crowd=[[]], agents=[], voters=[[text] for text in texts])
+    found = elect(crowd, [prompt], generated, Decoding(400, frozenset(), "rerank"), lambda each: ["1"] * len(each))
+    assert found.crowd == [texts[1]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
 def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> None:
@@ -139,7 +166,7 @@ def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> N
         whole = [[*text, end][:24] for text in own]
         prompt = prompter.ids(QUESTIONS[number])
         nats = [log_probability(crowd, prompt, text) for text in whole]
-        wins = vote.winner([final_answer(prompter.text(t), "marked") for t in own], [math.exp(n) for n in nats])
+        wins = vote.winner([final_answer(prompter.text(t), "marked") for t in own], nats)
         assert answer.answer == prompter.text(own[wins])
         assert answer.log_probability == pytest.approx(nats[wins], abs=1e-2)
         assert (

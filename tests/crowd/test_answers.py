@@ -76,7 +76,13 @@ def test_final_answer(text: str, style: AnswerStyle, answer: str) -> None:
     [
         (["a\n#### 1", "#### 2"], "marked"),
         (["a\n#### 1", "2"], "number"),
-        (["The answer is 1,234.", "$5", "50 %", "10-3!"], "number"),
+        (
+            ["The answer is 1,234.", "$5", "50 %", "-5", "-$1,234.50", "x = .5", "+3", "=42", "Answer:42", "US$5"],
+            "number",
+        ),
+        # A number that is only the last part of the answer: 1/4 would be as right as 3/4.
+        *((["7", text], "text") for text in ("3/4", "2024-05-06", "9:30", "1e3", "1e-3", "2^10", "2*3", "10-3!")),
+        *((["7", text], "text") for text in ("1,2", "1.234,50", "v1.2.3", "x-5", "B52", "$3-$5", "2+3", "Answer:9:30")),
         (["The answer is 1.", "Paris"], "text"),
         (["in 1990 in Paris"], "text"),
     ],

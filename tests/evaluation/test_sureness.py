@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.calibration import Calibration, Logistic
 from ci_llm.evaluation.sureness import at_coverage, auroc, calibration_error, honest_error, sureness_record
+from ci_llm.evaluation.table import failed_rows
 
 #: Right with the probability that the first signal is.
 IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
 
 
-def row(confidence: float, right: bool, agents: list[bool], signal: float = 0.0) -> dict[str, Any]:
-    found = [signal, 0.0, 0.0, 0.0, 0.0]
+def row(confidence: float, right: bool, agents: list[bool], signal: float | None = None) -> dict[str, Any]:
+    found = [math.log(confidence) if signal is None else signal, 0.0, 0.0, 0.0, 0.0]
     return {
         "confidence": confidence,
         "correct": right,
@@ -59,6 +61,15 @@ def test_the_record_of_answers() -> None:
     assert (plain["by"], plain["auroc"], plain["exact_match_at_coverage"]) == ("confidence", 1, 0.5)
     assert plain["abstention"] == {"below": 0.5, "answered": 0.5, "exact_match": 1}
     assert sureness_record(rows, None, "probability", abstain_below=0.95)["abstention"]["exact_match"] is None
+
+
+def test_long_answers_are_ranked_by_what_their_confidence_no_longer_shows() -> None:
+    """The confidence of each is 0 as it was written; the surest were simply the first of the file."""
+    wrong = [row(0.0, False, [False], signal=-30.0 - number) for number in range(3)]
+    right = [row(0.0, True, [True], signal=-20.0 - number) for number in range(7)]
+    found = sureness_record([*wrong, *right], None, "probability")
+    assert (found["auroc"], found["exact_match_at_coverage"]) == (1, 7 / 8)
+    assert failed_rows([wrong[1], right[0], wrong[2], wrong[0]]) == wrong
 
 
 def test_escalation_is_priced_from_answers_that_are_there() -> None:

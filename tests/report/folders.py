@@ -25,6 +25,7 @@ def leave_run(
     status: str = "completed",
     predictions: Sequence[Mapping[str, Any]] = (),
     predictions_step: int | None = None,
+    asked: Mapping[str, Any] | None = None,
     rows: int = 40,
     right: float = 0.5,
     **keys: Any,
@@ -34,6 +35,8 @@ def leave_run(
     Args:
         agents: how many, or their own settings.
         predictions_step: the one that gave its predictions; None: as of a release that did not write it.
+        asked: what its scores are of, and with what `predictions_step` says also its predictions; None: as of a release
+            that did not write it.
         rows: of its evaluation.
         right: share that its crowd answers right.
         keys: of its configuration.
@@ -45,12 +48,12 @@ def leave_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(steps, agents)))
     leave_status(folder, status, steps)
     if status == "completed":
-        write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps))
+        write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps) | {**(asked or {})})
     if predictions:
         (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in predictions))
     if predictions_step is not None:
-        asked = {"checkpoint": f"step {predictions_step} of {folder}", "data": "my.jsonl", "step": predictions_step}
-        write_json(folder / "predictions.source.json", asked)
+        source = {"checkpoint": f"step {predictions_step} of {folder}", "data": "my.jsonl", "step": predictions_step}
+        write_json(folder / "predictions.source.json", source | {**(asked or {})})
     return folder
 
 

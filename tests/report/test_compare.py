@@ -11,17 +11,25 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.core.intervals import share_interval, unpaired_interval
 from ci_llm.core.text_curves import HEIGHT, draw_curves
-from ci_llm.report.scores import comparable, difference, interval
+from ci_llm.report.scores import comparable, difference
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.support.children import ROOT
 from tools.testbed.events import DEADLINE_S
 
 
 def test_wilsons_interval_is_that_of_the_tables() -> None:
-    assert interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert share_interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert share_interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert share_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+
+
+def test_newcombes_interval_is_that_of_his_table() -> None:
+    """Statistics in Medicine 17, 1998, table II, method 10: 56/70 - 48/80 is within 0.0524 and 0.3339."""
+    assert unpaired_interval(56 / 70, 70, 48 / 80, 80) == pytest.approx(0.2 - 0.0524, abs=1e-4)
+    assert unpaired_interval(48 / 80, 80, 56 / 70, 70) == pytest.approx(0.2 - 0.0524, abs=1e-4)
+    assert unpaired_interval(0.0, 40, 0.0, 40) == pytest.approx(share_interval(0.0, 40)[1])
 
 
 def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
@@ -33,7 +41,8 @@ def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
     assert paired.value == pytest.approx(0.05) == pytest.approx(unpaired.value)
     assert (paired.paired, paired.rows, unpaired.paired) == (True, 100, False)
     assert paired.interval95 == pytest.approx(1.959964 * (0.05 * 0.95 * 100 / 99 / 100) ** 0.5)
-    assert unpaired.interval95 == pytest.approx(1.959964 * (0.65 * 0.35 / 100 + 0.6 * 0.4 / 100) ** 0.5)
+    assert unpaired.interval95 == unpaired_interval(0.65, 100, 0.6, 100)
+    assert unpaired.interval95 > 2 * paired.interval95
 
 
 def test_only_rows_that_both_have_answered_are_paired() -> None:
@@ -48,6 +57,20 @@ def test_few_rows_have_no_interval() -> None:
     assert difference(*scores).interval95 is None
     rows = [prediction(number, correct=True) for number in range(9)]
     assert difference(*scores, rows, rows).interval95 is None
+
+
+@pytest.mark.parametrize(("right", "value"), [(20, "+0.000"), (0, "-1.000")])
+def test_rows_that_all_differ_alike_give_no_interval(
+    tmp_path: Path, right: int, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in evaluation.json. A width of 0 would make any other run "a difference"."""
+    first = 40 if right == 0 else right
+    runs = [
+        leave_run(tmp_path / name, predictions=[prediction(n, correct=n < count) for n in range(40)], right=count / 40)
+        for name, count in (("one", first), ("other", right))
+    ]
+    assert main(["compare", *map(str, runs)]) == 0
+    assert f"crowd B - crowd A: {value} exact match (the same in each of 40 rows)\n" in capsys.readouterr().out
 
 
 def test_scores_of_different_tasks_or_measures_are_not_subtracted() -> None:
@@ -85,8 +108,38 @@ def test_answers_of_another_step_than_the_scores_are_not_paired(
     assert main(["compare", two[0], str(longer)]) == 0
     said = capsys.readouterr().out
     assert (
-        "crowd B - crowd A: +0.250 ± 0.205 exact match (95 %, unpaired, 40 rows: not both have predictions of" in said
+        "crowd B - crowd A: +0.250 ± 0.212 exact match (95 %, unpaired, 40 rows: not both have predictions of" in said
     )
+
+
+ASKED = {"questions": "a1", "metric": "exact_match", "aggregator": "probability", "max_new_tokens": 64}
+
+
+@pytest.mark.parametrize("key", [None, *ASKED])
+def test_answers_of_something_else_than_the_scores_are_not_paired(
+    two: list[str], tmp_path: Path, key: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ci-llm evaluate RUN --data other.jsonl` leaves them where those of the run's own rows would be."""
+    rows = [prediction(number, correct=number < 30) for number in range(40)]
+    run = leave_run(tmp_path / "run", predictions=rows, predictions_step=20, asked=ASKED, right=0.75)
+    if key is not None:
+        source = run / "predictions.source.json"
+        source.write_text(json.dumps(json.loads(source.read_text()) | {key: "another"}))
+    assert main(["compare", two[0], str(run)]) == 0
+    assert (", unpaired, " in capsys.readouterr().out) is (key is not None)
+
+
+@pytest.mark.parametrize(("right", "measured_by"), [(28, "generation"), (30, "teacher_forcing")])
+def test_answers_of_older_releases_are_paired_if_their_share_is_the_score(
+    two: list[str], tmp_path: Path, right: int, measured_by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They did not write what the scores are of."""
+    rows = [prediction(number, correct=number < right) for number in range(40)]
+    run = leave_run(tmp_path / "run", predictions=rows, right=0.75, asked={"measured_by": measured_by})
+    other = Path(two[0], "evaluation.json")
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"measured_by": measured_by}))
+    assert main(["compare", two[0], str(run)]) == 0
+    assert ", unpaired, " in capsys.readouterr().out
 
 
 def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ parameter, `learned`, it also gets what a calibration has learned of the agents,
 
 A module may decide between whole answers instead. It then defines beside it
 
-    def vote(answers: Sequence[str], confidences: Sequence[float]) -> int      the number of the answer that wins
+    def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int    the number of the answer that wins
 
 Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the module has
-these names. "" is no answer. A confidence is the probability of a whole text under `aggregate`, which also stands for
-the crowd wherever a likelihood is asked for: a vote has none.
+these names. "" is no answer. A log-probability is that of a whole text under `aggregate`, in nats: as a float, the
+probability of a long text is 0. `aggregate` also stands for the crowd wherever a likelihood is asked for; a vote has
+none.
 
 Legend: K agents, V vocabulary; any shape in between.
 """

@@ -13,6 +13,6 @@ from ci_llm.crowd.aggregators import probability
 aggregate = probability.aggregate
 
 
-def vote(answers: Sequence[str], confidences: Sequence[float]) -> int:
-    """The text with the highest confidence; one without an answer only if none has one."""
-    return max(range(len(answers)), key=lambda n: (answers[n] != "", confidences[n]))
+def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
+    """The most probable text; one without an answer only if none has one."""
+    return max(range(len(answers)), key=lambda n: (answers[n] != "", log_probabilities[n]))

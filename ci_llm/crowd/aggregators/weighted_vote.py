@@ -1,8 +1,11 @@
-"""A vote in which a text counts by its confidence, the probability that the crowd gives to it."""
+"""A vote in which a text counts by the probability that the crowd gives to it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from ci_llm.crowd.aggregators import probability
 
@@ -10,10 +13,10 @@ from ci_llm.crowd.aggregators import probability
 aggregate = probability.aggregate
 
 
-def vote(answers: Sequence[str], confidences: Sequence[float]) -> int:
-    """The most confident text with the answer that has most confidence in sum."""
-    weight = dict.fromkeys(answers, 0.0)
-    for answer, confidence in zip(answers, confidences, strict=True):
-        weight[answer] += confidence if answer else 0.0
-    wins = max(weight, key=lambda answer: weight[answer])
-    return max((n for n, answer in enumerate(answers) if answer == wins), key=lambda n: confidences[n])
+def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
+    """The most probable text with the answer that has most probability in sum."""
+    total = dict.fromkeys(answers, -math.inf)  # the logarithm of the sum: long texts have no probability as a float
+    for answer, nats in zip(answers, log_probabilities, strict=True):
+        total[answer] = float(np.logaddexp(total[answer], nats))
+    wins = max(total, key=lambda answer: (answer != "", total[answer]))
+    return max((n for n, answer in enumerate(answers) if answer == wins), key=lambda n: log_probabilities[n])
