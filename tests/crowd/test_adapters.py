@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ci_llm.crowd import targets
@@ -352,6 +353,28 @@ def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str
     with pytest.raises(ModelError, match=message) as caught:
         Crowd(base(), LoraSettings(target_modules=targets), "toy")
     assert "q_proj" in str(caught.value)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_deep_copy_learns_as_the_crowd_does(checkpointing: bool) -> None:
+    crowd = crowd_of(base(), target_modules=("q_proj", "down_proj")).train()
+    if checkpointing:
+        crowd.gradient_checkpointing_enable()
+    average = AveragedModel(crowd)
+    begun, copied = crowd.agents.weights.clone(), copy.deepcopy(crowd)
+    for each in (crowd, copied):
+        optimizer = torch.optim.SGD(each.agents.rows, lr=0.5)
+        for step in range(2):
+            each.agents.begin_step(step)
+            each(batch()).loss.backward()
+            optimizer.step()
+        if each is crowd:
+            assert torch.equal(copied.agents.weights, begun)
+    assert torch.equal(copied.agents.weights, crowd.agents.weights)
+    assert torch.equal(copied(batch()).log_probs, crowd(batch()).log_probs)
+    average.update_parameters(crowd)  # the first one copies
+    assert torch.equal(average.module.agents.weights, crowd.agents.weights)
+    assert torch.equal(average(batch()).log_probs, crowd(batch()).log_probs)
 
 
 def test_target_modules_as_in_peft() -> None:
