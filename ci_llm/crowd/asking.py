@@ -15,7 +15,7 @@ import torch
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.calibration import Calibration, Logistic, signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import TokenIds, free_positions
+from ci_llm.crowd.generation import TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.prompts import Prompt, Prompter
 from ci_llm.crowd.streaming import Stream, TextSoFar, cut
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, of_text
@@ -115,13 +115,24 @@ def prompter_of(crowd: Crowd) -> Prompter:
     return crowd.prompter
 
 
-def decoding_of(prompter: Prompter, *, seed: int | None = None, **choices: Any) -> Decoding:
+def ends_of_answers(crowd: Crowd, stop_strings: Sequence[str] = ()) -> frozenset[int]:
+    """Token ids that end an answer: those of the prompter, of the base, and stop strings that are special tokens.
+
+    Raises:
+        ModelError: the crowd has no prompter.
+        DataError: its chat template fails.
+    """
+    prompter = prompter_of(crowd)
+    return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
+
+
+def decoding_of(ends: frozenset[int], *, seed: int | None = None, **choices: Any) -> Decoding:
     """How tokens are chosen; without a `seed`, one is drawn.
 
     Raises:
         BadInput: a value is out of range.
     """
-    return Decoding(ends=prompter.ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
+    return Decoding(ends=ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
 
 
 def options_of(
@@ -138,7 +149,7 @@ def options_of(
         ModelError: the crowd has no prompter.
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
-    decoding = decoding_of(prompter_of(crowd), **choices)
+    decoding = decoding_of(ends_of_answers(crowd, stop_strings), **choices)
     if not decoding.do_sample and (ignored := [name for name in _DRAWING if choices.get(name) not in (None, 1)]):
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
     options = GenerationOptions(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)

@@ -66,6 +66,12 @@ class Prompter:
         special = {token for token in lasts if token in added and added[token].special}
         return frozenset(special if end_of_text is None else {*special, int(end_of_text)})
 
+    def ends_among(self, stop_strings: Iterable[str]) -> frozenset[int]:
+        """Ids of the stop strings that are special tokens: the text that is searched for the others has none."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {token.content: number for number, token in added if token.special}
+        return frozenset(special[string] for string in stop_strings if string in special)
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
