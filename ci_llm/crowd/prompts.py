@@ -124,9 +124,8 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
-    if isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    given = [prompts] if isinstance(prompts, str) else list(prompts)  # an iterator can be read once only
+    return [given] if any(isinstance(part, Mapping) for part in given) else given  # type: ignore[list-item, return-value]
 
 
 def form_of(rows: Rows) -> PromptForm:

@@ -297,6 +297,8 @@ def test_one_prompt_or_many() -> None:
     assert prompts_of([turn]) == [[turn]]
     assert prompts_of([[turn], "r"]) == [[turn], "r"]
     assert prompts_of([]) == []
+    assert prompts_of(iter(["q", "r"])) == ["q", "r"]
+    assert prompts_of(iter([turn])) == [[turn]]
 
 
 def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> None:
