@@ -224,7 +224,7 @@ class Crowd(nn.Module):
         prompts: Prompt | Sequence[Prompt],
         *,
         details: Literal[False] = ...,
-        stop_strings: str | Sequence[str] = ...,
+        stop_strings: str | Sequence[str] | None = ...,
         batch_size: int = ...,
         **choices: Unpack[Choices],
     ) -> list[str]: ...
@@ -234,7 +234,7 @@ class Crowd(nn.Module):
         prompts: Prompt | Sequence[Prompt],
         *,
         details: Literal[True],
-        stop_strings: str | Sequence[str] = ...,
+        stop_strings: str | Sequence[str] | None = ...,
         batch_size: int = ...,
         **choices: Unpack[Choices],
     ) -> list[Answer]: ...
@@ -249,7 +249,7 @@ class Crowd(nn.Module):
         top_p: float = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
-        stop_strings: str | Sequence[str] = (),
+        stop_strings: str | Sequence[str] | None = (),
         batch_size: int = 16,
         abstain_below: float | None = None,
         agents_per_prompt: float | None = None,
@@ -294,7 +294,7 @@ class Crowd(nn.Module):
         return list(answers(*how)) if details else texts(*how)
 
     def stream(
-        self, prompt: Prompt, *, stop_strings: str | Sequence[str] = (), **choices: Unpack[Choices]
+        self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
     ) -> Stream[Answer]:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 

@@ -188,6 +188,11 @@ def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
         crowd.generate("hello", stop_strings=["a", ""])
 
 
+def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
+    assert crowd.generate(QUESTIONS[0], stop_strings=None, **SHORT) == crowd.generate(QUESTIONS[0], **SHORT)
+    assert crowd.stream(QUESTIONS[0], stop_strings=None, **SHORT).result.answer
+
+
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each token of the base's own list, and at a stop string that is a special token, which no text shows."""
     head, pad = crowd.model.get_output_embeddings(), crowd.pad_id
