@@ -204,7 +204,10 @@ def stream(crowd: Crowd, prompt: Prompt, options: GenerationOptions) -> Stream[A
         text.finish(generated.crowd[0])
         return _Wording(crowd, batch, options).answer(0, generated.crowd[0], generated.tokens[0])
 
-    return Stream(produce)
+    kind = crowd.device.type
+    # Autocast is a state of the thread, so that of the caller is handed on.
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+    return Stream(autocast(produce))
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,16 @@ def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, 
     assert (stream.result.agents, stream.result.agreement) == ((), None)
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) -> None:
+    found: list[torch.dtype] = []
+    note = crowd.model.get_output_embeddings().register_forward_hook(lambda *given: found.append(given[-1].dtype))
+    with note, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        [whole] = crowd.generate(QUESTIONS[0], max_new_tokens=3)
+        assert crowd.stream(QUESTIONS[0], max_new_tokens=3).result.answer == whole
+    assert {*found} == {torch.bfloat16 if enabled else torch.float32}
+
+
 def test_a_stream_that_is_closed_stops_at_the_next_token(crowd: Crowd) -> None:
     with crowd.stream(QUESTIONS[0], max_new_tokens=200) as stream:
         first = next(stream)
