@@ -268,7 +268,7 @@ class Crowd(nn.Module):
             abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
             agents_per_prompt: ask one agent, and all of them where it is unsure, so that a prompt takes so many agents
                 on average; needs a calibration.
-            details: also let each agent answer alone, and say how sure the crowd is.
+            details: also say how sure the crowd is and, without `agents_per_prompt`, let each agent answer alone.
 
         Returns:
             one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
@@ -341,7 +341,7 @@ class Crowd(nn.Module):
         try:
             if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
                 self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
-            size = 1 if self._padding_invariant is False else len(prompts)
+            size = 1 if self._padding_invariant is False else max(1, len(prompts))
             with nullcontext() if agent is None else self.active_agent(agent):
                 parts = [
                     generate_ids(

@@ -101,6 +101,11 @@ def test_an_error_of_the_base_in_generation_is_one_message(llama: Crowd, monkeyp
         llama.generate_ids(PROMPTS[:1], GREEDY)
 
 
+@pytest.mark.parametrize("aggregator", ["probability", "majority"])
+def test_no_prompt_gives_no_text(llama: Crowd, aggregator: str) -> None:
+    assert llama.generate_ids([], Decoding(max_new_tokens=12, aggregator=aggregator), include_agents=True).crowd == []
+
+
 @pytest.mark.slow
 def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
     found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).crowd
