@@ -82,7 +82,8 @@ class Answer(Uncertainty):
     Attributes:
         prompt: as it was given.
         answer: the crowd's.
-        agents: each agent's own answer to the same prompt, generated greedily; empty if they were not asked for.
+        agents: each agent's own answer to the same prompt, generated greedily; empty if they were not asked for,
+            and with `agents_per_prompt`, which saves them.
         agreement: the share of agents whose own answer is the crowd's, see `uncertainty.agreement`; None without them.
         probability_right: that the answer is right, as validation rows had it; None before a calibration, and for
             another aggregator than that of the calibration.
