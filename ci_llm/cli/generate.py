@@ -56,6 +56,9 @@ def generate(words: Sequence[str]) -> int:
     require_run(call.run, call.base_model)
     prompts = list(_prompts(call))
     choices = choices_of(call)
+    if call.agents and call.agents_per_prompt is not None:
+        what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
+        raise ConfigError(what, where="command line", hint=hint)
     whole = call.json or call.agents or sys.stdout.isatty()
     names, found = _asked(call, prompts, choices, include_agents=whole)
     for number, answer in enumerate(found):

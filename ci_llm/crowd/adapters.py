@@ -143,9 +143,13 @@ class AgentStorage:
                     else:
                         owner[name] = nn.Parameter(view)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.restack()  # copy.deepcopy clones every parameter, and an average of weights begins with it
+
     @torch.no_grad()
     def restack(self) -> None:
-        """Copy the parameters into one storage again, after `.to()` gave each a storage of its own."""
+        """Copy the parameters into one storage again, after `.to()` or a copy gave each a storage of its own."""
         example = next(iter(next(iter(self.layers.values())).lora_A.values()))
         fresh = torch.zeros(self.weights.shape, dtype=example.dtype, device=example.device)
         for k in range(self.settings.num_agents):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ci_llm.crowd.answers import majority
 from ci_llm.crowd.calibration import signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import num_positions
+from ci_llm.crowd.generation import ends_of_base, num_positions
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.prompts import Prompter, last_answer
@@ -43,7 +43,7 @@ class Questions:
         prompts: token ids of the questions.
         references: the right answers, as the rows have them.
         read: finds the answer in a text, normalised.
-        ends: token ids that end an answer in these rows.
+        ends: token ids that end an answer in these rows, or by the settings of the base.
         left_out: how many rows have no question, or leave no place for an answer.
         too_long: how many of them have a question.
         metric: the module of `ci_llm.crowd.metrics` that `read` is of.
@@ -88,7 +88,7 @@ class Questions:
             prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
             references=references,
             read=answer_reader(references, metric),
-            ends=prompter.ends_of(chosen),
+            ends=prompter.ends_of(chosen) | ends_of_base(crowd.model),
             left_out=len(rows) - usable,
             too_long=len(fits) - usable,
             metric=metric,

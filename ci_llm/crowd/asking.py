@@ -15,7 +15,7 @@ import torch
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.calibration import Calibration, Logistic, signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import TokenIds, free_positions
+from ci_llm.crowd.generation import TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.prompts import Prompt, Prompter
 from ci_llm.crowd.streaming import Stream, TextSoFar, cut
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, of_text
@@ -82,7 +82,8 @@ class Answer(Uncertainty):
     Attributes:
         prompt: as it was given.
         answer: the crowd's.
-        agents: each agent's own answer to the same prompt, generated greedily; empty if they were not asked for.
+        agents: each agent's own answer to the same prompt, generated greedily; empty if they were not asked for,
+            and with `agents_per_prompt`, which saves them.
         agreement: the share of agents whose own answer is the crowd's, see `uncertainty.agreement`; None without them.
         probability_right: that the answer is right, as validation rows had it; None before a calibration, and for
             another aggregator than that of the calibration.
@@ -115,13 +116,24 @@ def prompter_of(crowd: Crowd) -> Prompter:
     return crowd.prompter
 
 
-def decoding_of(prompter: Prompter, *, seed: int | None = None, **choices: Any) -> Decoding:
+def ends_of_answers(crowd: Crowd, stop_strings: Sequence[str] = ()) -> frozenset[int]:
+    """Token ids that end an answer: those of the prompter, of the base, and stop strings that are special tokens.
+
+    Raises:
+        ModelError: the crowd has no prompter.
+        DataError: its chat template fails.
+    """
+    prompter = prompter_of(crowd)
+    return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
+
+
+def decoding_of(ends: frozenset[int], *, seed: int | None = None, **choices: Any) -> Decoding:
     """How tokens are chosen; without a `seed`, one is drawn.
 
     Raises:
         BadInput: a value is out of range.
     """
-    return Decoding(ends=prompter.ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
+    return Decoding(ends=ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
 
 
 def options_of(
@@ -138,7 +150,7 @@ def options_of(
         ModelError: the crowd has no prompter.
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
-    decoding = decoding_of(prompter_of(crowd), **choices)
+    decoding = decoding_of(ends_of_answers(crowd, stop_strings), **choices)
     if not decoding.do_sample and (ignored := [name for name in _DRAWING if choices.get(name) not in (None, 1)]):
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
     options = GenerationOptions(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
@@ -193,7 +205,10 @@ def stream(crowd: Crowd, prompt: Prompt, options: GenerationOptions) -> Stream[A
         text.finish(generated.crowd[0])
         return _Wording(crowd, batch, options).answer(0, generated.crowd[0], generated.tokens[0])
 
-    return Stream(produce)
+    kind = crowd.device.type
+    # Autocast is a state of the thread, so that of the caller is handed on.
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+    return Stream(autocast(produce))
 
 
 @dataclass(frozen=True)

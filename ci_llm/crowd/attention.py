@@ -71,16 +71,27 @@ def packed_attention(
         [R, N, H, D], as the interface requires, and None for the attention weights.
 
     Raises:
-        TypeError: the model does not pass keyword arguments on, or uses attention sinks; the trial at the start then
-            takes the padded route.
+        TypeError: the model does not pass keyword arguments on, limits attention by its mask alone, or uses attention
+            sinks; the trial at the start then takes the padded route.
     """
     if segments is None or s_aux is not None:  # without rows or with sinks the result would silently be wrong
         raise TypeError("packed attention needs `segments` from the model's forward, and supports no attention sinks")
+    if not sliding_window and _needs_window(module):  # the rows of the trial may be shorter than the window
+        raise TypeError(f"{type(module).__name__} has its window in a mask, and packed attention makes no masks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Cast before the rows are taken apart, and not by autocast for every product of every row.
     query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
         return _by_rows(query, key, value, segments, scale, dropout, sliding_window, softcap), None
+
+
+def _needs_window(module: torch.nn.Module) -> bool:
+    """Whether this layer attends to a window or a chunk only, by its configuration."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and number is not None:
+        return "sliding" in kinds[number] or "chunked" in kinds[number]
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True) is not False
 
 
 def _by_rows(

@@ -25,6 +25,7 @@ from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
 from ci_llm.crowd.aggregators import aggregate, find_vote
+from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import TokenIds, num_positions
 from ci_llm.crowd.lora import LoraSettings
@@ -155,8 +156,7 @@ def _answered(
     crowd: Crowd, prompts: Sequence[TokenIds], config: Config, start: int, end: int
 ) -> Iterator[tuple[Continuation, Continuation]]:
     """Each prompt with the crowd's answer and with the start's own; left out where one of them has no end."""
-    assert crowd.prompter is not None
-    decoding = Decoding(config.max_new_tokens_eval, crowd.prompter.ends, config.aggregator)
+    decoding = Decoding(config.max_new_tokens_eval, ends_of_answers(crowd), config.aggregator)
     with working("answer", len(prompts), "prompts") as shown:
         for at in range(0, len(prompts), _AT_A_TIME):
             part = prompts[at : at + _AT_A_TIME]

@@ -171,6 +171,12 @@ def num_positions(model: PreTrainedModel) -> int:
     return sys.maxsize if limit is None else limit
 
 
+def ends_of_base(model: PreTrainedModel) -> frozenset[int]:
+    """Token ids that end a text by the base's own generation settings, often more than the tokenizer's EOS."""
+    found = model.generation_config.eos_token_id if model.generation_config else None
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
+
+
 def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers: Sequence[int] | None = None) -> int:
     """How many new tokens the base has positions for after the longest prompt.
 

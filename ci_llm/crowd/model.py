@@ -224,7 +224,7 @@ class Crowd(nn.Module):
         prompts: Prompt | Sequence[Prompt],
         *,
         details: Literal[False] = ...,
-        stop_strings: str | Sequence[str] = ...,
+        stop_strings: str | Sequence[str] | None = ...,
         batch_size: int = ...,
         **choices: Unpack[Choices],
     ) -> list[str]: ...
@@ -234,7 +234,7 @@ class Crowd(nn.Module):
         prompts: Prompt | Sequence[Prompt],
         *,
         details: Literal[True],
-        stop_strings: str | Sequence[str] = ...,
+        stop_strings: str | Sequence[str] | None = ...,
         batch_size: int = ...,
         **choices: Unpack[Choices],
     ) -> list[Answer]: ...
@@ -249,7 +249,7 @@ class Crowd(nn.Module):
         top_p: float = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
-        stop_strings: str | Sequence[str] = (),
+        stop_strings: str | Sequence[str] | None = (),
         batch_size: int = 16,
         abstain_below: float | None = None,
         agents_per_prompt: float | None = None,
@@ -268,7 +268,7 @@ class Crowd(nn.Module):
             abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
             agents_per_prompt: ask one agent, and all of them where it is unsure, so that a prompt takes so many agents
                 on average; needs a calibration.
-            details: also let each agent answer alone, and say how sure the crowd is.
+            details: also say how sure the crowd is and, without `agents_per_prompt`, let each agent answer alone.
 
         Returns:
             one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
@@ -294,7 +294,7 @@ class Crowd(nn.Module):
         return list(answers(*how)) if details else texts(*how)
 
     def stream(
-        self, prompt: Prompt, *, stop_strings: str | Sequence[str] = (), **choices: Unpack[Choices]
+        self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
     ) -> Stream[Answer]:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 
@@ -341,7 +341,7 @@ class Crowd(nn.Module):
         try:
             if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
                 self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
-            size = 1 if self._padding_invariant is False else len(prompts)
+            size = 1 if self._padding_invariant is False else max(1, len(prompts))
             with nullcontext() if agent is None else self.active_agent(agent):
                 parts = [
                     generate_ids(

@@ -66,6 +66,12 @@ class Prompter:
         special = {token for token in lasts if token in added and added[token].special}
         return frozenset(special if end_of_text is None else {*special, int(end_of_text)})
 
+    def ends_among(self, stop_strings: Iterable[str]) -> frozenset[int]:
+        """Ids of the stop strings that are special tokens: the text that is searched for the others has none."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {token.content: number for number, token in added if token.special}
+        return frozenset(special[string] for string in stop_strings if string in special)
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
@@ -118,9 +124,8 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
-    if isinstance(prompts, str) or any(isinstance(part, Mapping) for part in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    given = [prompts] if isinstance(prompts, str) else list(prompts)  # an iterator can be read once only
+    return [given] if any(isinstance(part, Mapping) for part in given) else given  # type: ignore[list-item, return-value]
 
 
 def form_of(rows: Rows) -> PromptForm:

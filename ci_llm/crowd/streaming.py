@@ -21,13 +21,13 @@ _INCOMPLETE = "\ufffd"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def stop_strings_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop string or several, as a tuple.
+def stop_strings_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One stop string, several or None, as a tuple.
 
     Raises:
         BadInput: one is empty: every text would end before it begins.
     """
-    strings = (given,) if isinstance(given, str) else tuple(given)
+    strings = (given,) if isinstance(given, str) else tuple(given or ())
     if "" in strings:
         raise BadInput("a stop string is empty", where="stop_strings", hint="leave it out")
     return strings

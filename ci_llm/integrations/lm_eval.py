@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import num_positions
 from ci_llm.crowd.model import Crowd
@@ -179,7 +180,7 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
     def _generate(self, contexts: Sequence[str], arguments: dict[str, Any], first: int) -> Iterator[str]:
         wanted = normalize_gen_kwargs(arguments, MAX_NEW_TOKENS)
         until, length = stop_strings_of(wanted.pop("until", [])), wanted.pop("max_gen_toks")
-        decoding = self._decoding(length, wanted)
+        decoding = self._decoding(length, until, wanted)
         place = self.max_length - length
         if place < 1:
             raise BadInput(
@@ -199,14 +200,14 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
         texts = generated.crowd if self.agent is None else generated.agents[self.agent]
         return (cut(self.prompter.text(ids), until) for ids in texts)
 
-    def _decoding(self, length: int, wanted: dict[str, Any]) -> Decoding:
+    def _decoding(self, length: int, until: Sequence[str], wanted: dict[str, Any]) -> Decoding:
         sampled = bool(wanted.pop("do_sample", False))
         temperature = wanted.pop("temperature", 1.0)
         kept = {name: wanted.pop(name) for name in ("top_p", "top_k") if name in wanted}
         if wanted or (sampled and self.agent is not None):
             what = f"{', '.join(wanted)} of the task" if wanted else "do_sample with a single agent"
             raise BadInput(f"{what} is not supported", where="generation_kwargs", hint="set it aside by --gen_kwargs")
-        ends = self.prompter.ends
+        ends = ends_of_answers(self.crowd, until)
         if not sampled:
             return Decoding(length, ends, self.aggregator)
         return Decoding(length, ends, self.aggregator, do_sample=True, temperature=temperature, **kept)

@@ -149,6 +149,7 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "top_p must be" in told
     assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
     assert "batch_size must be" in refused(capsys, run, "hello", "--batch-size", "0")
+    assert "--agents asks all agents" in refused(capsys, run, "hello", "--agents", "--agents-per-prompt", "1.6")
 
 
 def test_a_file_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ci_llm.crowd import targets
 from ci_llm.crowd.groups import AgentGroup
@@ -112,6 +114,36 @@ def test_the_padded_route_equals_peft(family: str) -> None:
     crowd = crowd_of(copy.deepcopy(model))
     crowd.route = "padded"
     compare_with_peft(crowd, model, batch(), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "route"),
+    [
+        ("phimoe", {"num_local_experts": 4}, "padded"),
+        ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "padded"),
+        ("qwen2_moe", {"use_sliding_window": False}, "packed"),
+        ("mistral", {}, "packed"),
+        ("qwen2", {"max_window_layers": 1}, "packed"),
+        ("qwen2", {"max_window_layers": 2}, "packed"),
+        ("qwen2", {"use_sliding_window": False}, "packed"),
+    ],
+)
+def test_a_window_longer_than_the_rows_of_the_trial_is_not_lost(
+    family: str, changed: dict[str, Any], route: str
+) -> None:
+    """Some families apply it by their mask alone, which the packed route does not make."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}
+    window = {"sliding_window": 70, "use_sliding_window": True, "num_experts": 4, "moe_intermediate_size": 16}
+    config = AutoConfig.for_model(family, **{**sizes, **window, **changed})
+    torch.manual_seed(0)
+    crowd = crowd_of(AutoModelForCausalLM.from_config(config).float())
+    assert crowd.route == route
+    long = batch((100, 5))
+    with torch.no_grad(), crowd.eval().active_agent(1) as model:
+        wanted = model(input_ids=long.input_ids[None, :100], use_cache=False).logits[0]
+    with torch.no_grad():
+        torch.testing.assert_close(crowd.head.logits(crowd.states(long))[1, :100], wanted, rtol=1e-4, atol=1e-4)
 
 
 def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float) -> None:
@@ -321,6 +353,28 @@ def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str
     with pytest.raises(ModelError, match=message) as caught:
         Crowd(base(), LoraSettings(target_modules=targets), "toy")
     assert "q_proj" in str(caught.value)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_deep_copy_learns_as_the_crowd_does(checkpointing: bool) -> None:
+    crowd = crowd_of(base(), target_modules=("q_proj", "down_proj")).train()
+    if checkpointing:
+        crowd.gradient_checkpointing_enable()
+    average = AveragedModel(crowd)
+    begun, copied = crowd.agents.weights.clone(), copy.deepcopy(crowd)
+    for each in (crowd, copied):
+        optimizer = torch.optim.SGD(each.agents.rows, lr=0.5)
+        for step in range(2):
+            each.agents.begin_step(step)
+            each(batch()).loss.backward()
+            optimizer.step()
+        if each is crowd:
+            assert torch.equal(copied.agents.weights, begun)
+    assert torch.equal(copied.agents.weights, crowd.agents.weights)
+    assert torch.equal(copied(batch()).log_probs, crowd(batch()).log_probs)
+    average.update_parameters(crowd)  # the first one copies
+    assert torch.equal(average.module.agents.weights, crowd.agents.weights)
+    assert torch.equal(average(batch()).log_probs, crowd(batch()).log_probs)
 
 
 def test_target_modules_as_in_peft() -> None:

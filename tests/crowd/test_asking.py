@@ -15,8 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
+from ci_llm.crowd.answer_scores import Questions
 from ci_llm.crowd.asking import Answer, answers, decoding_of, options_of, prompter_of
 from ci_llm.crowd.decoding import Decoding
+from ci_llm.data.encoder import Encoder
+from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
 from tests.support.campaign import first_fast
@@ -60,7 +63,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
         agents[0].load_adapter(folder / f"agent{k}", adapter_name=f"agent{k}")
     prompter = prompter_of(crowd)
     prompts = [prompter.ids(question) for question in QUESTIONS]
-    decoding = decoding_of(prompter, **SHORT, **{"seed": 0, **choices})
+    decoding = decoding_of(prompter.ends, **SHORT, **{"seed": 0, **choices})
     generated = crowd.generate_ids(prompts, decoding, uncertainty=True)
     ended = 0
     for prompt, text, tokens in zip(prompts, generated.crowd, generated.tokens, strict=True):
@@ -185,6 +188,31 @@ def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
         crowd.generate("hello", stop_strings=["a", ""])
 
 
+def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
+    assert crowd.generate(QUESTIONS[0], stop_strings=None, **SHORT) == crowd.generate(QUESTIONS[0], **SHORT)
+    assert crowd.stream(QUESTIONS[0], stop_strings=None, **SHORT).result.answer
+
+
+def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each token of the base's own list, and at a stop string that is a special token, which no text shows."""
+    head, pad = crowd.model.get_output_embeddings(), crowd.pad_id
+    settings, prompter = crowd.model.generation_config, prompter_of(crowd)
+    row = Encoder(prompter.tokenizer).encode(Completion("2+3=", "5"))
+
+    def tokens_and_ends(**choices: Any) -> tuple[int, bool, bool]:
+        [answer] = crowd.generate(QUESTIONS[0], max_new_tokens=4, details=True, **choices)
+        ends = Questions.of([row], prompter, crowd, 1, 64).ends
+        return len(answer.tokens), answer.complete, pad in ends
+
+    pads_only = head.register_forward_hook(lambda *found: found[-1].index_fill(-1, torch.tensor([pad]), 100.0))
+    with pads_only, monkeypatch.context() as patch:
+        assert tokens_and_ends() == (4, False, False)
+        assert tokens_and_ends(stop_strings=["Q:", prompter.tokenizer.pad_token]) == (1, True, False)
+        patch.setattr(settings, "eos_token_id", [settings.eos_token_id, pad])
+        assert tokens_and_ends() == (1, True, True)
+    assert prompter.ends == {settings.eos_token_id}, "what training shows as the end of an answer"
+
+
 # Streams
 
 
@@ -202,6 +230,16 @@ def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, 
         assert list(stream) == [], "it is at its end"
     assert stream.result.confidence > 0
     assert (stream.result.agents, stream.result.agreement) == ((), None)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) -> None:
+    found: list[torch.dtype] = []
+    note = crowd.model.get_output_embeddings().register_forward_hook(lambda *given: found.append(given[-1].dtype))
+    with note, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        [whole] = crowd.generate(QUESTIONS[0], max_new_tokens=3)
+        assert crowd.stream(QUESTIONS[0], max_new_tokens=3).result.answer == whole
+    assert {*found} == {torch.bfloat16 if enabled else torch.float32}
 
 
 def test_a_stream_that_is_closed_stops_at_the_next_token(crowd: Crowd) -> None:

@@ -101,6 +101,11 @@ def test_an_error_of_the_base_in_generation_is_one_message(llama: Crowd, monkeyp
         llama.generate_ids(PROMPTS[:1], GREEDY)
 
 
+@pytest.mark.parametrize("aggregator", ["probability", "majority"])
+def test_no_prompt_gives_no_text(llama: Crowd, aggregator: str) -> None:
+    assert llama.generate_ids([], Decoding(max_new_tokens=12, aggregator=aggregator), include_agents=True).crowd == []
+
+
 @pytest.mark.slow
 def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
     found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).crowd
@@ -297,6 +302,8 @@ def test_one_prompt_or_many() -> None:
     assert prompts_of([turn]) == [[turn]]
     assert prompts_of([[turn], "r"]) == [[turn], "r"]
     assert prompts_of([]) == []
+    assert prompts_of(iter(["q", "r"])) == ["q", "r"]
+    assert prompts_of(iter([turn])) == [[turn]]
 
 
 def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> None:
