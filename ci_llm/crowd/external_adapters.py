@@ -128,7 +128,16 @@ def _read_peft(folder: Path) -> ExternalAdapter:
     file = next((folder / f"adapter_model{end}" for end in (".safetensors", ".bin") if _has(folder, end)), None)
     if file is None:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
-    return _adapter(config, folder, _read_tensors(file), config.get("base_model_name_or_path"), "chat")
+    tensors = _read_tensors(file)
+    adapter = _adapter(config, folder, tensors, config.get("base_model_name_or_path"), "chat")
+    if other := sorted(name for name in tensors if not _TENSOR.fullmatch(name)):
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise ModelError(
+            f"agents are LoRA of linear layers, and this adapter also has {other[0]}{more}",
+            where=str(file),
+            hint="its vocabulary was changed, or embeddings or output head trained: give one that leaves them alone",
+        )
+    return adapter
 
 
 def _has(folder: Path, ending: str) -> bool:

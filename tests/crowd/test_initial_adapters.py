@@ -78,13 +78,22 @@ def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError]
         ({"alpha_pattern": {"q_proj": 32}}, r"alpha_pattern: \{'q_proj': 32\}"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa, which changes the base"),
         ({"init_lora_weights": "olora"}, "init_lora_weights: olora, which changes the base"),
+        ({"trainable_token_indices": [3]}, r"also has \S+embed_tokens\.token_adapter\.trainable_tokens_delta\n"),
     ],
 )
 def test_adapters_that_are_no_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
-    """Their tensors have the names and shapes of plain LoRA; only their settings differ."""
+    """Those of the first three have the names and shapes of plain LoRA; only their settings differ."""
     save_adapter(base(dtype=torch.float32), tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         load_initial_adapters(crowd(), tmp_path)
+
+
+def test_an_adapter_that_comes_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """PEFT adds embeddings and head by itself after `resize_token_embeddings`."""
+    save_adapter(base(), tmp_path).save_pretrained(tmp_path, save_embedding_layers=True)
+    with pytest.raises(ModelError, match=r"also has base_model\.model\.lm_head\.weight and 1 more") as caught:
+        load_initial_adapters(crowd(), tmp_path)
+    assert "its vocabulary was changed" in str(caught.value)
 
 
 def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
