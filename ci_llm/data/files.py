@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import json
 import lzma
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
 
 from ci_llm.data.formats import find_format, format_named, known_endings
+from ci_llm.data.rows import JsonRows
 from ci_llm.data.splits import EVAL_SPLITS, empty
 from ci_llm.errors import DataError
 
@@ -26,14 +29,14 @@ from ci_llm.errors import DataError
 _NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
 
-def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
+def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset | JsonRows]:
     """The splits of a folder, a glob or a file; see `open_splits`."""
     if os.path.isdir(path):
         return _from_folder(path, unnamed)
     return _unwrapped(_from_files(_matching(path, key), str(path)), unnamed)
 
 
-def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
+def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | JsonRows]:
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
@@ -43,7 +46,12 @@ def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
         return {unnamed: data}
     if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
         return {unnamed: data}
-    return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
+    return {unnamed if name == "data" else name: _in_memory(rows) for name, rows in lists.items()}
+
+
+def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:
+    texts = Dataset.from_dict({JsonRows.TEXT: [json.dumps(row) for row in rows]})
+    return JsonRows(texts, tuple(dict.fromkeys(chain.from_iterable(rows))))
 
 
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
@@ -59,7 +67,7 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
         ) from error
 
 
-def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset]:
+def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset | JsonRows]:
     """A folder of `save_to_disk`, or of data files of one kind, perhaps in folders of their own."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, unnamed)
@@ -121,7 +129,7 @@ def _matching(path: Path, key: str) -> list[Path]:
     return files
 
 
-def _from_files(files: list[Path], where: str) -> Dataset:
+def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     kinds = {find_format(file): file.name for file in reversed(files)}
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
@@ -139,11 +147,12 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise empty(where) from error
-        same = "repair the file; each row must have the same columns with values of the same type"
+        typed = kind in ("arrow", "parquet")
+        same = "; each row must have the same columns with values of the same type" if typed else ""
         raise DataError(
             f"The data set cannot be read as {kind}: {_reason(error)}.",
             where=where,
-            hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else same,
+            hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else f"repair the file{same}",
         ) from error
 
 
