@@ -741,6 +741,9 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
 
 TOKEN_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "other labels": ({"input_ids": [1, 2], "labels": [-100, 3]}, "label 3 stands at token 2"),
+    "nested": ({"input_ids": [[1, 2], [3]]}, "expected a list of whole numbers, found [[1, 2], [3]]"),
+    "floats": ({"input_ids": [1.0, 2.0]}, "expected a list of whole numbers, found [1.0, 2.0]"),
+    "numbers without brackets": ({"input_ids": "1 2"}, "expected a list of whole numbers, found 1 2"),
     "fewer labels": ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, 2 in attention_mask, 1 labels"),
 }
 
@@ -751,6 +754,7 @@ def test_tokens_that_do_not_fit_are_named(name: str) -> None:
     with pytest.raises(DataError) as caught:
         list(recognised(Dataset.from_list([raw]), "here"))
     assert reason in caught.value.what
+    assert caught.value.where == "here, row 0 (counted from 0)"
 
 
 def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: Path) -> None:
