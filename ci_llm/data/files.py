@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import glob
 import json
 import lzma
@@ -19,12 +20,15 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
+from huggingface_hub.constants import HF_HOME
 
 from ci_llm.data.formats import find_format, format_named, known_endings
 from ci_llm.data.rows import JsonRows
 from ci_llm.data.splits import EVAL_SPLITS, empty
 from ci_llm.errors import DataError
 
+#: What a disk says that is full, missing or not writable.
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 #: Files of `save_to_disk` that hold no rows.
 _NO_ROWS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 
@@ -60,6 +64,8 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
         with _progress_bars_on_terminals_only():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
+        if _is_of_a_disk(error):
+            raise _not_kept(error, "HF_HOME", HF_HOME) from error
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
             where=where,
@@ -147,6 +153,8 @@ def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise empty(where) from error
+        if _is_of_a_disk(error) and not any(str(file) in str(_innermost(error)) for file in files):
+            raise _not_kept(error, "HF_DATASETS_CACHE", str(datasets.config.HF_DATASETS_CACHE)) from error
         typed = kind in ("arrow", "parquet")
         same = "; each row must have the same columns with values of the same type" if typed else ""
         raise DataError(
@@ -154,6 +162,19 @@ def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
             where=where,
             hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else f"repair the file{same}",
         ) from error
+
+
+def _is_of_a_disk(error: BaseException) -> bool:
+    cause = _innermost(error)
+    return isinstance(cause, OSError) and cause.errno in _OF_A_DISK
+
+
+def _not_kept(error: BaseException, variable: str, folder: str) -> DataError:
+    return DataError(
+        f"The rows cannot be kept in the cache of datasets: {_reason(error)}.",
+        where=f"{variable}: {folder}",
+        hint=f"make the folder writable and free some space on its disk, or set {variable} to another folder",
+    )
 
 
 def _innermost(error: BaseException) -> BaseException:

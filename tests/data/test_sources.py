@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ import huggingface_hub
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 
 from ci_llm.config import Config
@@ -616,6 +618,48 @@ def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "load_dataset", drops)
     with pytest.raises(DataError, match="cannot be loaded from the hub: Server disconnected without"):
         load_rows(Config(dataset_name="openai/gsm8k"), "train")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n' if name == "a.jsonl" else "text\na\n")
+    (tmp_path / "no folder").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "no folder" / "hf")
+    with pytest.raises(DataError, match="cannot be kept in the cache of datasets: ") as caught:
+        load_rows(Config(dataset_name=str(tmp_path / name)), "train")
+    assert caught.value.where == f"HF_DATASETS_CACHE: {tmp_path / 'no folder' / 'hf'}"
+    assert "or set HF_DATASETS_CACHE to another folder" in str(caught.value.hint)
+
+
+def test_a_full_disk_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", is_full)
+    (tmp_path / "a.csv").write_text("text\na\n")
+    for name, variable in ((str(tmp_path / "a.csv"), "HF_DATASETS_CACHE"), ("openai/gsm8k", "HF_HOME")):
+        with pytest.raises(DataError, match="No space left on device") as caught:
+            load_rows(Config(dataset_name=name), "train")
+        assert str(caught.value.where).startswith(f"{variable}: ")
+        assert "free some space" in str(caught.value.hint)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.csv"
+
+    def is_forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(datasets, "load_dataset", is_forbidden)
+    path.write_text("text\na\n")
+    with pytest.raises(DataError, match=r"cannot be read as csv: .*Permission denied") as caught:
+        load_rows(Config(dataset_name=str(path)), "train")
+    assert caught.value.where == str(path)
 
 
 def test_an_unknown_split_to_evaluate_on_is_named() -> None:
