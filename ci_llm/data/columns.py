@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ci_llm.config.suggest import nearest
-from ci_llm.data.messages import ROLES, messages_of, text_of, tools_of
+from ci_llm.data.messages import ROLES, messages_of, numbers_of, text_of, tools_of
 from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Message, RawRow, Row, Tokens
 from ci_llm.errors import DataError
 
@@ -102,9 +102,9 @@ def _read_text(row: RawRow) -> Row | None:
 
 def _read_tokens(row: RawRow) -> Row | None:
     """Token ids without their pads; labels are the ids, or -100 where nothing is learned."""
-    ids = row["input_ids"] or []
-    kept = [bool(flag) for flag in row.get("attention_mask") or [1] * len(ids)]
-    labels = row.get("labels")
+    ids = numbers_of(row["input_ids"]) or []
+    kept = [bool(flag) for flag in numbers_of(row.get("attention_mask")) or [1] * len(ids)]
+    labels = numbers_of(row.get("labels"))
     if len(kept) != len(ids) or (labels is not None and len(labels) != len(ids)):
         raise ValueError(f"{len(ids)} input_ids, {len(kept)} in attention_mask, {len(labels or ids)} labels")
     if odd := [(i, one) for i, one in zip(ids, labels or (), strict=False) if one not in (i, NOT_LEARNED)]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import glob
+import json
 import lzma
 import os
 import re
@@ -11,31 +13,36 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
+from huggingface_hub.constants import HF_HOME
 
 from ci_llm.data.formats import find_format, format_named, known_endings
+from ci_llm.data.rows import JsonRows
 from ci_llm.data.splits import EVAL_SPLITS, empty
 from ci_llm.errors import DataError
 
+#: What a disk says that is full, missing or not writable.
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 #: Files of `save_to_disk` and of the hub that hold no rows.
 _NO_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 #: Words for splits that `datasets` knows in names of files and folders, beside the names of splits themselves.
 _WORDS_FOR_SPLITS = {"training": "train", "testing": "test", "evaluation": "test"}
 
 
-def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset]:
+def splits_of_files(path: Path, unnamed: str, key: str) -> dict[str, Dataset | JsonRows]:
     """The splits of a folder, a glob or a file; see `open_splits`."""
     if os.path.isdir(path):
         return _from_folder(path, unnamed)
     return _unwrapped(_from_files(_matching(path, key), str(path)), unnamed)
 
 
-def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
+def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | JsonRows]:
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
@@ -45,7 +52,12 @@ def _unwrapped(data: Dataset, unnamed: str) -> dict[str, Dataset]:
         return {unnamed: data}
     if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
         return {unnamed: data}
-    return {unnamed if name == "data" else name: Dataset.from_list(rows) for name, rows in lists.items()}
+    return {unnamed if name == "data" else name: _in_memory(rows) for name, rows in lists.items()}
+
+
+def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:
+    texts = Dataset.from_dict({JsonRows.TEXT: [json.dumps(row) for row in rows]})
+    return JsonRows(texts, tuple(dict.fromkeys(chain.from_iterable(rows))))
 
 
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
@@ -54,6 +66,8 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
         with _progress_bars_on_terminals_only():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
+        if _is_of_a_disk(error):
+            raise _not_kept(error, "HF_HOME", HF_HOME) from error
         raise DataError(
             f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
             where=where,
@@ -61,7 +75,7 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
         ) from error
 
 
-def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset]:
+def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset | JsonRows]:
     """A folder of `save_to_disk`, or of data files of one kind, perhaps in folders of their own."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, unnamed)
@@ -134,7 +148,7 @@ def _matching(path: Path, key: str) -> list[Path]:
     return files
 
 
-def _from_files(files: list[Path], where: str) -> Dataset:
+def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     kinds = {find_format(file): file.name for file in reversed(files)}
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
@@ -152,12 +166,28 @@ def _from_files(files: list[Path], where: str) -> Dataset:
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
             raise empty(where) from error
-        same = "repair the file; each row must have the same columns with values of the same type"
+        if _is_of_a_disk(error) and not any(str(file) in str(_innermost(error)) for file in files):
+            raise _not_kept(error, "HF_DATASETS_CACHE", str(datasets.config.HF_DATASETS_CACHE)) from error
+        typed = kind in ("arrow", "parquet")
+        same = "; each row must have the same columns with values of the same type" if typed else ""
         raise DataError(
             f"The data set cannot be read as {kind}: {_reason(error)}.",
             where=where,
-            hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else same,
+            hint="save it as UTF-8" if isinstance(_innermost(error), UnicodeDecodeError) else f"repair the file{same}",
         ) from error
+
+
+def _is_of_a_disk(error: BaseException) -> bool:
+    cause = _innermost(error)
+    return isinstance(cause, OSError) and cause.errno in _OF_A_DISK
+
+
+def _not_kept(error: BaseException, variable: str, folder: str) -> DataError:
+    return DataError(
+        f"The rows cannot be kept in the cache of datasets: {_reason(error)}.",
+        where=f"{variable}: {folder}",
+        hint=f"make the folder writable and free some space on its disk, or set {variable} to another folder",
+    )
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -15,6 +15,8 @@ from typing import Any, Final, TypeVar
 
 from datasets import Dataset, concatenate_datasets
 
+from ci_llm.data.rows import JsonRows
+
 T = TypeVar("T", bound=Sequence[int])
 
 #: Of the files, about so much is read through one mapping.
@@ -68,8 +70,10 @@ class MappedRows:
         return _open(self.files, self.column_names)
 
 
-def mapped(data: Dataset) -> MappedRows | Dataset:
+def mapped(data: Dataset | JsonRows) -> MappedRows | Dataset | JsonRows:
     """A data set that is the whole of its files as `MappedRows`; one in memory, or a part of its files, as it is."""
+    if isinstance(data, JsonRows):
+        return replace(data, texts=mapped(data.texts))
     data = data.with_format(None)
     files = tuple(file["filename"] for file in data.cache_files)
     if not files or data._indices is not None:  # they lie in another order, which may not be in a file

@@ -1,4 +1,4 @@
-"""Cells as text and as messages: OpenAI's and ShareGPT's keys, content in parts, JSON strings, calls of tools."""
+"""Cells as text, numbers and messages: OpenAI's and ShareGPT's keys, content in parts, JSON strings, calls of tools."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def text_of(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
         return "".join(text_of(part.get("text")) for part in value)
     raise ValueError(f"expected text, found {type(value).__name__}: {str(value)[:60]}")
+
+
+def numbers_of(value: Any) -> list[int] | None:
+    """A cell as whole numbers, or as true and false: a list of them, or the JSON of one; None for nothing."""
+    value = _from_json(value)
+    if value is not None and not (isinstance(value, list) and {int, bool}.issuperset(map(type, value))):
+        raise ValueError(f"expected a list of whole numbers, found {str(value)[:60]}")
+    return value
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:

@@ -51,14 +51,15 @@ def prompts_of_lines(lines: Iterable[str], where: str) -> list[FilePrompt]:
         where: the source in words, for errors.
 
     Raises:
-        DataError: there is no prompt.
+        DataError: there is no prompt, or one of several rows is no JSON object.
     """
     texts = [line.strip("\r\n") for line in lines if line.strip()]
     if not texts:
         raise DataError("there is no prompt", where=where, hint="give one prompt per line, or JSON lines")
     rows = [_object(text) for text in texts]
     if any(row is None for row in rows):
-        if where.lower().endswith(_JSON_LINES):
+        looks_like_rows = any(row is not None for row in rows) and all(text.lstrip().startswith("{") for text in texts)
+        if looks_like_rows or where.lower().endswith(_JSON_LINES):
             number = rows.index(None)
             raise DataError(
                 "a row is no JSON object", where=f"{where}, row {number} (counted from 0)", hint="repair it"

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import xxhash
 
 from ci_llm.errors import DataError
 
 RawRow = Mapping[str, Any]
+
+#: JSON as rows hold it. NaN is nothing: pandas writes it where a value is missing.
+DECODER: Final = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 
 #: The label of a token that is not learned, as in PyTorch and Transformers.
 NOT_LEARNED: Final = -100
@@ -150,6 +153,42 @@ class ListedRows:
 
 
 @dataclass(frozen=True)
+class JsonRows:
+    """Rows that are kept as JSON: each value has the type that is written, whatever the other rows hold.
+
+    Attributes:
+        texts: rows whose only column is `TEXT`, an object in JSON.
+        column_names: the columns that are read; what a row lacks is None.
+    """
+
+    TEXT: ClassVar = "row"
+
+    texts: Any
+    column_names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._decoded(self.texts[number])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._decoded, self.texts)
+
+    def select(self, numbers: Sequence[int]) -> JsonRows:
+        """Some of the rows."""
+        return replace(self, texts=self.texts.select(numbers))
+
+    def select_columns(self, names: Sequence[str]) -> JsonRows:
+        """All rows with these columns only."""
+        return replace(self, column_names=tuple(names))
+
+    def _decoded(self, kept: RawRow) -> dict[str, Any]:
+        row = DECODER.decode(kept[self.TEXT])
+        return {name: row.get(name) for name in self.column_names}
+
+
+@dataclass(frozen=True)
 class Form:
     """How the rows of one data set are read.
 
@@ -215,7 +254,7 @@ class Rows:
 
     @contextmanager
     def _text_as_utf8(self) -> Iterator[None]:
-        """Arrow takes any bytes of a json file for text, and finds out when a row is read."""
+        """Arrow takes any bytes of a file for text, and finds out when a row is read."""
         try:
             yield
         except UnicodeDecodeError as error:

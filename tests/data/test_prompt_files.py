@@ -55,6 +55,11 @@ def test_lines_are_prompts(tmp_path: Path) -> None:
         assert prompts_of_file(tmp_path / name) == ["first ", "  {not json", "third 🙂"]
 
 
+@pytest.mark.parametrize("texts", [["{a}", "{b}"], ['{"question": "q"}', "what is {}?"]])
+def test_lines_that_are_no_rows_are_prompts(texts: list[str]) -> None:
+    assert prompts_of_lines(texts, "here") == texts
+
+
 def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     odd = "one\u2028two\u0085three\x0cfour"
     (tmp_path / "prompts.txt").write_text(f"{odd}\r\nnext\n", encoding="utf-8", newline="")
@@ -77,6 +82,7 @@ def test_tables_are_read_as_training_reads_them(tmp_path: Path) -> None:
     [
         ("f", "\n", "there is no prompt", "f"),
         ("f.jsonl", '{"question": "q"}\n{"question": ', "a row is no JSON object", "row 1 (counted from 0)"),
+        ("f", '{"question": "q"}\n {"question": ', "a row is no JSON object", "f, row 1 (counted from 0)"),
         ("f.jsonl", '{"question": "q"}\n{"question": " "}', "a row has no prompt", "row 1 (counted from 0)"),
         ("f.jsonl", '{"height": 3}', "No column holds a prompt; the columns are: height", "f.jsonl"),
         ("f.jsonl", '{"messages": [{"content": "q"}]}', "a message has no role", "row 0 (counted from 0)"),

@@ -284,6 +284,9 @@ SHAPES: dict[str, Shape] = {
     "list of files": Shape(several, [f"a1{END}"], user("q1"), num_rows=4),
     "mixture": Shape(several, [f"a1{END}"], user("q1"), {"dataset_weights": [3, 1]}, num_rows=4),
     "tokens": Shape(jsonl({"input_ids": IDS}), [" a</s>"], "q"),
+    "tokens in a csv file": Shape(
+        text("rows.csv", "input_ids,attention_mask\n" + f'"{[*IDS, 0]}","[1, 1, 1, 1, 0]"\n' * 3), [" a</s>"], "q"
+    ),
     "tokens with labels": Shape(
         jsonl({"input_ids": [*IDS, 0], "labels": [-100, -100, *IDS[2:], -100], "attention_mask": [1] * 4 + [0]}),
         ["a</s>"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any
 
 import datasets
 import huggingface_hub
+import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetGenerationError
+from pyarrow import parquet
 
 from ci_llm.config import Config
 from ci_llm.data.columns import NamedColumns, find_form
@@ -234,6 +239,7 @@ def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
         ["None", "NA", "null", "nan", "yes"],
         ["true", "TRUE"],
         [*map(str, range(10_000)), "four"],  # the next block of the reader has another type
+        ["a" * 140_000, "short"],  # Python's own reader of CSV refuses it by default
     ],
     ids=lambda values: ",".join(values[-3:]),
 )
@@ -241,6 +247,76 @@ def test_a_value_of_a_csv_file_is_its_text(values: list[str], tmp_path: Path) ->
     (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f"q,{value}\n" for value in values))
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), eval_split="train"), "train")
     assert [row.answer if row else "" for row in rows] == values
+
+
+def _answers(name: Path) -> list[Any]:
+    rows = load_rows(Config(dataset_name=str(name), val_set_size=0), "train")
+    return [row.messages[-1].content if isinstance(row, Chat) else None for row in rows]
+
+
+#: Values in JSON, and the texts that they are.
+VALUES = {
+    '"yes"': "yes",
+    "7": "7",
+    "0.3": "0.3",
+    "12345678901234567890123": "12345678901234567890123",
+    '"2024-01-01"': "2024-01-01",
+    '"true"': "true",
+    '"1.50"': "1.50",
+    '"[1]"': "[1]",
+    '[{"type": "text", "text": "part"}]': "part",
+    "null": None,
+    "NaN": None,
+}
+
+
+@pytest.mark.parametrize("kind", ["lines", "one file each", "list", "splits", "objects over several lines"])
+def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another one stands in a file before, or in a block that was written before."""
+    monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 100)
+    rows = [f'{{"question": "q", "answer": {value}}}' for value in VALUES for _ in range(3)]
+    name = "*.jsonl" if kind == "one file each" else "rows.json"
+    if kind == "one file each":
+        for number, row in enumerate(rows):
+            (tmp_path / f"{number:02}.jsonl").write_text(f"{row}\n")
+    else:
+        text = {
+            "lines": "\n".join(rows),
+            "list": f"[{', '.join(rows)}]",
+            "splits": f'{{"version": 0.5, "data": [{", ".join(rows)}]}}',
+            "objects over several lines": "\n".join(rows).replace("{", "{\n"),
+        }
+        (tmp_path / name).write_text(text[kind])
+    assert _answers(tmp_path / name) == [text for text in VALUES.values() for _ in range(3)]
+
+
+def test_texts_that_are_all_dates_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "when", "answer": "2024-01-01"}\n' * 2)
+    assert _answers(tmp_path / "a.jsonl") == ["2024-01-01"] * 2
+
+
+def test_a_column_may_begin_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 10)
+    lines = ['{"id": 1}', '{"id": 2, "note": null}', '{"question": "q", "answer": "a", "note": [1]}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a.jsonl"), val_set_size=0), "train")
+    assert list(rows) == [None, None, chat("q", "a")]
+    assert "columns that are not used: id, note" in rows.description
+
+
+def test_columns_like_those_of_agent_traces_are_columns(tmp_path: Path) -> None:
+    row = {"id": "1", "source": "x", "model": "m", "system_prompt": "be kind", "messages": TURNS}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    rows = load_rows(Config(dataset_name=str(tmp_path / "a.jsonl"), val_set_size=0), "train")
+    assert list(rows) == [Chat((Message("system", "be kind"), *chat("hi", "yes").messages))] * 2
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for number, answer in enumerate("ab"):
+        path.write_text(f'{{"question": "q", "answer": "{answer}"}}\n')
+        os.utime(path, ns=(number, number))
+        assert _answers(path) == [answer]
 
 
 def test_no_bars_in_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -486,6 +562,16 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
         "cannot be read as json: 'utf-8' codec can't decode",
         "save it as UTF-8",
     ),
+    "half a character": (
+        _write('{"text": "x"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uD83d"}\n', "a.jsonl"),
+        "cannot be read as json: the text holds half a character, a lone surrogate: line 3 of a.jsonl.",
+        "repair",
+    ),
+    "lines that are no rows": (
+        _write('{"text": "x"}\n"y"\n', "a.jsonl"),
+        'cannot be read as json: expected an object with columns, found "y": line 2 of a.jsonl.',
+        "repair",
+    ),
     "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
     "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
     "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
@@ -513,10 +599,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
 
 
 def test_a_later_row_that_is_not_utf8_is_one_message_too(tmp_path: Path) -> None:
-    lines = ['{"question": "q", "answer": "a"}'] * 3 + ['{"question": "Straße?", "answer": "ß"}']
-    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    texts = pa.array([b"a", "ß".encode("latin-1")]).view(pa.string())  # Arrow takes any bytes
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"the text is not UTF-8: 'utf-8' codec(.|\n)*save it as UTF-8"):
-        [*load_rows(Config(dataset_name=str(tmp_path / "a.jsonl"), val_set_size=0), "train")]
+        [*load_rows(Config(dataset_name=str(tmp_path / "a.parquet"), val_set_size=0), "train")]
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
@@ -543,6 +629,48 @@ def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "load_dataset", drops)
     with pytest.raises(DataError, match="cannot be loaded from the hub: Server disconnected without"):
         load_rows(Config(dataset_name="openai/gsm8k"), "train")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n' if name == "a.jsonl" else "text\na\n")
+    (tmp_path / "no folder").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "no folder" / "hf")
+    with pytest.raises(DataError, match="cannot be kept in the cache of datasets: ") as caught:
+        load_rows(Config(dataset_name=str(tmp_path / name)), "train")
+    assert caught.value.where == f"HF_DATASETS_CACHE: {tmp_path / 'no folder' / 'hf'}"
+    assert "or set HF_DATASETS_CACHE to another folder" in str(caught.value.hint)
+
+
+def test_a_full_disk_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", is_full)
+    (tmp_path / "a.csv").write_text("text\na\n")
+    for name, variable in ((str(tmp_path / "a.csv"), "HF_DATASETS_CACHE"), ("openai/gsm8k", "HF_HOME")):
+        with pytest.raises(DataError, match="No space left on device") as caught:
+            load_rows(Config(dataset_name=name), "train")
+        assert str(caught.value.where).startswith(f"{variable}: ")
+        assert "free some space" in str(caught.value.hint)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.csv"
+
+    def is_forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(datasets, "load_dataset", is_forbidden)
+    path.write_text("text\na\n")
+    with pytest.raises(DataError, match=r"cannot be read as csv: .*Permission denied") as caught:
+        load_rows(Config(dataset_name=str(path)), "train")
+    assert caught.value.where == str(path)
 
 
 def test_an_unknown_split_to_evaluate_on_is_named() -> None:
@@ -691,6 +819,9 @@ def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
 
 TOKEN_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "other labels": ({"input_ids": [1, 2], "labels": [-100, 3]}, "label 3 stands at token 2"),
+    "nested": ({"input_ids": [[1, 2], [3]]}, "expected a list of whole numbers, found [[1, 2], [3]]"),
+    "floats": ({"input_ids": [1.0, 2.0]}, "expected a list of whole numbers, found [1.0, 2.0]"),
+    "numbers without brackets": ({"input_ids": "1 2"}, "expected a list of whole numbers, found 1 2"),
     "fewer labels": ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, 2 in attention_mask, 1 labels"),
 }
 
@@ -701,6 +832,7 @@ def test_tokens_that_do_not_fit_are_named(name: str) -> None:
     with pytest.raises(DataError) as caught:
         list(recognised(Dataset.from_list([raw]), "here"))
     assert reason in caught.value.what
+    assert caught.value.where == "here, row 0 (counted from 0)"
 
 
 def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: Path) -> None:

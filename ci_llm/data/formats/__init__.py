@@ -20,6 +20,7 @@ import datasets
 from datasets import Dataset
 
 from ci_llm.core.plugins import load_plugin, plugin_names
+from ci_llm.data.rows import JsonRows
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 
@@ -34,7 +35,7 @@ class FileFormat:
     """
 
     endings: tuple[str, ...]
-    read: Callable[[Sequence[Path]], Dataset]
+    read: Callable[[Sequence[Path]], Dataset | JsonRows]
 
 
 def with_builder(builder: str, files: Sequence[Path], **options: Any) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -57,8 +58,14 @@ def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False)
     Args:
         spaced: see `_has_spaces_behind`.
     """
-    with fsspec.open(str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline="") as lines:
-        return list(islice(filter(None, csv.reader(lines, delimiter=separator, skipinitialspace=spaced)), count))
+    limit = csv.field_size_limit(sys.maxsize)  # 131,072 characters by default; pandas has no limit
+    try:
+        with fsspec.open(
+            str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline=""
+        ) as rows:
+            return list(islice(filter(None, csv.reader(rows, delimiter=separator, skipinitialspace=spaced)), count))
+    finally:
+        csv.field_size_limit(limit)
 
 
 format = FileFormat((".csv", ".tsv"), _read)

@@ -1,52 +1,158 @@
-"""JSON: a list of rows, or one row per line."""
+"""JSON: a list of rows, or one row per line. The text of each row is kept, so that every value keeps its own type."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, Final
 
 import fsspec  # type: ignore[import-untyped]
-from datasets import Dataset
-from datasets.exceptions import DatasetsError
+import pyarrow as pa  # type: ignore[import-untyped]
+import xxhash
+from datasets import ArrowBasedBuilder, BuilderConfig, DatasetInfo, Features, SplitGenerator, Value
+from datasets.builder import Key
 
-from ci_llm.data.formats import FileFormat, ending_of, with_builder
+from ci_llm.data.formats import FileFormat
+from ci_llm.data.rows import DECODER, JsonRows
+
+#: Raise it when the same files give other rows than before: what is kept of them is then not found.
+_VERSION: Final = 1
+#: A row as JSON, and the columns that no row before it has, as a list in JSON.
+_FEATURES: Final = Features({JsonRows.TEXT: Value("string"), "new": Value("string")})
+#: So many characters of rows are written together.
+_CHARACTERS: Final = 4 << 20
+_SPACE: Final = re.compile(r"\s*")
 
 
-def _read(files: Sequence[Path]) -> Dataset:
-    try:
-        data = with_builder("json", files)
-        data[:1]  # Arrow takes any bytes for text, and fails only when a row is read
-    except (DatasetsError, UnicodeDecodeError):
-        for file in files:
-            _require_json(file)
-        raise
-    return data
+def _read(files: Sequence[Path]) -> JsonRows:
+    """The `json` builder of `datasets` takes the types of the first 10 MB for those of all rows: one number among later
+    texts puts quotes around all of them, texts that look like dates become dates, and 4 beside 0.5 becomes 4.0."""
+    stamps = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    content = xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, stamps]).encode())
+    builder = _Builder(config_id=content, files=tuple(map(str, files)))
+    builder.download_and_prepare()
+    kept = builder.as_dataset(split="train")
+    new = kept.data.column("new").drop_null().to_pylist()
+    return JsonRows(kept.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))
 
 
-def _require_json(file: Path) -> None:
-    """Raises ValueError for text that is not UTF-8, and with the line that is no JSON.
+@dataclass
+class _Files(BuilderConfig):  # type: ignore[misc]
+    files: tuple[str, ...] = ()
 
-    Arrow counts rows from where its last block begins."""
+
+class _Builder(ArrowBasedBuilder):  # type: ignore[misc]
+    """Keeps rows in the cache of `datasets`, which is mapped: they need not fit into memory."""
+
+    BUILDER_CONFIG_CLASS = _Files
+
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo(features=_FEATURES)
+
+    def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
+        return [SplitGenerator("train", gen_kwargs={"files": self.config.files})]
+
+    def _generate_tables(self, files: Sequence[str]) -> Iterator[tuple[Key, Any]]:
+        texts: list[str] = []
+        new: list[str | None] = []
+        known: set[str] = set()
+        size = tables = 0
+        for text, row in chain.from_iterable(map(_rows, map(Path, files))):
+            unknown = [name for name in row if name not in known]
+            known.update(unknown)
+            texts.append(text)
+            new.append(json.dumps(unknown) if unknown else None)
+            size += len(text)
+            if size > _CHARACTERS:
+                yield Key(0, tables), _table(texts, new)
+                texts, new, size, tables = [], [], 0, tables + 1
+        if texts:
+            yield Key(0, tables), _table(texts, new)
+
+
+def _table(texts: list[str], new: list[str | None]) -> Any:
+    return pa.Table.from_arrays([pa.array(texts, pa.string()), pa.array(new, pa.string())], names=[*_FEATURES])
+
+
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row, as JSON and as it is. A text in a list is a row with a column `text`.
+
+    Raises:
+        ValueError: the file is no UTF-8, is broken at a line and column, or holds something else than rows.
+    """
     with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as lines:
-        if ending_of(file) == ".json" and _require_value(lines.read(), 1, file):
-            return
-        lines.seek(0)
+        first = True
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                _require_value(line.rstrip("\r\n"), number, file)
+            text = line.strip()
+            if first and text and (text.startswith("[") or _is_incomplete(text)):
+                lines.seek(0)
+                yield from _rows_of_whole(lines.read(), file)
+                return
+            if text:
+                first = False
+                row = _decoded(line.rstrip("\r\n"), number, file)
+                yield text, _checked(row, text, f"line {number} of {file.name}")
 
 
-def _require_value(text: str, number: int, file: Path) -> bool:
-    """Whether this is one value of JSON, or several; raises ValueError if it is none."""
+def _is_incomplete(text: str) -> bool:
+    """Whether a value begins in this line and goes on in the next one."""
     try:
-        json.loads(text)
+        DECODER.decode(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and error.lineno > 1:  # one row per line
-            return False
-        at = f"line {number + error.lineno - 1}, column {error.colno} of {file.name}"
-        raise ValueError(f"{error.msg}: {at}") from None
-    return True
+        return error.pos >= len(text)
+    return False
+
+
+def _rows_of_whole(text: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a list, or objects over several lines, one after the other."""
+    rows = _decoded(text, 1, file) if text.lstrip().startswith("[") else _objects(text, file)
+    for number, value in enumerate(rows):
+        row = {"text": value} if isinstance(value, str) else value
+        written = json.dumps(row, ensure_ascii=False)
+        yield written, _checked(row, written, f"row {number} (counted from 0) of {file.name}")
+
+
+def _objects(text: str, file: Path) -> Iterator[Any]:
+    at = _end_of_space(text, 0)
+    while at < len(text):
+        try:
+            value, at = DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise _broken(error, 1, file) from None
+        yield value
+        at = _end_of_space(text, at)
+
+
+def _end_of_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing as well
+
+
+def _decoded(text: str, number: int, file: Path) -> Any:
+    """The value of a text that begins in line `number`."""
+    try:
+        return DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise _broken(error, number, file) from None
+
+
+def _broken(error: json.JSONDecodeError, number: int, file: Path) -> ValueError:
+    return ValueError(f"{error.msg}: line {number + error.lineno - 1}, column {error.colno} of {file.name}")
+
+
+def _checked(row: Any, text: str, place: str) -> dict[str, Any]:
+    """The row, if it is one and its text can be written as UTF-8."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object with columns, found {text[:60]}: {place}")
+    escaped = "\\ud" in text or "\\uD" in text  # perhaps one half of a character without the other
+    try:
+        (json.dumps(row, ensure_ascii=False) if escaped else text).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the text holds half a character, a lone surrogate: {place}") from None
+    return row
 
 
 format = FileFormat((".json", ".jsonl", ".ndjson"), _read)
