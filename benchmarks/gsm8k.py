@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from ci_llm.config import Config
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
+from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
 
 VOCABULARY = 32_000
@@ -59,8 +60,9 @@ def _from_dataset(dataset: Path) -> Iterator[Example]:
 def texts(dataset: Path) -> tuple[list[str], list[str]]:
     """The questions and the answers of the training split."""
     rows = load_rows(Config(dataset_name=str(dataset)), "train")
-    chats = [row for row in (rows[i] for i in range(len(rows))) if row is not None]
-    return [f"Question: {chat.question}\nAnswer:" for chat in chats], [f" {chat.answer}" for chat in chats]
+    chats = [row for row in rows if isinstance(row, Chat)]
+    answers = [f" {chat.messages[-1].content}" for chat in chats]
+    return [f"Question: {chat.question}\nAnswer:" for chat in chats], answers
 
 
 def _example(ids: Sequence[int] | np.ndarray, targets: int) -> Example:

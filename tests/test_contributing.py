@@ -112,7 +112,7 @@ with tempfile.TemporaryDirectory() as folder:
         database.executemany("insert into rows values (?, ?)", [("1+1", "2"), ("2+2", "4")] * 4)
     database.close()
     rows = load_rows(load_config(None, [f"dataset_name={path}"]), "train")
-    assert {row.answer for row in rows} == {"2", "4"}
+    assert {row.messages[-1].content for row in rows} == {"2", "4"}
 """,
     ),
 }

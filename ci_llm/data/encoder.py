@@ -199,8 +199,10 @@ class Encoder:
             return_attention_mask=False,
             verbose=False,
         )
-        offsets = encoded["offset_mapping"]
-        mask = [any(a < end and b > begin for begin, end in learned) for a, b in offsets]
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(starts), bool)
+        for begin, end in learned:
+            mask |= (starts < end) & (ends > begin)
         return _example(encoded["input_ids"], mask)
 
     def _render(self, chat: Chat, **options: Any) -> str:
@@ -222,6 +224,12 @@ def _example(input_ids: Any, mask: Any) -> Example:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
-    shorter = min(len(one), len(other))
-    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
+    """Characters that both begin with. By bisection: a long chat has many answers, and a loop over them is slow."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -60,13 +60,10 @@ class Chat:
 
     @property
     def question(self) -> str | None:
-        """What was said last before the last answer."""
-        return next((m.content for m in reversed(self.messages) if m.role == "user"), None)
-
-    @property
-    def answer(self) -> str | None:
-        """The last assistant turn that is learned."""
-        return next((m.content for m in reversed(self.messages) if m.role == "assistant" and m.learned), None)
+        """What the user said last before the last answer that is learned."""
+        backwards = iter(reversed(self.messages))
+        answered = any(m.role == "assistant" and m.learned for m in backwards)
+        return next((m.content for m in backwards if m.role == "user"), None) if answered else None
 
     @property
     def marked(self) -> list[int]:
@@ -90,10 +87,6 @@ class Completion:
     def question(self) -> str | None:
         return self.prompt
 
-    @property
-    def answer(self) -> str | None:
-        return None if self.prompt is None else self.completion
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -104,10 +97,6 @@ class Tokens:
 
     @property
     def question(self) -> str | None:
-        return None
-
-    @property
-    def answer(self) -> str | None:
         return None
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.encoder import Example as Example
-from ci_llm.data.rows import Row, Rows
+from ci_llm.data.rows import Rows
 from ci_llm.data.tally import Tally
 from ci_llm.errors import DataError
 
@@ -120,16 +120,6 @@ class TokenizedRows:
         """What is doubtful about the chat template for these rows."""
         return list(self._facts["warnings"])
 
-    @property
-    def questions(self) -> list[str] | None:
-        """What each row asks; None where the rows are plain text."""
-        return _all_or_none(row.question for row in self._canonical())
-
-    @property
-    def answers(self) -> list[str] | None:
-        """What each row's last answer is; None where the rows are plain text."""
-        return _all_or_none(row.answer for row in self._canonical())
-
     @cached_property
     def row_numbers(self) -> list[int]:
         """The number in `rows` of each tokenised row."""
@@ -161,9 +151,6 @@ class TokenizedRows:
                     hint="take the tokenizer that belongs to the base; if tokens were added to it, resize the base "
                     "(model.resize_token_embeddings) and save it with the tokenizer",
                 )
-
-    def _canonical(self) -> Iterator[Row]:
-        return (row for row in map(self.rows.__getitem__, self.row_numbers) if row is not None)
 
     @property
     def _digests(self) -> np.ndarray:
@@ -365,9 +352,3 @@ def _flags(values: Any) -> np.ndarray:
     first, bits = divmod(values.offset, 8)
     packed = np.frombuffer(values.buffers()[1], np.uint8, -(-(bits + len(values)) // 8), first)
     return np.unpackbits(packed, count=bits + len(values), bitorder="little")[bits:].view(bool)
-
-
-def _all_or_none(values: Iterator[str | None]) -> list[str] | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return known if len(known) == len(found) else None

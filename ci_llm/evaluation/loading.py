@@ -152,7 +152,7 @@ def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
 
 def refuse_unanswerable(job: Job) -> None:
     """Rows that ask something, of which none fits: their teacher-forced figures alone would be misread."""
-    if job.tokenized.questions is not None:
+    if any(row is not None and row.question is not None for row in job.tokenized.rows):
         raise DataError(
             f"none of {len(job.tokenized)} rows has place for its answer within {job.config.max_seq_length} tokens",
             where=job.tokenized.rows.where,

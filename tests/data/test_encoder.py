@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import groupby
 
@@ -90,6 +91,18 @@ def test_every_answer_and_its_end_is_learned(template: str | None, expected: lis
     turns = [{"role": message.role, "content": message.content} for message in LONG.messages]
     whole = tokenizer.apply_chat_template(turns, chat_template=chat_template(tokenizer), tokenize=False)
     assert tokenizer.decode(example.input_ids) == whole
+
+
+@pytest.mark.parametrize("template", [CHATML, WORDS])
+def test_the_answers_of_any_chat_are_found(template: str) -> None:
+    """Also of turns that begin or end alike, of empty ones, and of one character that takes several tokens."""
+    tokenizer, chance = byte_tokenizer(template), random.Random(0)
+    encoder = Encoder(tokenizer)
+    for _ in range(50):
+        turns = ["".join(chance.choices("aaab\n é🙂", k=chance.randrange(9))) for _ in range(chance.randrange(2, 20))]
+        begin, end = ("", "<|im_end|>") if template == CHATML else (" ", "")
+        answers = [f"{begin}{turn}{end}" for turn in turns[1::2]]
+        assert learned(encoder.encode(talk(*turns)), tokenizer) == answers
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])

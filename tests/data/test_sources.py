@@ -105,11 +105,14 @@ def test_every_form_of_row_is_recognised(name: str) -> None:
     assert rows[1] == expected
 
 
-def test_what_is_asked_and_answered() -> None:
-    talk = chat("a", "b", "c", "d")
-    assert (talk.question, talk.answer) == ("c", "d")
-    assert (Completion("p", "c").question, Completion("p", "c").answer) == ("p", "c")
-    assert (Completion(None, "c").question, Completion(None, "c").answer) == (None, None)
+def test_what_is_asked() -> None:
+    """Before the last answer that is learned."""
+    assert chat("a", "b", "c", "d").question == "c"
+    assert chat("a", "b", "c").question == "a"
+    marked = Message("assistant", "d", learned=False)
+    assert Chat((*chat("a", "b", "c").messages, marked)).question == "a"
+    assert Chat((Message("assistant", "b"), Message("user", "c"))).question is None
+    assert [Completion("p", "c").question, Completion(None, "c").question] == ["p", None]
 
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -241,12 +244,12 @@ def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
         [*map(str, range(10_000)), "four"],  # the next block of the reader has another type
         ["a" * 140_000, "short"],  # Python's own reader of CSV refuses it by default
     ],
-    ids=lambda values: ",".join(values[-3:]),
+    ids=lambda values: ",".join(values[-3:])[-40:],
 )
 def test_a_value_of_a_csv_file_is_its_text(values: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f"q,{value}\n" for value in values))
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), eval_split="train"), "train")
-    assert [row.answer if row else "" for row in rows] == values
+    assert [row.messages[-1].content if isinstance(row, Chat) else "" for row in rows] == values
 
 
 def _answers(name: Path) -> list[Any]:

@@ -21,7 +21,7 @@ from ci_llm.core import durable
 from ci_llm.data import tokens
 from ci_llm.data.columns import NamedColumns
 from ci_llm.data.encoder import Encoder
-from ci_llm.data.rows import Rows
+from ci_llm.data.rows import Chat, Rows
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
@@ -125,8 +125,7 @@ def test_copies_of_other_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tm
 def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path)
     assert [len(example.input_ids) for example in found][1] == 40
-    assert found.questions == [ROWS[0]["question"], ROWS[3]["question"], ROWS[4]["question"]]
-    assert found.answers == [ROWS[0]["answer"], ROWS[3]["answer"], ROWS[4]["answer"]]
+    assert found.row_numbers == [0, 3, 4]
     lines = "\n".join(found.description)
     assert "5 rows of question + answer from here" in lines
     assert "1 rows cut at max_seq_length 40" in lines
@@ -143,10 +142,8 @@ def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase,
     assert found.description[-1] == shown
 
 
-def test_plain_text_has_no_questions(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_all_of_a_plain_text_is_learned(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows([{"text": "once upon a time"}]), tokenizer, max_seq_length=50, cache_folder=tmp_path)
-    assert found.questions is None
-    assert found.answers is None
     assert found[0].supervised.tolist() == [False] + [True] * (len(found[0].input_ids) - 1)
 
 
@@ -281,7 +278,7 @@ TOOLS = [
 
 def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(TOOLS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    assert found.questions == ["hi"]
+    assert found.row_numbers == [1]
     assert any("left out: 1 of 2 rows" in line and "1 whose tools" in line for line in found.description)
     with pytest.raises(DataError, match="1 whose tools the chat template cannot show") as caught:
         tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
@@ -365,8 +362,7 @@ def test_real_data_is_the_same_from_every_format(
     assert_same(found[2], found[0])
     assert len({each.path.name for each in found}) == 1
     assert len(found[0]) > 1000
-    assert found[0].answers is not None
-    assert all("####" in answer for answer in found[0].answers)
+    assert all(isinstance(row, Chat) and "####" in row.messages[-1].content for row in found[0].rows)
 
 
 def test_what_was_read_is_mapped_anew_before_it_is_much(
