@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "OMPI_", "ACCELERATE_", "TORCHELASTIC_", "TORCH_ELASTIC_", "WANDB_", "CI_LLM_")
 WORLD = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+OF_A_TERMINAL = {"FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "COLUMNS"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,8 +86,10 @@ def is_left_out(item: pytest.Item, elsewhere: list[Path]) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     campaign.in_full = config.getoption("--campaign")
-    for name in [name for name in os.environ if name.startswith(FOREIGN) or name in WORLD]:
-        del os.environ[name]
+    foreign = [name for name in os.environ if name.startswith(FOREIGN) or name in WORLD]
+    for name in (*foreign, *OF_A_TERMINAL):
+        os.environ.pop(name, None)
+    os.environ["TERM"] = "xterm-256color"
     if "PYTEST_XDIST_WORKER" not in os.environ:  # those share what the process has that started them
         cache = tempfile.mkdtemp(prefix="ci-llm-tests-")
         os.environ["HF_DATASETS_CACHE"] = cache

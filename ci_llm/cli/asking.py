@@ -121,7 +121,7 @@ def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
         return Crowd.of(saved), given_names(saved.meta)
     except DamagedCheckpoint as error:
         hint = f"ci-llm checkpoints verify {folder} checks it whole; ci-llm checkpoints list shows the others"
-        raise BadInput(f"the checkpoint is damaged: {error.what}", where=str(folder), hint=hint) from error
+        raise BadInput(error.what, where=str(folder), hint=hint) from error
     except ModelError as error:
         hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
         raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error

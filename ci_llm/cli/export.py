@@ -53,7 +53,7 @@ def export(words: Sequence[str]) -> int:
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
     except DamagedCheckpoint as damage:
         hint = f"ci-llm checkpoints list {call.run} says which are whole: give one of them"
-        raise BadInput(f"the checkpoint is damaged: {damage.what}", where=damage.where, hint=hint) from damage
+        raise BadInput(damage.what, where=damage.where, hint=hint) from damage
     scores = None
     if prepared.can_be_scored and not call.no_score:
         scores = prepared.scores()

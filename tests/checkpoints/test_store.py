@@ -316,14 +316,14 @@ def test_a_second_live_writer_is_refused_with_the_name_of_the_first(run: Run) ->
 
 def test_a_writer_on_another_machine_lives_as_long_as_its_heartbeat_is_fresh(run: Run) -> None:
     run.open(owner=elsewhere(1)).acquire_lease()
-    with pytest.raises(WriterBusy, match=r"process 4711 on node1 .*heartbeat \d s ago"):
+    with pytest.raises(WriterBusy, match=r"process 4711 on node1 .*heartbeat \d+ s ago"):
         run.open(owner=elsewhere(2)).acquire_lease()
-    run.silence(seconds=50)
+    run.silence(seconds=5)
     with pytest.raises(WriterBusy):
         run.open(owner=elsewhere(2)).acquire_lease()
-    run.silence(seconds=70)
+    run.silence(seconds=600)
     assert run.open(owner=elsewhere(2)).acquire_lease() == 2
-    assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 7" in run.said[0]
+    assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 6" in run.said[0]
 
 
 def test_a_clock_that_was_set_back_locks_nobody_out(run: Run) -> None:

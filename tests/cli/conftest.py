@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,13 @@ def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asked") / "run"
     save_crowd(crowd, folder / "final_checkpoint")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before() -> Iterator[None]:
+    """`--debug` changes the package's logger for the rest of the process, which here is that of the next tests."""
+    package = logging.getLogger("ci_llm")
+    level, propagate, handlers = package.level, package.propagate, [*package.handlers]
+    yield
+    package.setLevel(level)
+    package.propagate, package.handlers[:] = propagate, handlers

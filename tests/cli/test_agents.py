@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from tools.testbed.events import DEADLINE_S
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path) -> Iterator[Path]:
     """The folder of a run of this process."""
-    RunStatus(tmp_path, 1, interval_s=DEADLINE_S).start(3)
-    return tmp_path
+    status = RunStatus(tmp_path, 1, interval_s=DEADLINE_S)
+    status.start(3)
+    yield tmp_path
+    status.finish("interrupted", "the test is over")
 
 
 def ended(run: Path, status: str) -> None:

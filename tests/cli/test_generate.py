@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_named_with_the_command_that_verifies(
     damaged = copied / "final_checkpoint" / "agent1" / "adapter_model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     told = refused(capsys, copied, "hello")
-    assert "the checkpoint is damaged: agent1/adapter_model.safetensors" in told
+    assert "final_checkpoint is damaged: agent1/adapter_model.safetensors" in told
     assert f"ci-llm checkpoints verify {copied / 'final_checkpoint'}" in told
 
 

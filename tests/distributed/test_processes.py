@@ -146,8 +146,8 @@ def test_the_suggested_command_starts_all_requested_processes(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
     with Child(sys.executable, WORLD, tmp_path / "first", "wait") as first:
-        (tmp_path / "first").mkdir()
         first.read_until("waiting")
         (tmp_path / "second").mkdir()
         (tmp_path / "second" / "shared").symlink_to(tmp_path / "first" / "shared")

@@ -113,8 +113,7 @@ def test_what_other_processes_write_is_kept_above_the_area(
     log = open_log(terminal)
     log.progress(at(1))
     terminal.wait_for("the area", shows("step  1/4000", "loss"))
-    os.write(terminal.file.fileno(), b"^C")
-    os.write(terminal.file.fileno(), b"process 1: error: out of luck\n")
+    os.write(terminal.file.fileno(), b"^Cprocess 1: error: out of luck\n")
     log.progress(at(2))
     screen = terminal.wait_for("the next step", shows("step  2/4000"))
     assert screen[:3] == ["^Cprocess 1: error: out of luck", "", screen[2]]

@@ -73,7 +73,7 @@ def test_a_full_disk_hides_no_interruption(
 ) -> None:
     caplog.set_level(logging.INFO, "ci_llm")
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("ci_llm.core.run_status.write_json", full)
