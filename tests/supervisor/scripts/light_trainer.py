@@ -33,8 +33,8 @@ def main() -> int:
         last = read_status(FOLDER).attempt if (FOLDER / "status.json").exists() else None
         recovery = read_recovery(FOLDER)
         allowed = recovery.latest_step_allowed(last)
+        attempt = store.acquire_lease()  # before anything is looked at, as in a real run
         step = resume(store, allowed)
-        attempt = store.acquire_lease()
         store.supersede(step)
         status = RunStatus(FOLDER, attempt, still_held=store.holds_lease)
         status.start(step)
