@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # the order of tests/conftest.py.
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make coverage` runs.
-MEASURED := tests/checkpoints tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
+MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
 	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py
 
 .PHONY: install install-dev train test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean

@@ -1,4 +1,4 @@
-"""`ci-llm audit` on a zoo of scripts: mistakes that were planted must be found by name, and exact ones must pass.
+"""The audit of `tools/audit` on a zoo of scripts: mistakes that were planted must be found by name, and exact ones must pass.
 
 One line per script: what was expected, what the audit said, and whether these agree.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.zoo.warm import executor
-from ci_llm.audit.audit import Verdict, audit
-from ci_llm.audit.runs import Plan
+from tools.audit.audit import Verdict, audit
+from tools.audit.runs import Plan
 from tools.testbed.forkserver import ForkServer
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +103,7 @@ def examine(case: Case, folder: Path) -> tuple[str, float]:
     """What the audit says of a script, and how long it took."""
     folder.mkdir()
     began = time.monotonic()
-    command = [sys.executable, "-m", "ci_llm", "audit", "--json", *case.options, "--", sys.executable, *case.command]
+    command = [sys.executable, "-m", "tools.audit", "--json", *case.options, "--", sys.executable, *case.command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):

@@ -136,8 +136,8 @@ def _write_fails(_: Any) -> None:
 
 
 def _store_refuses(_: Any) -> None:
-    from ci_llm.checkpoints.mirror.folder_objects import FolderObjects
     from ci_llm.errors import MirrorUnreachable
+    from ci_llm.mirror.objects import FolderObjects
 
     refusal = MirrorUnreachable("503 Slow Down", where="the store of the campaign", hint="try again")
     _fail(FolderObjects, "put", lambda: refusal, times=REFUSALS)

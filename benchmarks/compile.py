@@ -20,8 +20,8 @@ from torch import nn
 from benchmarks.gsm8k import batches
 from benchmarks.step import SIZES, Ours, random_base
 from benchmarks.timing import cpu_ratios, median_cost, take_turns
-from ci_llm.crowd import groups
 from ci_llm.data.batches import Batch
+from ci_llm.lora import layer as groups
 
 PARTS = ("mlp", "input_layernorm", "post_attention_layernorm")
 

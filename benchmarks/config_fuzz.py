@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.aliases import ALIASES, TRANSLATIONS
-from ci_llm.config.unsupported import UNSUPPORTED
+from ci_llm.config.foreign import ALIASES, TRANSLATIONS, UNSUPPORTED
 from ci_llm.errors import ConfigError
 
 PRESETS = Path(__file__).parent.parent / "configs"

@@ -19,10 +19,9 @@ from ci_llm.cli.main import main as ci_llm
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.calibration import Calibration
+from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.distilling import distil
-from ci_llm.crowd.export_scores import settings_of
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.exporting import settings_of
 from ci_llm.crowd.merge_methods import Distillation, merge_of
 from ci_llm.crowd.merging import Adapter, merged
 from ci_llm.crowd.model import Crowd
@@ -31,6 +30,7 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT, calibration_error
+from ci_llm.lora.layer import LoraSettings
 
 CONFIG = Path(__file__).parent.parent / "configs.yaml"
 ROWS_AT_A_TIME = 50

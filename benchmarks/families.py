@@ -41,14 +41,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from ci_llm.crowd.base import load_base
+from ci_llm.base.load import load_base
+from ci_llm.base.quantized import Quantization, QuantizedLinear
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.quantized import Quantization, QuantizedLinear
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
+from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import example
 
 TIME_LIMIT_S = 120

@@ -14,7 +14,7 @@ import torch
 from benchmarks.timing import median_cost, take_turns
 from ci_llm.run.nonfinite import nonfinite_here
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.rollback import EVERY_STEPS, LastGood
+from ci_llm.run.state import EVERY_STEPS, LastGood
 
 
 def main() -> None:

@@ -31,9 +31,9 @@ from pathlib import Path
 
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.checkpoints.manifest import digest, verify_folder
-from ci_llm.checkpoints.mirror.objects import open_objects
-from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.errors import DamagedCheckpoint
+from ci_llm.mirror.objects import open_objects
+from ci_llm.mirror.reader import MirrorReader
 from tools.testbed import mirrored
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer

@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.checkpoint_writers import Training
 from benchmarks.timing import take_turns
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.filling import fill
-from ci_llm.checkpoints.mirror.mirror import Mirror
+from ci_llm.mirror.filling import fill
+from ci_llm.mirror.sender import Mirror
 
 FLUSH_S = 600.0
 

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from benchmarks.uncertainty import Numbers, Row, ask, interval
 from ci_llm import Crowd
+from ci_llm.base.targets import layer_list
 from ci_llm.crowd.aggregators import probability
+from ci_llm.crowd.answers import Logistic, signals, token_uncertainty, tokens_of
 from ci_llm.crowd.asking import prompter_of
-from ci_llm.crowd.calibration import Logistic, signals
-from ci_llm.crowd.targets import layer_list
-from ci_llm.crowd.uncertainty import token_uncertainty, tokens_of
 from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import pack
 from ci_llm.evaluation.sureness import at_coverage, auroc

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ci_llm import Crowd, LoraSettings, load_base, pack
-from ci_llm.crowd.sharded_layers import ShardedLayers, is_sharded, stored_here
+from ci_llm.base.sharded import ShardedLayers, is_sharded, stored_here
 from ci_llm.embedded import BASE_FOLDER
 from tools.testbed.crews import enter
 from tools.testbed.forkserver import ForkServer

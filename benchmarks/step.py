@@ -35,18 +35,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from benchmarks.floor import Products, shares
 from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
+from ci_llm.base.targets import Layers, peft_targets
 from ci_llm.config import Config
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.targets import Layers, peft_targets
 from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.loop import apply_gradients, compute_gradients
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import TrainState
+from ci_llm.run.watchdog import Heartbeat
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0

@@ -38,10 +38,10 @@ import torch
 from torch import nn
 
 from benchmarks.step import rectangle
+from ci_llm.base.load import load_base
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config, load_config
 from ci_llm.config.sweep import Choices, SweepKeys, SweepReading
-from ci_llm.crowd.base import load_base
 from ci_llm.data.batches import pack
 from ci_llm.data.order import Plan
 from ci_llm.distributed.processes import Processes

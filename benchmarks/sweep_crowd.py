@@ -18,9 +18,8 @@ from pathlib import Path
 from benchmarks.crowd import BARE, CONFIG, Results, call, table, train
 from benchmarks.crowd_answers import Answers, crowd_answers
 from benchmarks.sweep import GRID, RANKS, RATES
-from ci_llm.sweep.board import CROWD, agents_of
-from ci_llm.sweep.record import read_record
-from ci_llm.sweep.trials import Trial
+from ci_llm.sweep.sweep import read_record
+from ci_llm.sweep.trials import CROWD, Trial, agents_of
 
 BEST = "crowd of the best four"
 SPACES = (f"lora_rank={[*RANKS]}", f"learning_rate={[float(f'{rate:.3g}') for rate in RATES]}")

@@ -23,7 +23,7 @@ import numpy as np
 
 from ci_llm.cli.main import main as ci_llm
 from ci_llm.core.durable import read_json
-from ci_llm.crowd.calibration import Calibration
+from ci_llm.crowd.answers import Calibration
 from ci_llm.evaluation.sureness import at_coverage, auroc, calibration_error, honest_error, sureness_record
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -48,7 +48,7 @@ def sureness(calibration: Calibration) -> dict[str, Callable[[Row], float]]:
 
 def agreement(row: Row) -> float:
     """The share of agents whose final answer is the crowd's."""
-    from ci_llm.crowd.uncertainty import agreement as share
+    from ci_llm.crowd.answers import agreement as share
 
     return share(row["answer"], row["agents"])
 

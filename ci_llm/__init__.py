@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ci_llm._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ci_llm.base.load import load_base as load_base
     from ci_llm.checkpoints import orbax as orbax
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
     from ci_llm.core.determinism import seed_everything as seed_everything
-    from ci_llm.crowd.base import load_base as load_base
-    from ci_llm.crowd.lora import LoraSettings as LoraSettings
     from ci_llm.crowd.model import Crowd as Crowd
-    from ci_llm.crowd.prompts import Prompter as Prompter
     from ci_llm.data.batches import pack as pack
+    from ci_llm.data.prompts import Prompter as Prompter
     from ci_llm.data.sampler import StatefulSampler as StatefulSampler
     from ci_llm.data.sources import load_rows as load_rows
     from ci_llm.data.tokens import tokenize as tokenize
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from ci_llm.integrations.lightning import LightningCheckpoints as LightningCheckpoints
     from ci_llm.integrations.trainer import TrainerCheckpoints as TrainerCheckpoints
     from ci_llm.interrupts import Interrupts as Interrupts
+    from ci_llm.lora.layer import LoraSettings as LoraSettings
     from ci_llm.run.call import train as train
     from ci_llm.sweep.sweep import Sweep as Sweep
 
@@ -41,13 +41,13 @@ _MODULES = {
     "Crowd": "ci_llm.crowd.model",
     "Interrupts": "ci_llm.interrupts",
     "LightningCheckpoints": "ci_llm.integrations.lightning",
-    "LoraSettings": "ci_llm.crowd.lora",
-    "Prompter": "ci_llm.crowd.prompts",
+    "LoraSettings": "ci_llm.lora.layer",
+    "Prompter": "ci_llm.data.prompts",
     "StatefulSampler": "ci_llm.data.sampler",
     "Sweep": "ci_llm.sweep.sweep",
     "TrainerCheckpoints": "ci_llm.integrations.trainer",
     "latest_state": "ci_llm.integrations.accelerate",
-    "load_base": "ci_llm.crowd.base",
+    "load_base": "ci_llm.base.load",
     "load_config": "ci_llm.config",
     "load_rows": "ci_llm.data.sources",
     "orbax": "ci_llm.checkpoints.orbax",

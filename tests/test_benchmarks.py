@@ -43,12 +43,11 @@ from benchmarks.timing import Cost, cpu_ratios, median_cost, take_turns
 from ci_llm import embedded
 from ci_llm.config import load_config
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.calibration import fit, signals
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.answers import fit, signals
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
-from ci_llm.sweep.board import agents_of
-from ci_llm.sweep.trials import Trial
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.sweep.trials import Trial, agents_of
 from tests.support.crowds import disturbed_crowd
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer

@@ -27,15 +27,7 @@ from transformers import (
 )
 
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.embedded.stories import (
-    KNOWN_VERBS,
-    PRETRAINING_SEED,
-    Kind,
-    equation,
-    pretraining_texts,
-    story,
-    task_rows,
-)
+from ci_llm.embedded.stories import KNOWN_VERBS, PRETRAINING_SEED, Kind, equation, pretraining_texts, story, task_rows
 from tools.tokenizer import MAX_LENGTH, VOCABULARY, train_tokenizer
 
 STEPS, WARMUP_STEPS = 1500, 100

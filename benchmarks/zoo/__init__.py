@@ -1,1 +1,1 @@
-"""Small training scripts that resume exactly, and can be told to make one mistake each; `ci-llm audit` must name it."""
+"""Small training scripts that resume exactly, and can be told to make one mistake each; `tools.audit` must name it."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ci_llm.audit.runs import INSIDE, Execute
+from tools.audit.runs import INSIDE, Execute
 from tools.testbed.forkserver import ForkServer
 
 

@@ -1,4 +1,11 @@
-"""One save in flight: the rest of its copy, and its commit, in a thread while the training goes on.
+"""One save in flight: its copy into memory kept from save to save, and its commit, in a thread while training goes on.
+
+Memory for the copy of a state, kept from save to save, and the copy itself, most of which a thread makes.
+
+Fresh memory costs ten times as much as the copy, in page faults, so the arena keeps its memory. The tensors of an
+optimizer change in its `step` and nowhere else, so `Copy.finish` may copy them in another thread as long as the
+optimizer waits. Everything else (buffers that a forward pass updates, averages, generators) may change at any time,
+and is copied at once. On CUDA the arena is pinned, and the thread copies on a side stream.
 
 The copy is what training must wait for, because the optimizer changes what is being copied. So each optimizer that is
 watched waits for the copy in a pre-hook of its step, and the forward and backward pass in between hide it. The commit
@@ -14,19 +21,186 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, chain, compress, groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
-from ci_llm.checkpoints.state_files import Snapshot, StateEntry
+from ci_llm.checkpoints.state_files import Snapshot, StateEntry, snapshot_of
 from ci_llm.checkpoints.store import SaveResult
-from ci_llm.errors import CiLlmError
+from ci_llm.errors import CheckpointError, CiLlmError
 
 logger = logging.getLogger(__name__)
+
+
+#: Of the first tensor of a file, in bytes: a multiple of every item size, so that every view of the block is aligned.
+ALIGNMENT = 64
+
+
+class Arena:
+    """One block of memory, as large as the largest state that was copied into it."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._places: list[list[Tensor]] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.bodies: list[memoryview] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps."""
+        return self._block.nbytes
+
+    def reserve(self, entries: Sequence[StateEntry]) -> list[list[Tensor]]:
+        """A place for every tensor of every entry; `bodies` are then the bytes of each entry.
+
+        The places are those of the last call if the tensors have the same shapes and types.
+        """
+        # Making views takes longer than copying small tensors, and a loop saves the same shapes again and again.
+        if [len(places) for places in self._places] != [len(entry.tensors) for entry in entries] or not all(
+            map(_alike, chain.from_iterable(self._places), chain.from_iterable(entry.tensors for entry in entries))
+        ):
+            self._lay_out(entries)
+        return self._places
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of a GPU on which copies run beside its work."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _lay_out(self, entries: Sequence[StateEntry]) -> None:
+        sizes = [sum(tensor.nbytes for tensor in entry.tensors) for entry in entries]
+        starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        self._require(starts[-1], pinned=any(tensor.is_cuda for entry in entries for tensor in entry.tensors))
+        block: memoryview = self._block.numpy().data
+        self.bodies = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        self._places = [
+            list(_views(self._block[start:], entry.tensors)) for entry, start in zip(entries, starts, strict=False)
+        ]
+
+    def _require(self, nbytes: int, pinned: bool) -> None:
+        if nbytes > self.nbytes or (pinned and not self._block.is_pinned()):
+            self._places, self.bodies = [], []
+            was_pinned, self._block = self._block.is_pinned(), torch.empty(0, dtype=torch.uint8)
+            if was_pinned:
+                _free_pinned()
+            self._block = _allocate(nbytes, pinned)  # the old block is free: never two of them at once
+
+
+class Copy:
+    """The copy of one state. `finish` may run in another thread, as long as nobody changes the tensors left to it.
+
+    Args:
+        later: addresses of the memory that `finish` may copy, as `owned_memory` returns them.
+    """
+
+    def __init__(self, arena: Arena, entries: Sequence[StateEntry], later: Collection[int] = ()) -> None:
+        self._arena, self._entries = arena, entries
+        # Parallel lists and no pairs: thousands of new objects would start Python's garbage collector.
+        self._places: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+        places_now: list[Tensor] = []
+        tensors_now: list[Tensor] = []
+        places = chain.from_iterable(arena.reserve(entries))
+        for place, tensor in zip(places, chain.from_iterable(entry.tensors for entry in entries), strict=True):
+            wait = _memory(tensor) in later
+            (self._places if wait else places_now).append(place)
+            (self._tensors if wait else tensors_now).append(tensor)
+        _copy(places_now, tensors_now)
+        # PyTorch counts the changes of each tensor in place. If the count has moved when the copy is finished, somebody
+        # changed the tensor who did not wait, and the copy may be a mixture of two states.
+        self._versions = [tensor._version for tensor in self._tensors]
+        # The kernels that produce these tensors may still be queued: the side stream has to wait for them.
+        devices = {tensor.device for tensor in chain(tensors_now, self._tensors) if tensor.is_cuda}
+        self._begun = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+
+    def finish(self) -> Snapshot:
+        """Copy the rest and return the files of the state as it was when the copy was begun.
+
+        Raises:
+            CheckpointError: a tensor was changed in the meantime.
+        """
+        if self._begun:
+            self._copy_from_gpus()
+        else:
+            _copy(self._places, self._tensors)
+        if self._versions != [tensor._version for tensor in self._tensors]:
+            raise CheckpointError(
+                "the state was changed before it was copied: this checkpoint is dropped",
+                hint="give the manager every optimizer of the loop, or call wait_until_copied before changing weights",
+            )
+        return snapshot_of(self._entries, self._arena.bodies)
+
+    def _copy_from_gpus(self) -> None:
+        self._copy_where([not tensor.is_cuda for tensor in self._tensors])
+        for device, event in self._begun:
+            stream = self._arena.side_stream(device)
+            stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                self._copy_where([tensor.device == device for tensor in self._tensors])
+            stream.synchronize()
+
+    def _copy_where(self, chosen: Sequence[bool]) -> None:
+        _copy(list(compress(self._places, chosen)), list(compress(self._tensors, chosen)))
+
+
+def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Addresses of the memory in which parameters and moments of `optimizers` lie."""
+    return {
+        _memory(tensor)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _alike(place: Tensor, tensor: Tensor) -> bool:
+    return place.shape == tensor.shape and place.dtype == tensor.dtype
+
+
+def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Views of `block`, which is one of bytes, one after the other, with the types and shapes of `tensors`."""
+    for dtype, run in groupby(tensors, key=lambda tensor: tensor.dtype):
+        alike = list(run)
+        counts = [tensor.numel() for tensor in alike]
+        nbytes = sum(counts) * dtype.itemsize
+        parts = block[:nbytes].view(dtype).split(counts)
+        yield from (part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True))
+        block = block[nbytes:]
+
+
+def _free_pinned() -> None:
+    """Give the machine back what torch keeps of page-locked memory for later."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
+def _allocate(nbytes: int, pinned: bool) -> Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:  # on a CPU PyTorch has no narrower class for it
+        raise CheckpointError(
+            f"there is no memory for a copy of the state, {nbytes:,} bytes: {error}",
+            hint="async_save: false saves without a copy, and the training waits",
+        ) from error
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def _copy(places: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy with one call, which takes Python's lock once, however many tensors there are."""
+    if tensors:
+        torch._foreach_copy_(places, tensors, non_blocking=places[0].is_pinned())
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ci_llm.checkpoints.folders import FINAL, committed, numbered_steps, step_folder
+from ci_llm.checkpoints.folders import FINAL, QUARANTINE, SUPERSEDED, committed, numbered_steps, step_folder
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
-from ci_llm.checkpoints.shelves import QUARANTINE, SUPERSEDED
 from ci_llm.checkpoints.store import DISK_FULL, CheckpointStore
 from ci_llm.core.run_status import last_status
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint

@@ -22,18 +22,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ci_llm.checkpoints.shelves import in_transit
-from ci_llm.cluster.elastic import job_and_round
-from ci_llm.core.durable import (
-    DISK,
-    PARTIAL,
-    Filesystem,
-    make_folders,
-    read_fields,
-    remove_tree,
-    sync_tree,
-    write_new,
-)
+from ci_llm.checkpoints.folders import in_transit
+from ci_llm.cluster.launch import job_and_round
+from ci_llm.core.durable import DISK, PARTIAL, Filesystem, make_folders, read_fields, remove_tree, sync_tree, write_new
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space, started_since_boot_s
 from ci_llm.core.typed_json import dump_json

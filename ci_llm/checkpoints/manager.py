@@ -1,4 +1,8 @@
-"""The manager of checkpoints for any training loop: when to save, what to copy, and how to restore it.
+"""The manager of checkpoints for any training loop: when to save, what to copy, and how to restore it, strictly.
+
+A state put back into the objects it came from, strictly: what can be compared is compared before any is touched.
+
+The folder of a run as a manager gives access to it: what is read, what is moved or deleted, and the lease.
 
     manager = CheckpointManager("runs/mine", save_interval_steps=4)
     start = 0
@@ -21,31 +25,404 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
+import torch
+from torch import Tensor
+
 from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import SaveRequest, open_backend
-from ci_llm.checkpoints.folder_access import FolderAccess
-from ci_llm.checkpoints.gradients import KEY, Gradients
-from ci_llm.checkpoints.interval import BestInterval
-from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.orbax_arguments import Rules, state_of
-from ci_llm.checkpoints.policy import SavePolicy
-from ci_llm.checkpoints.retention import METRICS, Metrics, RetentionPolicy
+from ci_llm.checkpoints.checkpoint import Checkpoint, decode
+from ci_llm.checkpoints.contributions import (
+    KEY,
+    Contribution,
+    EachProcess,
+    Exchanged,
+    Gradients,
+    SaveVote,
+    Votes,
+    add_up,
+    give_own_parts,
+    own_parts,
+    replace_entries,
+)
+from ci_llm.checkpoints.folders import Opened
+from ci_llm.checkpoints.manifest import Manifest, copy_info, read_manifest
+from ci_llm.checkpoints.orbax_arguments import Composite, Rules, items_of, state_of
+from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy, metrics_of
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
-from ci_llm.checkpoints.votes import Contribution, EachProcess, Exchanged, Votes, add_up, own_parts, replace_entries
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
+from ci_llm.errors import CheckpointError, ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
+
+
+def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Put a state back where it came from, strictly.
+
+    Tensors are copied in place, objects get `load_state_dict`, plain values are replaced in their container.
+    Only files kept verbatim may stay unused.
+
+    Raises:
+        ForeignCheckpoint: a key, shape or type on one side has no counterpart on the other, and nothing was touched;
+            or an object does not take its state, which it may have done in part, and those before it wholly.
+    """
+    unused = {key for key, value in state.items() if not isinstance(value, bytes)} - objects.keys()
+    if unused:
+        raise ForeignCheckpoint(
+            f"the checkpoint holds {sorted(unused)}, which nothing here takes up",
+            hint="restore without `into` to get all of it as plain values",
+        )
+    taken = {key: state[key] for key in objects if key in state}
+    if missing := sorted(objects.keys() - taken.keys()):
+        raise ForeignCheckpoint(f"the checkpoint does not hold {missing}")
+    for key, target in objects.items():
+        _check_fit(target, taken[key], key)
+    objects.update({key: _put(target, taken[key], key) for key, target in objects.items()})
+
+
+def _check_fit(target: object, saved: object, where: str) -> None:
+    if isinstance(target, Tensor):
+        same = isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (target.shape, target.dtype)
+        if not same:
+            raise _misfit(where, _describe(target), _describe(saved))
+    elif not _holds_objects(target):
+        if _is_of_other_kind(saved, target):
+            raise _misfit(where, _describe(target), _describe(saved))
+    elif isinstance(target, MutableMapping):
+        if not isinstance(saved, dict) or saved.keys() != target.keys():
+            raise _misfit(where, _describe(target), _describe(saved))
+        for key, item in target.items():
+            _check_fit(item, saved[key], f"{where}.{key}")
+    elif isinstance(target, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or _is_of_other_kind(saved, target) or len(saved) != len(target):
+            raise _misfit(where, _describe(target), _describe(saved))
+        for i, item in enumerate(target):
+            _check_fit(item, saved[i], f"{where}[{i}]")
+    elif isinstance(target, Mapping):
+        raise _misfit(where, f"a {type(target).__name__}, which cannot be filled", _describe(saved))
+
+
+def _is_of_other_kind(saved: object, target: object) -> bool:
+    """Whether `target` is a container and `saved` is none of its kind; a checkpoint does not hold the exact type."""
+    return any(isinstance(target, kind) and not isinstance(saved, kind) for kind in (Mapping, list, tuple))
+
+
+def _holds_objects(value: object) -> bool:
+    """Whether anything in `value` has to be filled in place; otherwise it is plain, and replaced as a whole."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_objects, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_objects, value))
+    return isinstance(value, Tensor) or hasattr(value, "load_state_dict")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {sorted(map(str, value))}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _misfit(where: str, here: str, there: str) -> ForeignCheckpoint:
+    return ForeignCheckpoint(f"here is {here}, the checkpoint holds {there}", where=where)
+
+
+def _put(target: Any, saved: Any, where: str) -> Any:
+    """Load `saved` into `target` where that can be done in place; returns what belongs in its container."""
+    if hasattr(target, "load_state_dict"):
+        try:
+            target.load_state_dict(saved)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ForeignCheckpoint(f"{_describe(target)} does not take its state: {error}", where=where) from error
+        return target
+    if isinstance(target, Tensor):
+        with torch.no_grad():
+            return target.copy_(saved)
+    if not _holds_objects(target):
+        return saved
+    if isinstance(target, MutableMapping):
+        target.update({key: _put(item, saved[key], f"{where}.{key}") for key, item in target.items()})
+        return target
+    filled = [_put(item, value, f"{where}[{i}]") for i, (item, value) in enumerate(zip(target, saved, strict=True))]
+    if isinstance(target, tuple):
+        return type(target)(*filled) if hasattr(target, "_fields") else tuple(filled)
+    target[:] = filled
+    return target
+
+
+def put(state: dict[str, Any], into: MutableMapping[str, Any] | None, args: Any) -> MutableMapping[str, Any]:
+    """What a call of `restore` returns, with `state` in it.
+
+    Raises:
+        ForeignCheckpoint: an item that the checkpoint does not hold; or as `load_into`.
+        CheckpointError: both `into` and `args`.
+    """
+    if into is not None and args is not None:
+        raise CheckpointError("restore takes into= or args=, and one of them only", where="restore")
+    wanted: Any = into if args is None else items_of(args)
+    if not isinstance(args, Mapping):
+        if wanted is None:
+            return state
+        load_into(wanted, state)
+        filled: MutableMapping[str, Any] = wanted
+        return filled
+    if missing := sorted(set(wanted) - set(state)):
+        raise ForeignCheckpoint(f"the checkpoint does not hold {missing}; it holds {sorted(state)}", where="args=")
+    templates = {name: item for name, item in wanted.items() if item is not None}
+    load_into(templates, {name: state[name] for name in templates})
+    return Composite(**{name: templates.get(name, state[name]) for name in wanted})
+
+
+class FolderAccess(ABC):
+    """What a `CheckpointManager` does with its folder apart from saving. Reading waits for a save in flight.
+
+    `latest_step` reads every byte of the newest checkpoint, and `restore` needs the same bytes right after. So the
+    manager keeps what it has read and verified until it is restored or something newer is written.
+    """
+
+    #: Called with every result, in the thread that saved: a mirror looks at the folder then.
+    after_save: Callable[[SaveResult], object] = staticmethod(lambda result: None)
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        processes: ProcessGroup,
+        retention: RetentionPolicy,
+        gradients: Gradients,
+        *,
+        read_only: bool,
+    ) -> None:
+        self._store, self._processes = store, processes
+        self._retention, self._gradients = retention, gradients
+        self._save_vote = SaveVote(processes)
+        self._read_only, self._closed = read_only, False
+        self._opened: Opened | None = None
+        self._verified_step: int | None = None
+        #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
+        self._has_looked = False
+        self._newest_step: int | None = None
+
+    @abstractmethod
+    def wait_until_finished(self) -> None:
+        """Return when no save is in flight."""
+
+    @abstractmethod
+    def _note_restored(self) -> None:
+        """Called when a state has been read."""
+
+    # Reading
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the run."""
+        return self._store.directory
+
+    def path(self, step: int) -> Path:
+        """The folder of a committed step; `final_checkpoint` if only that one holds it.
+
+        Raises:
+            CheckpointError: there is no such step.
+        """
+        return self._store.path(step)
+
+    def latest_step(self, *, at_most: int | None = None) -> int | None:
+        """The newest step that verifies, read byte by byte; a damaged one is named and quarantined.
+
+        Its bytes stay in memory until the next `restore`, `save`, `reload` or `close`: `restore` does not read again.
+
+        Args:
+            at_most: for going back before this step: `supersede` what is newer then. None: any will do.
+        """
+        self.wait_until_finished()
+        if self._opened is None or not self._store.is_newest(self._opened, at_most):
+            self._opened = None  # the old one goes first: never two in memory
+            self._opened = self._store.open_newest(heal=self._is_main_process and not self._read_only, at_most=at_most)
+        newest = None if self._opened is None else self._opened.manifest.step
+        self._has_looked, self._newest_step = True, newest
+        return newest
+
+    def read(self, step: int | None = None) -> Checkpoint:
+        """One step with its state as nested dicts (tensors on the CPU), its manifest and its folder, verified.
+
+        Args:
+            step: None: the newest that verifies.
+
+        Raises:
+            DamagedCheckpoint: it is not as it was written.
+            CheckpointError: there is no such step, or none at all.
+        """
+        self.wait_until_finished()
+        if step is None and (step := self.latest_step()) is None:
+            raise CheckpointError("there is no checkpoint to restore", where=str(self.directory))
+        opened, self._opened = self._opened, None
+        if opened is None or opened.manifest.step != step:
+            opened = self._store.read(step)
+        self._verified_step = step
+        self._note_restored()
+        return decode(opened)
+
+    def restore(
+        self, step: int | None = None, into: MutableMapping[str, Any] | None = None, *, args: Any = None
+    ) -> MutableMapping[str, Any]:
+        """Read one step, verify it, and put it back into the objects that it was saved from.
+
+        Args:
+            step: None: the newest that verifies.
+            into: objects as they were given to `save`; tensors are filled in place, objects get
+                `load_state_dict`, plain values are replaced. Unless all keys, tensors and containers fit, nothing is
+                touched; an object checks its own state when its turn comes. Gradients of an unfinished accumulation
+                window come back to their optimizers.
+            args: Orbax's way to say it (orbax_arguments.py): `StandardRestore(objects)`, or a `Composite` of the
+                wanted items.
+
+        Returns:
+            `into`, or the state as nested dicts with tensors on the CPU.
+
+        Raises:
+            DamagedCheckpoint: it is not as it was written.
+            ForeignCheckpoint: it does not fit `into`.
+            CheckpointError: there is no such step, or none at all.
+        """
+        state = self.read(step).state
+        objects = into if args is None else state_of(None, args)
+        if objects is None:
+            return state
+        give_own_parts(state, objects, self._processes.process_index)
+        waiting = self._gradients.own_part(state.pop(KEY, None), objects, some=isinstance(args, Mapping))
+        restored = put(state, into, args)
+        self._gradients.put_back(waiting)
+        return restored
+
+    def all_steps(self) -> list[int]:
+        """Every committed step, ascending; not verified."""
+        self.wait_until_finished()
+        return self._store.all_steps()
+
+    def best_step(self) -> int | None:
+        """The step that `best_fn` puts first; the newest one without it."""
+        return self._retention.best_of(self.directory, self.all_steps())
+
+    def metrics(self, step: int) -> Metrics | None:
+        """What `step` was saved with as `metrics`. Raises CheckpointError: there is no such step."""
+        self.wait_until_finished()
+        return metrics_of(self.directory, step)
+
+    def metadata(self, step: int) -> Manifest:
+        """The manifest of a step: time, attempt, `info`, files and their sizes; no other byte is read.
+
+        Raises: DamagedCheckpoint, CheckpointError.
+        """
+        self.wait_until_finished()
+        return read_manifest(self.path(step))
+
+    def verify(self, step: int) -> Manifest:
+        """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
+        self.wait_until_finished()
+        return self._store.verify(step)
+
+    # Changing
+
+    def reload(self) -> None:
+        """Look at the folder anew at the next call, because somebody else has changed it. On every process."""
+        self._forget_newest()
+
+    def adopt(self, opened: Opened) -> None:
+        """Commit a checkpoint that was read elsewhere, under its own name and as it is. For process 0.
+
+        Raises:
+            CheckpointError: the disk refuses it.
+        """
+        self._require_open(writing=True)
+        self._forget_newest()
+        if cause := self._store.adopt(opened, opened.folder.name):
+            raise CheckpointError(f"{opened.folder.name} is dropped: {cause}", where=str(self.directory)) from cause
+
+    def supersede(self, after_step: int) -> list[Path]:
+        """Going back: move every newer checkpoint to `superseded/`. On every process; process 0 does it.
+
+        Raises:
+            OSError: the disk refuses one, which is where it was.
+        """
+        self._require_open(writing=True)
+        verified = self._verified_step
+        self._forget_newest()
+        if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
+            self._has_looked, self._newest_step = True, after_step
+        return self._store.supersede(after_step) if self._is_main_process else []
+
+    def set_aside(self, entries: Sequence[Path]) -> Path:
+        """Move a whole run, `entries` of this folder, to `overwritten/<n>/`; returns where they are. For process 0.
+
+        Raises:
+            OSError: the disk refuses it; everything is where it was.
+        """
+        self._require_open(writing=True)
+        self._forget_newest()
+        return self._store.set_aside(entries)
+
+    def delete(self, step: int) -> None:
+        """Remove a committed step. On every process; process 0 does it.
+
+        Raises:
+            CheckpointError: there is no such step.
+        """
+        self._require_open(writing=True)
+        self._forget_newest()
+        if self._is_main_process:
+            self._store.delete(step)
+
+    # The lease of the folder
+
+    def acquire_lease(self) -> int:
+        """Become the one writer of the folder, before the first `save` does it; the number of this attempt.
+
+        For process 0. What dead attempts left is swept.
+
+        Raises:
+            WriterBusy: another process writes here. CheckpointError: the folder cannot be written.
+        """
+        self._require_open(writing=True)
+        return self._store.acquire_lease()
+
+    def holds_lease(self) -> bool:
+        """Whether this process is still the one writer: ask before you write anything else into the folder."""
+        return self._store.holds_lease()
+
+    @property
+    def staging(self) -> Path:
+        """A folder for unfinished files of the owner (`durable.write_bytes(staging=...)`); gone after a takeover."""
+        return self._store.staging
+
+    def _require_open(self, *, writing: bool = False) -> None:
+        if self._closed:
+            raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")
+        if writing and self._read_only:
+            raise CheckpointError("this manager is read_only", where=str(self.directory))
+
+    def _forget_newest(self) -> None:
+        self.wait_until_finished()
+        self._has_looked, self._opened = False, None
+        self._save_vote.forget()
+        self._retention.forget()
+
+    @property
+    def _is_main_process(self) -> bool:
+        return self._processes.process_index == 0
+
 
 #: Seconds to wait for a full disk while others wait in a collective, twice in `finish`. NCCL gives up after 600.
 LONGEST_PAUSE_S = 240.0
@@ -64,7 +441,7 @@ class CheckpointManager(FolderAccess):
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None: never by steps.
         save_interval_seconds: and when so much time has passed since the last; None: never by time; "auto": the
-            interval that loses the least time, from what saves cost here and how often the run failed (interval.py).
+            interval that loses the least time, from what saves cost here and how often the run failed (policy.py).
         save_on_steps: and at these steps.
         max_to_keep: numbered checkpoints to keep; None keeps all.
         keep_period: multiples of it are not pruned.
@@ -178,7 +555,7 @@ class CheckpointManager(FolderAccess):
             state: dict; its keys name files (see state_files.py). Tensors, plain values, nested containers,
                 objects with `state_dict`, bytes for files to be kept verbatim, and `EachProcess` for what every
                 process has of its own. Between two steps of an optimizer in it (or of the `optimizers`) the gradients
-                that wait are saved as well (gradients.py).
+                that wait are saved as well (contributions.py).
             args: Orbax's way to give it: `StandardSave(state)`, or a `Composite` of items.
             metrics: plain values by name, for `best_fn`; they are in the manifest.
             force: save whatever the policy says; the same on every process. It costs no vote.

@@ -21,8 +21,7 @@ import xxhash
 
 from ci_llm.core.durable import Bytes, read_chunks, read_exactly
 from ci_llm.core.run_folder import is_run
-from ci_llm.core.sealed import seal, unseal
-from ci_llm.core.typed_json import Json, decode, encode, parse_json
+from ci_llm.core.typed_json import Json, decode, encode, parse_json, seal, unseal
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 MANIFEST = "manifest.json"

@@ -18,9 +18,9 @@ from typing import Any
 from ci_llm.checkpoints import orbax_arguments
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
+from ci_llm.checkpoints.manager import put
 from ci_llm.checkpoints.orbax_arguments import CheckpointManagerOptions as CheckpointManagerOptions
 from ci_llm.checkpoints.orbax_arguments import state_of
-from ci_llm.checkpoints.restore import put
 from ci_llm.errors import CheckpointError
 
 

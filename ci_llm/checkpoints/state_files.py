@@ -319,7 +319,7 @@ def _read(key: str, form: str, files: Mapping[str, bytes]) -> object:
 
 
 def index_name(key: str) -> str:
-    """The file that says in which file each tensor of a key lies, if there are several (see shards.py)."""
+    """The file that says in which file each tensor of a key lies if there are several (see backends/distributed.py)."""
     return f"{key}.safetensors.index.json"
 
 

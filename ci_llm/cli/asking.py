@@ -1,12 +1,18 @@
-"""What `ci-llm generate` and `ci-llm chat` share: the options, and the run that is asked."""
+"""What `ci-llm generate` and `ci-llm chat` share: the options, the run that is asked, and an answer as text.
+
+An answer as text for a terminal: the crowd's, the agents' beside it, and a line that says how sure the crowd is.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -15,7 +21,58 @@ from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
+    from ci_llm.crowd.asking import Answer
     from ci_llm.crowd.model import Crowd
+
+
+_GAP = 3
+
+
+def how_sure(answer: Answer) -> str:
+    """One line: how probably the answer is right, its probability, how many agents give it, how much they disagree."""
+    parts = [] if answer.probability_right is None else [f"right with probability {answer.probability_right:.2f}"]
+    parts.append(f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)")
+    count = len(answer.agents)
+    if answer.agreement is not None and count > 1:
+        parts.append(f"{round(answer.agreement * count)} of {count} agents agree")
+    parts.append("one agent asked" if answer.agents_asked == 1 else f"disagreement {answer.disagreement:.3f}")
+    if not answer.complete:
+        parts.append(f"cut after {len(answer.tokens)} tokens")
+    return f"[{', '.join(parts)}]"
+
+
+def given(answer: Answer) -> str:
+    """The crowd's answer; a word in its place if the crowd abstains."""
+    return "[no answer: it is too unsure]" if answer.abstained else answer.answer
+
+
+def beside(answer: Answer, names: Sequence[str]) -> str:
+    """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below.
+
+    Args:
+        names: of the agents, `Crowd.names`: a crowd that has changed has gaps.
+    """
+    named = {"crowd": answer.answer} | dict(zip(names, answer.agents, strict=True))
+    columns = [[name, *text.splitlines()] for name, text in named.items()]
+    widths = [max(map(len, column)) for column in columns]
+    if sum(widths) + _GAP * (len(widths) - 1) <= width():
+        rows = zip_longest(*columns, fillvalue="")
+        lines = ((" " * _GAP).join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(_named(name, text) for name, text in named.items())
+
+
+def _named(name: str, text: str) -> str:
+    """A text to the right of its name, wrapped to the terminal."""
+    indent = max(8, len(name)) + 1
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width() - indent) or [""]] or [""]
+    return "\n".join(f"{label:<{indent}}{line}".rstrip() for label, line in zip_longest([name], lines, fillvalue=""))
+
+
+def width() -> int:
+    """Columns of the terminal; 80 if there is none."""
+    return max(20, shutil.get_terminal_size().columns)
+
 
 #: Options that say how tokens are drawn.
 SAMPLING: Final = ("temperature", "top_p", "top_k", "seed")
@@ -72,7 +129,7 @@ def require_run(path: str, base_model: str | None) -> None:
         BadInput: there is no such folder, or its run has no checkpoint yet.
     """
     from ci_llm.checkpoints.folders import committed
-    from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_repository
+    from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_repository
     from ci_llm.core.run_status import last_status, read_status
 
     if may_be_repository(path):
@@ -87,7 +144,7 @@ def require_run(path: str, base_model: str | None) -> None:
         go_offline_if_base_unreachable(path, base_model)
         return
     if (Path(path) / SWEEP).is_file():
-        from ci_llm.crowd.recognise import require_checkpoint
+        from ci_llm.crowd.external_adapters import require_checkpoint
 
         require_checkpoint(Path(path), path)  # names the run of the best trial
     status = read_status(path)
@@ -104,8 +161,8 @@ def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
     """
-    from ci_llm.cluster.hub import may_be_repository
-    from ci_llm.crowd.recognise import require_checkpoint
+    from ci_llm.core.remote import may_be_repository
+    from ci_llm.crowd.external_adapters import require_checkpoint
 
     folder: Path | str = path
     if not may_be_repository(path):
@@ -158,7 +215,7 @@ def _note_if_unfinished(folder: Path) -> None:
 def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
     """Use only the local cache if the hub is unreachable and the base of this run may be there; says so on stderr."""
     from ci_llm.checkpoints.folders import FINAL, committed
-    from ci_llm.cluster.hub import go_offline_if_unreachable
+    from ci_llm.core.remote import go_offline_if_unreachable
 
     path = Path(run)
     for folder in (path, path / FINAL, *(folder for _, folder in committed(path))):

@@ -8,17 +8,27 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ci_llm.cli.answer_text import beside, given, how_sure
-from ci_llm.cli.arguments import make_parser
-from ci_llm.cli.asking import SAMPLING, add_options, choices_of, lines_of, note, open_run, require_run, stop_strings
-from ci_llm.cli.guard import print_error
-from ci_llm.cli.mirrors import located
+from ci_llm.cli.asking import (
+    SAMPLING,
+    add_options,
+    beside,
+    choices_of,
+    given,
+    how_sure,
+    lines_of,
+    note,
+    open_run,
+    require_run,
+    stop_strings,
+)
+from ci_llm.cli.checkpoints import located
+from ci_llm.cli.command import make_parser, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
+    from ci_llm.crowd.generation import Stream
     from ci_llm.crowd.model import Crowd
-    from ci_llm.crowd.streaming import Stream
 
 _DESCRIPTION = """Talk to the crowd of a run, with the chat template of its training. In a pipe each line is a turn.
 Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands."""

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.arguments import make_parser
-from ci_llm.cli.mirrors import located
+from ci_llm.cli.checkpoints import located
+from ci_llm.cli.command import make_parser
 from ci_llm.core.imports import importing
-from ci_llm.core.urls import is_url
+from ci_llm.core.remote import is_url
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def evaluate_run(words: Sequence[str]) -> int:
     call = _parser().parse_args(words)
     _check(call)
     from ci_llm.cli.asking import require_run
-    from ci_llm.cluster.hub import go_offline_if_unreachable
+    from ci_llm.core.remote import go_offline_if_unreachable
 
     if is_url(call.run):
         call.run, call.output = located(call.run), call.output or Path("predictions.jsonl")
@@ -133,8 +133,7 @@ def _check(call: argparse.Namespace) -> None:
 
 
 def _request(call: argparse.Namespace) -> Request:
-    from ci_llm.evaluation.loading import Request
-    from ci_llm.evaluation.rows import Choice, read_keys
+    from ci_llm.evaluation.loading import Choice, Request, read_keys
 
     return Request(
         run=call.run,
@@ -175,7 +174,7 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
 
 
 def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
-    from ci_llm.evaluation.table import failed_lines, failed_rows, sureness_lines, table
+    from ci_llm.evaluation.evaluate import failed_lines, failed_rows, sureness_lines, table
 
     yield from (f"data  {line}" for line in found.lines)
     yield ""
@@ -198,7 +197,7 @@ def _where_failed(call: argparse.Namespace, found: Evaluation) -> str:
 
 
 def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
-    from ci_llm.evaluation.table import failed_rows
+    from ci_llm.evaluation.evaluate import failed_rows
 
     failed = failed_rows(found.rows)
     return {

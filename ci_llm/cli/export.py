@@ -1,29 +1,26 @@
-"""`ci-llm export`: agents, or one adapter made of them, as a folder for PEFT, Transformers, vLLM and llama.cpp."""
+"""`ci-llm export` and `ci-llm push`: agents, or one adapter made of them, as a folder or on the Hugging Face Hub.
+
+`ci-llm push RUN --to hub:user/name`: publish the agents of a run on the Hugging Face Hub.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.arguments import agent_number, make_parser
 from ci_llm.cli.asking import go_offline_if_base_unreachable
-from ci_llm.cli.mirrors import located
-from ci_llm.crowd.merge_methods import (
-    DENSITY,
-    DISTILLED,
-    DISTILLED_DOES,
-    METHODS,
-    Distillation,
-    Merge,
-    merge_of,
-)
+from ci_llm.cli.checkpoints import located
+from ci_llm.cli.command import agent_number, make_parser
+from ci_llm.crowd.merge_methods import DENSITY, DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.exporting import Export
+
 
 _DESCRIPTION = "Write a crowd for other programs: all agents, one of them, or one adapter that is made of all."
 _EXAMPLES = """examples:
@@ -149,7 +146,7 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
 
 
 def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
-    from ci_llm.crowd.base import short_name
+    from ci_llm.base.load import short_name
 
     return {
         "folder": str(call.to),
@@ -171,3 +168,46 @@ def _written(prepared: Export, call: argparse.Namespace) -> str:
     else:
         form = f"a PEFT adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
     return f"{call.to}: {form}; README.md has the commands for Transformers, vLLM and llama.cpp"
+
+
+_DOES = """Publish the final_checkpoint of a run on the Hugging Face Hub: its agents, their tokenizers, and the card
+with the figures and the commands that serve them. The repository is private unless --public is given."""
+_PUSHES = """A push that was interrupted goes on when it is called again. The token comes from `hf auth login`, or
+from HF_TOKEN in the environment.
+
+examples: ci-llm push ci_llm_output --to hub:user/name
+          ci-llm push ci_llm_output --to hub:user/name --merge svd
+
+exit codes: 0 done; 1 the hub does not answer, a damaged checkpoint; 2 bad call, no final checkpoint, the hub refuses"""
+
+
+def push(words: Sequence[str]) -> int:
+    """Publish a run, and print where it is.
+
+    Raises:
+        BadInput: the call is wrong, there is no final checkpoint, or the hub refuses. CheckpointError: no answer.
+        SystemExit: with 0, after `--help`.
+    """
+    call = _push_parser().parse_args(words)
+    merge = merge_of(call.merge) if call.merge else None
+    if not call.to.startswith("hub:"):
+        raise BadInput("a run is published on the hub", where=f"--to {call.to}", hint="--to hub:user/name")
+    from ci_llm.crowd.publishing import publish
+
+    done = publish(call.run, call.to, private=not call.public, merge=merge)
+    if call.json:
+        print(json.dumps(asdict(done), indent=2))
+        return 0
+    print(f"{done.url}: {done.files} files, {'private' if done.private else 'public'}")
+    print(f'Crowd.from_pretrained("{done.repository}").generate("...")')
+    return 0
+
+
+def _push_parser() -> argparse.ArgumentParser:
+    parser = make_parser("ci-llm push", _DOES, _PUSHES)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
+    parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
+    parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
+    parser.add_argument("--merge", metavar="HOW", help="also one adapter made of all agents, as in ci-llm export")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    return parser

@@ -11,10 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.answer_text import beside, given, how_sure, width
-from ci_llm.cli.arguments import make_parser
-from ci_llm.cli.asking import add_options, choices_of, lines_of, open_run, require_run, stop_strings
-from ci_llm.cli.mirrors import located
+from ci_llm.cli.asking import (
+    add_options,
+    beside,
+    choices_of,
+    given,
+    how_sure,
+    lines_of,
+    open_run,
+    require_run,
+    stop_strings,
+    width,
+)
+from ci_llm.cli.checkpoints import located
+from ci_llm.cli.command import make_parser
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +113,7 @@ def _asked(
 ) -> tuple[list[str], Iterator[Answer]]:
     """The names of the agents, and the answers of their crowd, which come one by one."""
     from ci_llm.crowd.asking import answers, options_of
-    from ci_llm.crowd.streaming import stop_strings_of
+    from ci_llm.crowd.generation import stop_strings_of
 
     stops = stop_strings_of(stop_strings(call))
     if call.batch_size < 1:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Final
 
 from ci_llm._version import __version__
-from ci_llm.cli.guard import run_guarded
+from ci_llm.cli.command import run_guarded
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import ends_with_process
 
@@ -39,10 +39,6 @@ USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train 
   ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
   ci-llm compare RUN RUN ... | SWEEP                  compare configurations, scores and curves of runs, or trials
 
-  ci-llm audit -- python THEIRS.py ...                run any training script four times: does it resume exactly,
-                                                      and what diverges first
-  ci-llm simulate [--config FILE] [key=value ...]     a job on nodes that fail: goodput, lost work, the best interval
-
   example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
 
 --help after a command shows its options; --debug shows debug lines, and the traceback of an error. --version shows the
@@ -54,7 +50,7 @@ COMMANDS: Final = {
     "check": "ci_llm.cli.train:check",
     "sweep": "ci_llm.cli.sweep:sweep",
     "status": "ci_llm.cli.status:status",
-    "watch": "ci_llm.cli.watch:watch",
+    "watch": "ci_llm.cli.status:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
     "agents": "ci_llm.cli.agents:agents",
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
@@ -62,11 +58,9 @@ COMMANDS: Final = {
     "chat": "ci_llm.cli.chat:chat",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
-    "push": "ci_llm.cli.push:push",
+    "push": "ci_llm.cli.export:push",
     "report": "ci_llm.cli.report:report_run",
     "compare": "ci_llm.cli.report:compare_runs",
-    "audit": "ci_llm.cli.audit:audit",
-    "simulate": "ci_llm.cli.simulate:simulate",
 }
 
 
@@ -90,7 +84,7 @@ def _dispatch(words: list[str]) -> int:
         print(__version__)
         return 0
     if words[0] not in COMMANDS:
-        from ci_llm.config.suggest import nearest
+        from ci_llm.config.parsing import nearest
 
         near = nearest(words[0], COMMANDS)
         hint = f"did you mean {near}?" if near else f"one of: {', '.join(COMMANDS)}"

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.arguments import make_parser
+from ci_llm.cli.command import make_parser
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
-    from ci_llm.report.trials import Leaderboard
+    from ci_llm.report.scores import Leaderboard
 
 _REPORT_EXAMPLE = (
     "example: ci-llm report ci_llm_output\n\n"
@@ -64,7 +64,7 @@ def compare_runs(words: Sequence[str]) -> int:
     from ci_llm.core.run_status import read_status
     from ci_llm.report.compare import LETTERS, as_json, as_text, head
     from ci_llm.report.facts import read_run, run_folder
-    from ci_llm.report.trials import read_trials
+    from ci_llm.report.scores import read_trials
 
     for path in call.runs:
         if (board := read_trials(Path(path))) is not None:

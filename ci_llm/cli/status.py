@@ -1,17 +1,25 @@
-"""`ci-llm status`: the state of a run in plain lines, or as JSON."""
+"""`ci-llm status` and `ci-llm watch`: a run in plain lines or as JSON; runs side by side until all have ended.
+
+`ci-llm watch`: runs side by side, redrawn until all have ended; from any machine that sees their folders.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ci_llm.core.push_record import PushRecord, last_push
+from ci_llm.core.run_folder import PushRecord, last_push
+from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
-    from ci_llm.watch.reading import Reading
+    from ci_llm.report.status import Reading
+    from ci_llm.report.watch import Scene
+
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ def status(words: list[str]) -> int:
     if {"-h", "--help"} & {*words}:
         print(STATUS_USAGE)
         return 0
-    from ci_llm.watch.reading import RunReader
+    from ci_llm.report.status import RunReader
 
     as_json = "--json" in words
     folder = named_run([word for word in words if word not in ("--debug", "--json")])
@@ -55,7 +63,7 @@ def named_run(words: list[str]) -> Path:
 
 def _lines(found: Reading) -> list[str]:
     """For people; scripts may read the first."""
-    from ci_llm.watch.words import losses, progress, scores, speed, time_left, whereabouts
+    from ci_llm.report.status import losses, progress, scores, speed, time_left, whereabouts
 
     run = found.status
     reason = f" ({run.reason})" if run.reason else ""
@@ -90,3 +98,74 @@ def _mirror(state: Mapping[str, Any]) -> str:
     behind = f", {state['behind_s']:.0f} s behind" if state["behind_s"] >= 1 else ""
     error = f" ({state['error']})" if state["error"] else ""
     return f"mirror: step {state['step']} is the newest in {state['url']}{behind}{error}"
+
+
+_DESCRIPTION = """Shows runs side by side while they train: state, progress, speed and time left, losses with their
+curve, the last evaluation, the attempt and its heartbeat, the SLURM job, and the command that resumes an interrupted
+run. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and changes nothing in a run."""
+
+_EXAMPLES = """RUN is the folder of a run, a folder that holds runs, or a pattern; by default the run that train.py
+would train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
+
+exit codes: those of ci-llm status: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call; of several
+runs, the first of 1, 75, 3 and 0 that one of them has
+
+examples:
+  ci-llm watch ci_llm_output/mine
+  ci-llm watch ci_llm_output --once
+  ci-llm watch 'ci_llm_output/seed*' other/run"""
+
+INTERVAL_S: Final = 0.5
+
+
+def watch(words: list[str]) -> int:
+    """`ci-llm watch RUN ...`."""
+    from ci_llm.cli.command import make_parser
+
+    parser = make_parser("ci-llm watch", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several are shown side by side")
+    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    given = parser.parse_args(words)
+    from ci_llm.report.watch import Scene
+
+    scene = Scene(given.runs or [str(named_run([]))])
+    return _print_once(scene) if given.once or not sys.stdout.isatty() else _redraw(scene)
+
+
+def _print_once(scene: Scene) -> int:
+    """One picture of the runs that are there.
+
+    Raises:
+        BadInput: there are none.
+    """
+    from rich.console import Console
+
+    from ci_llm.core.run_status import read_status
+    from ci_llm.report.status import Reading
+    from ci_llm.report.watch import Board
+
+    scene.look(wait_for_squeue=True)
+    if not any(isinstance(look, Reading) for look in scene.looks):
+        for look in scene.looks:
+            read_status(look.folder)  # raises with what is wrong there
+        raise BadInput("this is no folder of a run: it has no status.json", hint="give the output_dir of a run")
+    Console(highlight=False).print(Board(scene.looks, scene.jobs))
+    return scene.exit_code()
+
+
+def _redraw(scene: Scene) -> int:
+    """Draw until all runs have ended; the last picture stays."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from ci_llm.report.watch import Board
+
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            scene.look()
+            ended = scene.has_ended()
+            footer = "" if ended else "Ctrl-C leaves; the runs go on"
+            live.update(Board(scene.looks, scene.jobs, footer), refresh=True)
+            if ended:
+                return scene.exit_code()
+            time.sleep(INTERVAL_S)

@@ -14,7 +14,7 @@ from ci_llm.errors import ConfigError, LaunchError
 from ci_llm.supervisor.options import DEFAULT_SCRIPT, Options, parse_options
 
 if TYPE_CHECKING:
-    from ci_llm.supervisor.target import Target
+    from ci_llm.supervisor.loop import Target
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ def _supervise(options: Options) -> int:
     # Imported here, so that --help answers at once.
     from ci_llm.interrupts import ABORTED_EXIT_CODE, STOP_SIGNALS, Interrupts
     from ci_llm.supervisor import process_tree
-    from ci_llm.supervisor.log import LOG_NAME, MID_LINE, SupervisorLog
-    from ci_llm.supervisor.loop import Supervisor
+    from ci_llm.supervisor.loop import LOG_NAME, MID_LINE, Supervisor, SupervisorLog
     from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
     wake_fd, signalled_fd = os.pipe()

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.arguments import take_dry_run
-from ci_llm.cli.guard import print_line
+from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import BEST
 from ci_llm.errors import AllTrialsFailed
@@ -43,7 +42,7 @@ def sweep(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_usage())
         return 0
-    from ci_llm.cli.starting import start
+    from ci_llm.cli.train import start
     from ci_llm.cluster.launch import accelerate_settings
     from ci_llm.config import default_file
     from ci_llm.config.sweep import read_sweep
@@ -59,7 +58,7 @@ def sweep(words: list[str]) -> int:
 
 
 def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int:
-    from ci_llm.cluster.elastic import exit_code_after_stop
+    from ci_llm.cluster.launch import exit_code_after_stop
 
     with importing():
         from ci_llm.sweep.runner import SweepRunner, known_sweep
@@ -86,8 +85,7 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
     """The dry run of a pack that trains as many steps as all segments together."""
     from ci_llm.dry_run.plan import dry_run
-    from ci_llm.sweep.cost import as_one_run, described
-    from ci_llm.sweep.runner import SweepRunner, known_sweep
+    from ci_llm.sweep.runner import SweepRunner, as_one_run, described, known_sweep
 
     known_sweep(reading)  # refuses what the sweep itself would refuse
     plan = SweepRunner(reading, interrupts, launch, _say).plan()
@@ -102,7 +100,7 @@ def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, d
 
 def show(found: Sweep, arguments: Sequence[str]) -> None:
     """Print the leaderboard, and what to do next once the sweep is complete."""
-    from ci_llm.sweep.board import commands, leaderboard
+    from ci_llm.sweep.trials import commands, leaderboard
 
     if found.standings.leaderboard:
         _say(leaderboard(found.standings))

@@ -1,19 +1,59 @@
-"""`ci-llm train` and `ci-llm check`: read the configuration and the launcher, then hand over to the run."""
+"""`ci-llm train` and `ci-llm check`: signals, launcher and configuration of every command that trains, then the run."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.arguments import take_dry_run
+from ci_llm._version import __version__
+from ci_llm.cli.command import print_line, take_dry_run
+from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.imports import importing
+from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
+from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
     from ci_llm.config import Config, Reading
+
+
+def start(
+    what: str,
+    config: Config,
+    interrupts: Interrupts,
+    words: Sequence[str],
+    *,
+    lines: Sequence[str] = (),
+    require: Callable[[Config], None] | None = None,
+) -> Launch:
+    """Heed the signals that the configuration names, read the launcher, and say on the main process what is loading.
+
+    Args:
+        what: is loading, for the first line: "run".
+        words: of the command line.
+        lines: where the values of `config` come from, if that is to be said here.
+        require: refuses the configuration before the first line.
+
+    Returns:
+        the place of this process.
+    """
+    interrupts.set_signals(config.stop_signals, config.save_signals)
+    if require is not None:
+        require(config)
+    launch = read_launch(arguments=words)
+    if not launch.forwards_sigterm:
+        die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
+    if launch.is_main_process:
+        print_line(f"ci_llm {__version__}   {what} {config.run_folder}   loading...")
+        for line in lines:
+            print_line(f"config    {line}")
+    if (note := offline_note(config.names_of_inputs)) and launch.is_main_process:
+        print_line(f"hub       {note}")
+    return launch
+
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,7 +79,6 @@ def train(words: list[str]) -> int:
     is_dry, keys = take_dry_run(words)
     if is_dry:
         return check(keys)
-    from ci_llm.cli.starting import start
     from ci_llm.interrupts import Interrupts
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
@@ -77,8 +116,8 @@ def _require_checkpoint(config: Config) -> None:
 
 
 def _holds_a_step(mirror: str) -> bool:
-    from ci_llm.checkpoints.mirror.objects import open_objects
-    from ci_llm.checkpoints.mirror.reader import MirrorReader
+    from ci_llm.mirror.objects import open_objects
+    from ci_llm.mirror.reader import MirrorReader
 
     head = MirrorReader(open_objects(mirror)).head()
     return head is not None and bool(head.line)
@@ -97,7 +136,6 @@ def check(words: list[str]) -> int:
     if {"-h", "--help"} & {*words}:
         print(CHECK_USAGE)
         return 0
-    from ci_llm.cli.starting import start
     from ci_llm.interrupts import Interrupts
 
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:

@@ -1,4 +1,10 @@
-"""How this process was started: its place among the processes of the run, read from the environment.
+"""How this process was started: its place among the processes of the run, and the elastic rounds of torchrun.
+
+Elastic rounds of torchrun: a process that dies or a machine that joins ends a round, and the next one goes on.
+
+A round has one world of processes. When a process dies or a machine joins, the agents of torchrun send SIGTERM to the
+processes that are left, and start all of them anew as another world. A process of this package saves, ends, and goes on
+in the next round. This file says what such a process must know about its agent.
 
 It is known before torch is imported. So only the main process prints the first line of a run, and a call that cannot
 work is refused within a second. Every launcher sets variables of its own; `Launch.variables` translates them into
@@ -19,8 +25,69 @@ from typing import Final
 
 import psutil
 
-from ci_llm.cluster import elastic
 from ci_llm.errors import LaunchError
+
+#: The agent waits so long before it kills, between two rounds, whatever TORCH_ELASTIC_SHUTDOWN_TIMEOUT says.
+KILL_DELAY_S: Final = 30.0
+#: Of a process that was asked to stop and whose agent must not take this for the end of the job.
+AGAIN_EXIT_CODE: Final = 75
+_NO_NAME: Final = ("", "none")  # the run id of torchrun without --rdzv-id
+
+
+def has_rounds(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the agent of this process begins another round after a failure (`--max-restarts`)."""
+    text = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return text.isdecimal() and int(text) > 0
+
+
+def exit_code_after_stop(reason: str, configured: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The exit code of a run that was asked to stop and is saved.
+
+    An agent whose processes all end with 0 takes the job for done and closes the rendezvous: no round follows. The
+    signal may have reached the processes of another agent only, so the end of these must not look like that. An agent
+    that has sent the signal itself does not look at the code.
+
+    Args:
+        reason: why the run stopped: "signal:SIGTERM", "walltime", ...
+        configured: `interrupted_exit_code`.
+    """
+    goes_on = reason.startswith("signal:") and has_rounds(environ)
+    return configured or (AGAIN_EXIT_CODE if goes_on else 0)
+
+
+def job_and_round(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
+    """A name of the elastic job, and one of the round within it; None where it has none.
+
+    In a new round process 0 meets the others at a new port, unless the agents share their store.
+    """
+    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    if job in _NO_NAME:
+        return None, None
+    return job, f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+
+
+def names_of_round(environ: Mapping[str, str] = os.environ) -> str:
+    """What to put before the names in the store at which processes meet; empty where each round has a store of its own.
+
+    An agent that is alone keeps one store for all its rounds, and in it the addresses of those that have died. It
+    counts the rounds. The counts of several agents differ, so those must not share a store: see `elastic_notes`.
+    """
+    alone = environ.get("GROUP_WORLD_SIZE") == "1" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"round {environ.get('TORCHELASTIC_RESTART_COUNT', '0')} " if alone else ""
+
+
+def elastic_notes(environ: Mapping[str, str], machines: str) -> list[str]:
+    """Lines for people about agents that do not let a machine join.
+
+    Args:
+        machines: the number of them, as torchrun was told: "4", "1:4".
+    """
+    if ":" not in machines or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return []
+    return [
+        "a machine that joins later would not be let in, because the agents of torchrun share their store:"
+        " export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before each torchrun"
+    ]
 
 
 @dataclass(frozen=True)
@@ -229,7 +296,7 @@ def launch_notes(
             "one CPU thread per process (OMP_NUM_THREADS=1, which launchers set if it is not set):"
             f" `export OMP_NUM_THREADS={launch.threads_per_process}` uses all cores"
         )
-    return [*lines, *step_notes(environ), *elastic.elastic_notes(environ, option(launch.launcher_command, "nnodes"))]
+    return [*lines, *step_notes(environ), *elastic_notes(environ, option(launch.launcher_command, "nnodes"))]
 
 
 def step_notes(environ: Mapping[str, str]) -> list[str]:
@@ -320,7 +387,7 @@ def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
     supervisor_s = float(environ.get(SUPERVISED, math.inf))
     if launcher != "torchrun":
         return supervisor_s
-    between_rounds_s = elastic.KILL_DELAY_S if elastic.has_rounds(environ) else math.inf
+    between_rounds_s = KILL_DELAY_S if has_rounds(environ) else math.inf
     at_the_end_s = _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILL_DELAY_S)
     return min(supervisor_s, between_rounds_s, at_the_end_s)
 

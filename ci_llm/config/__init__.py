@@ -2,9 +2,9 @@
 
 from ci_llm.config.config import Change as Change
 from ci_llm.config.config import Config as Config
-from ci_llm.config.documentation import describe_keys as describe_keys
-from ci_llm.config.documentation import groups as groups
-from ci_llm.config.documentation import keys_as_markdown as keys_as_markdown
+from ci_llm.config.config import describe_keys as describe_keys
+from ci_llm.config.config import groups as groups
+from ci_llm.config.config import keys_as_markdown as keys_as_markdown
 from ci_llm.config.load import Reading as Reading
 from ci_llm.config.load import arguments_without as arguments_without
 from ci_llm.config.load import as_typed as as_typed

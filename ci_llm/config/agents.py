@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ci_llm.config.entries import by_key, read_values, sound_values
-from ci_llm.config.names import FIELDS, UnknownNameError, resolve
+from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
 from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
-from ci_llm.config.problems import Problem, error_of, given_twice, unknown
+from ci_llm.config.problems import Problem, by_key, error_of, given_twice, read_values, sound_values, unknown
 from ci_llm.config.yaml_file import read_flow
 
 _NAMES: Final = re.compile(r"[\w.:+-][\w .:+-]{0,59}")

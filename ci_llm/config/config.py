@@ -1,23 +1,72 @@
-"""A configuration: all keys of a run with sound values, written down as YAML, and compared with another."""
+"""A configuration: all keys of a run with sound values, as YAML, compared with another, and explained in words.
+
+The keys in words: the text of `--help`, and the tables of docs/keys.md.
+"""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.agents import own_values, take_own_entries
-from ci_llm.config.documentation import groups
-from ci_llm.config.entries import by_key, read_values, sound_values
+from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS
 from ci_llm.config.own_keys import NAME, OWN_KEYS, ROWS_KEYS, names_of, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
-from ci_llm.config.problems import Problem, clashing, error_of
-from ci_llm.config.schema import AllKeys, ChangeKind
+from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
+from ci_llm.config.schema import AllKeys, ChangeKind, Keys
 from ci_llm.config.validation import find_clashes, find_notices
-from ci_llm.config.yaml_file import dump_yaml
+from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.errors import ConfigError
+
+WIDTH = 110
+COLUMN = 45  # of the text beside a key
+
+
+def groups() -> dict[str, list[str]]:
+    """The keys below the title of their group, in order."""
+    classes = [base for base in reversed(AllKeys.__mro__) if issubclass(base, Keys) and base not in (Keys, AllKeys)]
+    return {str(base.__doc__): [key for key in FIELDS if key in base.__annotations__] for base in classes}
+
+
+def describe_keys() -> str:
+    """All keys for `--help`: group, key, default, what it is and in which unit."""
+    parts = ["\n".join([title, *map(_described, keys)]) for title, keys in groups().items()]
+    return "\n\n".join(parts)
+
+
+def keys_as_markdown() -> str:
+    """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own."""
+    parts = []
+    for title, keys in groups().items():
+        rows = [f"| {_names(key)} | `{dump_value(FIELDS[key].default)}` | {_text(key)} |" for key in keys]
+        parts.append("\n".join([f"## {title}", "", "| key | default | what it is |", "| --- | --- | --- |", *rows]))
+    return "\n\n".join(parts)
+
+
+def _names(key: str) -> str:
+    translated = [
+        name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())
+    ]
+    return "<br>".join([f"`{key}`", *(alias for alias, meant in ALIASES.items() if meant == key), *translated])
+
+
+def _text(key: str) -> str:
+    return str(FIELDS[key].description).replace("|", "or")
+
+
+def _described(key: str) -> str:
+    head = f"  {key}={dump_value(FIELDS[key].default)}".replace('"', "")
+    return textwrap.fill(
+        str(FIELDS[key].description),
+        width=WIDTH,
+        initial_indent=f"{head:<{COLUMN - 1}} ",
+        subsequent_indent=" " * COLUMN,
+    )
+
 
 IN_PYTHON: Final = "Config(...)"
 

@@ -10,12 +10,18 @@ from typing import Any, Final
 
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
-from ci_llm.config.entries import by_key, read_values, sound_values
-from ci_llm.config.names import FIELDS, flag_form, key_of
-from ci_llm.config.parsing import COMMAND_LINE, Entry, Scalar, parts_of, read_arguments
-from ci_llm.config.precedence import describe_sources, merge_sources
-from ci_llm.config.problems import Problem, clashing, error_of, stray
-from ci_llm.config.suggest import nearest
+from ci_llm.config.foreign import FIELDS, flag_form, key_of
+from ci_llm.config.parsing import (
+    COMMAND_LINE,
+    Entry,
+    Scalar,
+    describe_sources,
+    merge_sources,
+    nearest,
+    parts_of,
+    read_arguments,
+)
+from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values, stray
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.errors import ConfigError

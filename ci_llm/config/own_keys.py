@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ci_llm.config.precedence import STRONGER
+from ci_llm.config.parsing import STRONGER
 from ci_llm.config.schema import AgentKeys, BaseModelKeys, DataKeys, EvaluationKeys, Keys, ObjectiveKeys, TrainingKeys
 
 #: Which rows an agent trains on.

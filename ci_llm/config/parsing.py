@@ -1,24 +1,64 @@
-"""From text to value by the type of the key: `no` is a word for one key and false for another.
+"""From text to value by the type of the key; the key that a misspelt name means; which source decides a key.
+
+The key that a misspelt name means; no suggestion is better than a wrong one.
+
+From text to value by the type of the key: `no` is a word for one key and false for another.
 
 A value arrives as it was written (`Scalar`, `Items` or `Unusable`), from YAML or from the command line (`--any-key V`,
 `--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared
 type of its key; pydantic checks the ranges.
+
+Which source decides a key: the command line over the file over the launcher over the defaults; and in words.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ci_llm.config.schema import DurationMark, SeveralMark
-from ci_llm.config.suggest import WHOLE
+
+#: Lowest similarity, 0 to 1: of each part to a part of the other name, of the whole names, and of names without `_`.
+PART: Final = 0.65
+WHOLE: Final = 0.75
+RUN_TOGETHER: Final = 0.88
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name of which `name` is a misspelling; None if `name` means something else.
+
+    A part of `name` that the known one lacks has a meaning: `eval_batch_size` is no misspelling of `batch_size`. A part
+    may be left out, as in `max_grad` for `max_grad_norm`.
+    """
+    alike = [(_ratio(name.lower(), other.lower()), other) for other in known if _is_slip(name.lower(), other.lower())]
+    return max(alike)[1] if alike else None
+
+
+def _is_slip(name: str, other: str) -> bool:
+    parts, others = name.split("_"), other.split("_")
+    if len(parts) != len(others) and _ratio("".join(parts), "".join(others)) >= RUN_TOGETHER:
+        return len(parts) < len(others)
+    return _ratio(name, other) >= WHOLE and _fit(parts, others)
+
+
+def _fit(parts: list[str], others: list[str]) -> bool:
+    """Whether each part has one of the others that is like it, in order; one word alone does not stand for several."""
+    if len(parts) == 1 < len(others):
+        return False
+    rest = iter(others)
+    return all(any(_ratio(part, other) >= PART for other in rest) for part in parts)
+
+
+def _ratio(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
 
 
 @dataclass(frozen=True)
@@ -377,3 +417,66 @@ def _take_value(form: FlagForm, words: list[str]) -> Raw:
     if follows:
         return Scalar(words.pop(0))
     return NO_VALUE if form == "with a value" else Scalar("true")
+
+
+Given = Mapping[str, Entry]
+
+#: Two keys for one thing: within one source the first decides, unless it is null.
+STRONGER: Mapping[str, str] = {
+    "max_train_steps": "epochs",
+    "global_batch_size": "gradient_accumulation_steps",
+    "num_warmup_steps": "num_warmup_steps_ratio",
+}
+
+#: Two ways to the same thing, of which one source may name one.
+RIVALS: tuple[tuple[str, str], ...] = (("val_set_size", "eval_dataset_name"), ("val_set_size", "eval_split"))
+
+
+def merge_sources(launcher: Given, file: Given, line: Given) -> dict[str, Entry]:
+    """The entries that count, by key. A stronger source also sets aside the other key for the same thing."""
+    given: dict[str, Entry] = {}
+    for source in (launcher, file, line):
+        for other, _ in _set_aside_by(source):
+            given.pop(other, None)
+        given |= source
+    return given
+
+
+def describe_sources(path: Path | None, launcher: Given, file: Given, line: Given) -> Iterator[str]:
+    """A line that says where the values come from; then one for each entry that was given and has no effect."""
+    parts = [str(path) if path else "no file: there is no configs.yaml here"]
+    if line:
+        parts.append(f"command line: {_all(line)}")
+    given = merge_sources(launcher, file, line)
+    if taken := {key: entry for key, entry in launcher.items() if given.get(key) is entry}:
+        parts.append(f"accelerate launch: {_all(taken)}")
+    yield "; ".join([*parts, "defaults for all other keys"])
+    for other, key in _set_aside_by(line):
+        if other in file and other not in given and not file[other].is_null:
+            yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
+    for strong, weak in STRONGER.items():
+        for source in (file, line):
+            if weak in source and strong in source and not source[strong].is_null:
+                yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
+    for key, entry in launcher.items():
+        for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):
+            if (by := given.get(decides)) is not None and not by.is_null and by.text != entry.text:
+                yield f"{_one(key, entry)} ({entry.where}) has no effect: {_one(decides, by)} decides ({by.where})"
+
+
+def _set_aside_by(source: Given) -> Iterator[tuple[str, str]]:
+    """(key that weaker sources give in vain, key of this source that replaces it)."""
+    for strong, weak in STRONGER.items():
+        if weak in source and strong not in source:
+            yield strong, weak
+    for one, other in (*RIVALS, *((b, a) for a, b in RIVALS)):
+        if other in source and one not in source and not source[other].is_null:
+            yield one, other
+
+
+def _all(entries: Given) -> str:
+    return " ".join(_one(key, entry) for key, entry in entries.items())
+
+
+def _one(key: str, entry: Entry) -> str:
+    return f"{key}={entry.text}"

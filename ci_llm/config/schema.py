@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from ci_llm.core.plugins import plugin_names
+from ci_llm.core.imports import plugin_names
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 

@@ -19,8 +19,8 @@ from annotated_types import Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ci_llm.config.config import Config, entries_of
+from ci_llm.config.foreign import FIELDS, key_of, normalized
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
-from ci_llm.config.names import FIELDS, key_of, normalized
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.parsing import (
     COMMAND_LINE,

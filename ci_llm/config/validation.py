@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
-from ci_llm.config.unsupported import NO_EFFECT
+from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
-from ci_llm.core.urls import is_url, why_no_mirror
 
 if TYPE_CHECKING:
     from ci_llm.config import Config

@@ -1,9 +1,11 @@
-"""Durable files: after a crash at any line a reader finds the old content or the new content, and never a part of it.
+"""Durable files: after a crash at any line a reader finds the old content or the new one. And locks on files.
 
 A new file is written under another name, synced, renamed, and its folder is synced: a rename is atomic, and a name is
 durable only after the sync of its folder. Only `append` may leave a part: of what was added last. This is the only
 module that renames or syncs. Every change of a disk goes through a `Filesystem`, so that a test can crash before the
 n-th change, or drop and reorder changes before a sync.
+
+The lock of the operating system on a file: one process holds it, and it is free again when that process is gone.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ci_llm.core.typed_json import dump_json, load_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -352,3 +357,34 @@ def read_exactly(path: Path, size: int) -> bytes:
     if len(data) != size:
         raise ValueError(f"{path.name} does not have {size} bytes")
     return bytes(data)
+
+
+#: What some network filesystems say, which have no locks.
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP})
+
+
+@contextmanager
+def locked(path: Path, *, create: bool = False, wait: bool = True, required: bool = True) -> Iterator[None]:
+    """Hold the lock of a file.
+
+    Args:
+        create: make an empty file if there is none.
+        wait: until it is free; else it is an error that another process holds it.
+        required: it is an error that the filesystem has no locks; else nothing is locked there.
+
+    Raises:
+        BlockingIOError: another process holds it. OSError: the file cannot be opened or locked.
+    """
+    # For writing: NFS grants an exclusive lock to no other handle.
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except PermissionError as error:  # how some systems say that another process holds it
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
+        except OSError as error:
+            if required or error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(handle)

@@ -1,14 +1,292 @@
-"""The names in the folder of a run, and whether a folder is one."""
+"""The names in the folder of a run, and its small records: attempts, recovery.json, hub.json.
+
+`attempts/<n>/`: the step at which an attempt began, and why its processes failed.
+
+Launchers flatten exit codes, so a reason travels by file. A process that fails writes `process_<i>.json` before it does
+anything else. The earliest failure of an attempt is the cause; the others follow from it.
+
+hub.json: how the last push of a run's result to the hub ended, for the next call of the run and `ci-llm status`.
+
+recovery.json: what the supervisor asks of the next attempts of a run.
+
+Only the supervisor writes it, atomically, into the run's folder; the trainer reads it at its start. It is part of the
+state of the run and not of its configuration: a resume never refuses it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from itertools import takewhile
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ci_llm.core.attempts import ATTEMPTS
-from ci_llm.core.push_record import NAME as PUSH
-from ci_llm.core.recovery import NAME as RECOVERY
+import psutil
+
+from ci_llm.core.durable import make_folders, read_fields, read_json, write_json
+from ci_llm.errors import BadInput, CheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Record = TypeVar("Record", bound="DataclassInstance")
+
+ATTEMPTS: Final = "attempts"
+PEER_LOST: Final = "peer_lost"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one process of an attempt failed.
+
+    Attributes:
+        reason: a word for scripts: "out_of_memory", "nonfinite", "disk_full", "peer_lost", "error:OSError";
+            "unreadable" if the file of the failure is damaged.
+        message: a sentence for people.
+        time: unix seconds.
+        step: optimizer steps done, if known.
+        traceback: of the exception, if known.
+    """
+
+    reason: str
+    message: str
+    process_index: int
+    time: float
+    step: int | None = None
+    host: str = ""
+    traceback: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, reason: str, process_index: int, step: int | None = None) -> Failure:
+        """The failure of this process, at this moment, by this exception."""
+        return cls(
+            reason=reason,
+            message=str(error) or type(error).__name__,
+            process_index=process_index,
+            time=time.time(),
+            step=step,
+            host=socket.gethostname(),
+            traceback="".join(traceback.format_exception(error)),
+        )
+
+
+def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
+    """The folder of one attempt below the folder of its run; it may not exist yet."""
+    return Path(run_folder, ATTEMPTS, str(attempt))
+
+
+def newest_attempt(run_folder: Path | str) -> int | None:
+    """The number of the newest attempt that has a folder; None: there is none."""
+    numbers = (path.name for path in Path(run_folder, ATTEMPTS).glob("*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+
+
+def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str, object] | None = None) -> None:
+    """Write at which step an attempt begins, and when its process was launched (unix seconds).
+
+    The next attempts see from it whether this one made progress.
+
+    Args:
+        place: more plain values about where it runs.
+    """
+    path = attempt_folder(run_folder, attempt) / "began.json"
+    make_folders(path.parent)
+    write_json(path, {"step": step, "launched": psutil.Process().create_time(), **(place or {})})
+
+
+def attempts_without_progress(run_folder: Path, step: int) -> int:
+    """How many attempts in a row, the last one included, have begun at `step`."""
+    found = ((path.parent.name, path) for path in run_folder.glob(f"{ATTEMPTS}/*/began.json"))
+    numbered = {int(number): path for number, path in found if number.isdecimal()}
+    newest_first = (path for _, path in sorted(numbered.items(), reverse=True))
+    return len(list(takewhile(lambda path: _first_step(path) == step, newest_first)))
+
+
+def _first_step(record: Path) -> int | None:
+    """The step of a record; None if it cannot be read, because the count must not end a run."""
+    try:
+        value: Any = read_json(record)
+        return int(value["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_failure(output_dir: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:
+    """Write why this process fails, before anything else is tried. An existing file stays: it is of an earlier failure.
+
+    Returns:
+        the path of the file.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    path = attempt_folder(output_dir, attempt) / f"process_{process_index}.json"
+    if not path.exists():
+        make_folders(path.parent)
+        write_json(path, asdict(failure))
+    return path
+
+
+def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
+    """The failures that the processes of an attempt have recorded, by process index."""
+    found = attempt_folder(output_dir, attempt).glob("process_*.json")
+    told = [(path.stem.removeprefix("process_"), path) for path in found]
+    numbered = {int(number): path for number, path in told if number.isdecimal()}
+    return [_read_failure(path, index) for index, path in sorted(numbered.items())]
+
+
+def _read_failure(path: Path, process_index: int) -> Failure:
+    """The failure in a file. Even a damaged file tells which process failed, and when."""
+    try:
+        return read_record(Failure, path)
+    except BadInput as error:
+        return Failure("unreadable", f"{error.what} ({path})", process_index, path.stat().st_mtime)
+
+
+def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The cause of the end of an attempt: its earliest failure; None without any.
+
+    A lost peer counts only if there is no other failure. It is always a consequence, but the clocks of two machines
+    may disagree about the order.
+    """
+    return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
+
+
+def read_record(kind: type[Record], path: Path) -> Record:
+    """The dataclass `kind` from a file. Fields that `kind` does not know are skipped: a newer version may have them.
+
+    Raises:
+        BadInput: the file was not written by this program, or may not be read. FileNotFoundError, NotADirectoryError.
+    """
+    try:
+        return kind(**read_fields(kind, path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise BadInput(
+            f"it cannot be read: {error.strerror}", where=str(path), hint="try again, or ask its owner"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), hint="move it away") from error
+
+
+PUSH_RECORD: Final = "hub.json"
+
+
+@dataclass(frozen=True)
+class PushRecord:
+    """The content of hub.json.
+
+    Attributes:
+        to: the repository, as it was asked for.
+        repository, url: as the hub has it; None after a push that failed.
+        step: the optimizer step that is published.
+        weights: the fingerprint of what is published.
+        error: why the push failed; None if it did not.
+    """
+
+    to: str
+    repository: str | None = None
+    url: str | None = None
+    step: int | None = None
+    weights: str | None = None
+    error: str | None = None
+
+    def has(self, weights: str, to: str) -> bool:
+        """Whether these weights are known to be in that repository."""
+        return self.error is None and self.weights == weights and to in (self.to, self.repository)
+
+
+def keep_push(run_folder: Path, record: PushRecord) -> None:
+    """Write hub.json. A disk that refuses it costs one more push: what is on the hub stays there."""
+    with contextlib.suppress(OSError):
+        write_json(run_folder / PUSH_RECORD, asdict(record))
+
+
+def last_push(run_folder: Path) -> PushRecord | None:
+    """How the last push ended; None if there was none, or that is not known."""
+    try:
+        return read_record(PushRecord, run_folder / PUSH_RECORD)
+    except (OSError, BadInput):
+        return None
+
+
+RECOVERY: Final = "recovery.json"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The changes for the next attempts.
+
+    Attributes:
+        learning_rate_factor: multiplies the scheduled learning rate of every agent.
+        micro_batch_size: the most rows per process and micro-step; the effective batch stays the same.
+        resume_at_most_step: the next attempt resumes from the newest checkpoint of this step or before (0: a fresh
+            start); newer ones are superseded. It holds only while status.json names `after_attempt`: the attempt that
+            applies it writes its own number there, and later attempts resume from their newest checkpoint again.
+        after_attempt: the attempt after which `resume_at_most_step` holds.
+        because: the reasons for people, in the order of the events.
+    """
+
+    learning_rate_factor: float = 1.0
+    micro_batch_size: int | None = None
+    resume_at_most_step: int | None = None
+    after_attempt: int | None = None
+    because: tuple[str, ...] = ()
+
+    def latest_step_allowed(self, last_attempt: int | None) -> int | None:
+        """The newest step from which an attempt after `last_attempt` may resume; None for any."""
+        return self.resume_at_most_step if self.after_attempt == last_attempt else None
+
+
+def read_recovery(run_folder: Path | str) -> Recovery:
+    """The recovery state of a run; the default one without a file.
+
+    Raises:
+        CheckpointError: the file was not written by this program. To ignore it would repeat the failure.
+    """
+    path = Path(run_folder, RECOVERY)
+    try:
+        known = read_fields(Recovery, path)
+        recovery = Recovery(**known | {"because": tuple(known.get("because", ()))})
+        if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
+            raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")
+        for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
+            if not isinstance(getattr(recovery, name), int | None):
+                raise ValueError(f"{name} {getattr(recovery, name)}")
+    except FileNotFoundError:
+        return Recovery()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the recovery state cannot be read: {error}", where=str(path), hint="move it away"
+        ) from error
+    return recovery
+
+
+def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
+    """Write `recovery` for the next attempts, durably.
+
+    Raises:
+        CheckpointError: the disk refuses the file.
+    """
+    path = Path(run_folder, RECOVERY)
+    try:
+        make_folders(path.parent)
+        write_json(path, asdict(recovery) | {"because": list(recovery.because)})
+    except OSError as error:
+        raise CheckpointError(
+            f"the recovery state cannot be written: {error.strerror}",
+            where=str(path),
+            hint="make space there; the same command goes on from the last checkpoint",
+        ) from error
+
 
 BEGINNING: Final = "beginning.json"
 #: Of a sweep: its record, the folder of its runs, and that of the agent of its best trial.
@@ -22,7 +300,7 @@ OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
     *("tensorboard", "profile", "requests", "crowd_changes.json", "skipped_batches.json"),
-    *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH),
+    *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: What else may be there and keeps its place: of the run, and of a sweep. `BEST` is a likely name of a run.
 _BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)

@@ -19,7 +19,8 @@ from typing import Any, Final, Literal
 
 import psutil
 
-from ci_llm.core.attempts import (
+from ci_llm.core.durable import make_folders, write_json
+from ci_llm.core.run_folder import (
     PEER_LOST,
     Failure,
     attempt_folder,
@@ -28,7 +29,6 @@ from ci_llm.core.attempts import (
     read_failures,
     read_record,
 )
-from ci_llm.core.durable import make_folders, write_json
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Typed JSON: int keys, tuples, bytes and infinities survive a round trip; plain values are plain JSON.
+"""Typed JSON: int keys, tuples, bytes and infinities survive a round trip; documents with a digest of themselves.
 
 A value that JSON would change is written as an object with one key that starts with "$":
 
@@ -6,6 +6,8 @@ A value that JSON would change is written as an object with one key that starts 
     {0: "a"}              {"$dict": [[0, "a"]]}      also a mapping with a key that starts with "$"
     float("inf")          {"$float": "inf"}          so that no file ever holds NaN or Infinity
     b"ab"                 {"$bytes": "YWI="}
+
+JSON documents that carry a digest of themselves, so that damage in them is seen.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Leaf: TypeAlias = Callable[[object, str], Json]
@@ -128,3 +130,29 @@ def _pair(item: Json, tags: Tags) -> tuple[object, object]:
     if not isinstance(item, list) or len(item) != 2:
         raise ValueError("malformed tag $dict")
     return decode(item[0], tags), decode(item[1], tags)
+
+
+#: One of hashlib, called with the bytes.
+Algorithm: TypeAlias = Callable[[bytes], Any]
+
+
+def seal(body: Mapping[str, Json], algorithm: Algorithm) -> bytes:
+    """The bytes of a document: its keys in their order, the digest of them last."""
+    return _text({**body, "digest": algorithm(_text(body)).hexdigest()})
+
+
+def unseal(data: bytes, algorithm: Algorithm, name: str) -> dict[str, Json]:
+    """The inverse of `seal`, byte for byte. Raises ValueError with the `name` of the document: it is damaged."""
+    try:
+        body = parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{name} is not as it was written: {error}") from error
+    if not isinstance(body, dict) or _text(body) != data:
+        raise ValueError(f"{name} is not as it was written")
+    if body.pop("digest", None) != algorithm(_text(body)).hexdigest():
+        raise ValueError(f"{name} does not have its own digest")
+    return body
+
+
+def _text(body: Mapping[str, Json]) -> bytes:
+    return (json.dumps(body, indent=1) + "\n").encode()

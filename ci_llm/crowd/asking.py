@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 import torch
 
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.calibration import Calibration, Logistic, signals
+from ci_llm.crowd.answers import Calibration, Logistic, TokenUncertainty, Uncertainty, agreement, of_text, signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import TokenIds, ends_of_base, free_positions
-from ci_llm.crowd.prompts import Prompt, Prompter
-from ci_llm.crowd.streaming import Stream, TextSoFar, cut
-from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, of_text
+from ci_llm.crowd.generation import Stream, TextSoFar, TokenIds, cut, ends_of_base, free_positions
 from ci_llm.crowd.voting import final_answers
+from ci_llm.data.prompts import Prompt, Prompter
 from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ci_llm.cluster.hub import may_be_on_hub
-from ci_llm.crowd.base import short_name
+from ci_llm.base.load import short_name
+from ci_llm.core.remote import may_be_on_hub
 
 #: The values that vLLM takes for --max-lora-rank, from 8 on.
 RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)

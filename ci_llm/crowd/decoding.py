@@ -21,7 +21,7 @@ from transformers.generation import (
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
-from ci_llm.crowd.uncertainty import TokenUncertainty, own_uncertainty, token_uncertainty, tokens_of
+from ci_llm.crowd.answers import TokenUncertainty, own_uncertainty, token_uncertainty, tokens_of
 from ci_llm.errors import BadInput, ModelError
 
 

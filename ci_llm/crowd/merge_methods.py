@@ -156,7 +156,7 @@ def merge_of(
     Raises:
         BadInput: all that is wrong with it, in one message.
     """
-    from ci_llm.config.suggest import nearest  # it loads the schema, which --help does without
+    from ci_llm.config.parsing import nearest  # it loads the schema, which --help does without
 
     known = ALIASES.get(name, name)
     if known not in METHODS:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ci_llm.base.targets import peft_targets
 from ci_llm.core import determinism
 from ci_llm.crowd.merge_methods import Merge
-from ci_llm.crowd.targets import peft_targets
 from ci_llm.errors import BadInput
 
 #: PEFT cannot load adapters whose names are part of "lora_"; these names are not.

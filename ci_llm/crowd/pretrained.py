@@ -18,21 +18,20 @@ import xxhash
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ci_llm.base.load import Base, fingerprint_of, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_file, read_manifest
-from ci_llm.checkpoints.mirror.local_copy import local_copy
 from ci_llm.checkpoints.state_files import read_snapshot
-from ci_llm.cluster.hub import fetch, may_be_repository
 from ci_llm.core.durable import read_json
-from ci_llm.core.urls import is_url
+from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.base import Base, fingerprint_of, load_base, short_name
-from ci_llm.crowd.calibration import Calibration
-from ci_llm.crowd.lora import LoraSettings
-from ci_llm.crowd.prompts import Prompter, tokenizer_files
-from ci_llm.crowd.recognise import META, SAVED, require_checkpoint
+from ci_llm.crowd.answers import Calibration
+from ci_llm.crowd.external_adapters import META, SAVED, require_checkpoint
+from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.mirror.filling import local_copy
 
 if TYPE_CHECKING:
     from ci_llm.crowd.model import Crowd

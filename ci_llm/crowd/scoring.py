@@ -1,26 +1,37 @@
-"""How well each agent and the crowd answer, measured by teacher forcing: one pass for all.
+"""How well each agent and the crowd answer: by teacher forcing, and by exact match of generated answers.
 
 Exact match here means that every token of the reference solution is the most probable one given the tokens before it.
 Greedy decoding would then reproduce the whole solution. For the crowd, the most probable token is that of the
 aggregated distribution.
 
 Legend: K agents, S targets, V vocabulary, n rows.
+
+Legend: K agents, n questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
-from ci_llm.core.intervals import paired_interval
+from ci_llm.core.scores import paired_interval
 from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import ends_of_base, num_positions
+from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
+from ci_llm.data.encoder import Example
+from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.data.rows import TrainedOn
 
 
@@ -176,3 +187,278 @@ def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: Tr
         },
         "nll": {"agents": agent_nll, "crowd": crowd_nll},
     }
+
+
+class Examples(Protocol):
+    """Tokenised rows."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Example: ...
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with their right answers, the same on every process.
+
+    Attributes:
+        rows: the number of each question's row.
+        prompts: token ids of the questions.
+        references: the right answers, as the rows have them.
+        read: finds the answer in a text, normalised.
+        ends: token ids that end an answer in these rows, or by the settings of the base.
+        left_out: how many rows have no question, or leave no place for an answer.
+        too_long: how many of them have a question.
+        metric: the module of `ci_llm.crowd.metrics` that `read` is of.
+    """
+
+    rows: list[int]
+    prompts: list[list[int]]
+    references: list[str]
+    read: Reader
+    ends: frozenset[int]
+    left_out: int = 0
+    too_long: int = 0
+    metric: str = "exact_match"
+
+    @classmethod
+    def of(
+        cls,
+        rows: Examples,
+        prompter: Prompter,
+        crowd: Crowd,
+        count: int,
+        max_seq_length: int,
+        metric: str = "exact_match",
+        sets: Sequence[range] | None = None,
+    ) -> Questions:
+        """Up to `count` rows, evenly spread over the rows with a question whose last answer is complete.
+
+        Args:
+            sets: the rows of several sets; `count` then holds for each. None: all rows are one set.
+            max_seq_length: a row of so many tokens may have been cut and is left out, as is a row that leaves the base
+                no position for an answer.
+            metric: a module of `ci_llm.crowd.metrics`.
+        """
+        limit = min(max_seq_length, num_positions(crowd.model))
+        fits = {n: len(row.input_ids) < limit for n in range(len(rows)) if _has_question(row := rows[n])}
+        found = [[number for number in part if fits.get(number)] for part in sets or [range(len(rows))]]
+        numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
+        chosen = [rows[number] for number in numbers]
+        references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in chosen]
+        return cls(
+            rows=numbers,
+            prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
+            references=references,
+            read=answer_reader(references, metric),
+            ends=prompter.ends_of(chosen) | ends_of_base(crowd.model),
+            left_out=len(rows) - usable,
+            too_long=len(fits) - usable,
+            metric=metric,
+        )
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """The right answers, normalised."""
+        return [self.read(text) for text in self.references]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def how_asked(sets: Sequence[Questions], max_new_tokens: int) -> dict[str, Any]:
+    """What identifies the answers to these questions, beside agents and aggregator: in `evaluation.json`, and beside a
+    predictions file, so that the two are known to belong together."""
+    prompts, references = ([each for part in sets for each in getattr(part, key)] for key in ("prompts", "references"))
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([prompts, references]).encode())
+    return {"questions": fingerprint, "metric": sets[0].metric, "max_new_tokens": max_new_tokens}
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One question with the answer of the crowd, for people.
+
+    Attributes:
+        answer: all that the crowd wrote.
+        wanted: the right final answer.
+        right: [K+2] of whom the final answer is right: K agents, the crowd, the vote.
+    """
+
+    question: str
+    answer: str
+    wanted: str
+    right: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """Which final answers were right.
+
+    Attributes:
+        right: [K+2, n] bool: K agents, the crowd, the vote.
+        example: the first question; None if there is none.
+        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty: all questions.
+        asked: see `how_asked`; empty if it is not wanted.
+    """
+
+    right: Tensor
+    example: Solved | None = None
+    own: tuple[slice, ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
+        """The questions of all parts, in order."""
+        listed = list(parts)
+        example = next((part.example for part in listed if part.example is not None), None)
+        return cls(torch.cat([part.right for part in listed], dim=1), example)
+
+    @classmethod
+    def of_sets(cls, sets: Sequence[AnswerScores], of_agent: Sequence[int]) -> AnswerScores:
+        """The questions of several sets, each of which scores the agents that it belongs to.
+
+        Args:
+            of_agent: the number of each agent's set.
+        """
+        return replace(cls.joined(sets), own=own_rows([part.right.shape[1] for part in sets], of_agent))
+
+    def record(self) -> dict[str, Any]:
+        """`n`, `exact_match` and `asked` of `evaluation.json`; gains are paired over all rows, with 95 % intervals."""
+        *agents, crowd, vote = self.right.double()
+        means = [
+            float(agent[own].mean()) for agent, own in zip(agents, self.own or [slice(None)] * len(agents), strict=True)
+        ]
+        of_all = [float(agent.mean()) for agent in agents]  # as the gains are
+        best = agents[of_all.index(max(of_all))]
+        return {
+            "n": self.right.shape[1],
+            "exact_match": {
+                "agents": means,
+                "crowd": float(crowd.mean()),
+                "vote": float(vote.mean()),
+                "crowd_minus_mean": paired_gain(crowd, torch.stack(agents).mean(0)),
+                "crowd_minus_best": paired_gain(crowd, best),
+                "crowd_minus_vote": paired_gain(crowd, vote),
+            },
+            **self.asked,
+        }
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a batch of B questions was answered.
+
+    Attributes:
+        numbers: B indices into the questions.
+        agents: [K][B] texts.
+        crowd: [B] texts.
+        right: [K+2, B] bool: K agents, the crowd, the vote.
+        uncertainty: [B] how sure the crowd was; empty if it was not asked for.
+        signals: [K+1][B] the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; as
+            well.
+    """
+
+    numbers: Sequence[int]
+    agents: list[list[str]]
+    crowd: list[str]
+    right: Tensor
+    uncertainty: list[Uncertainty]
+    signals: list[list[list[float]]]
+
+
+def answer_questions(
+    crowd: Crowd,
+    prompter: Prompter,
+    questions: Questions,
+    batches: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    aggregator: str,
+    uncertainty: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Answers]:
+    """Generate the answers of the agents and of the crowd greedily, batch by batch.
+
+    Args:
+        crowd: K agents generate 2·K rows for each question at a time.
+        batches: indices into `questions`.
+        max_new_tokens: at most so many tokens per answer.
+        aggregator: a module of `ci_llm.crowd.aggregators`.
+        uncertainty: also say how sure the crowd was of each answer.
+        stop: called before every token; True ends all texts at that point.
+    """
+    decoding = Decoding(max_new_tokens, questions.ends, aggregator)
+    for batch in batches:
+        prompts = [questions.prompts[i] for i in batch]
+        generated = crowd.generate_ids(
+            prompts,
+            decoding,
+            include_agents=True,
+            uncertainty=uncertainty,
+            numbers=batch,
+            stop=stop,
+            answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
+        )
+        *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
+        answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
+        answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
+        wanted = [questions.answers[i] for i in batch]
+        right = torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers])
+        sure = [of_text(tokens) for tokens in generated.tokens]
+        found = [[signals(tokens) for tokens in texts] for texts in (*generated.agents_tokens, generated.tokens)]
+        yield Answers(batch, agents, together, right, sure if uncertainty else [], found if uncertainty else [])
+
+
+def score_answers(
+    crowd: Crowd,
+    prompter: Prompter,
+    questions: Questions,
+    batches: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    aggregator: str,
+    stop: Callable[[], bool] = lambda: False,
+) -> AnswerScores | None:
+    """Score the answers of `answer_questions`, whose arguments these are.
+
+    Args:
+        questions: the same on every process.
+        batches: this process's share.
+        stop: called after every batch as well.
+
+    Returns:
+        the scores in the order of `batches`; None if `stop` returned True.
+    """
+    parts, example = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)], None
+    how: Any = {"max_new_tokens": max_new_tokens, "aggregator": aggregator, "stop": stop}
+    for answers in answer_questions(crowd, prompter, questions, batches, **how):
+        if stop():
+            return None
+        parts.append(answers.right)
+        if example is None and len(answers.numbers):
+            first = answers.numbers[0]
+            question, wanted = prompter.text(questions.prompts[first]), questions.answers[first]
+            example = Solved(question, answers.crowd[0], wanted, tuple(answers.right[:, 0].tolist()))
+    return AnswerScores(torch.cat(parts, dim=1), example)
+
+
+def _spread(numbers: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the numbers, evenly spread."""
+    count = min(count, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
+
+
+def _has_question(row: Example) -> bool:
+    """Whether a row asks something: in plain text only the first token precedes the "answer"."""
+    return bool(last_answer(row).start > 1)
+
+
+def merge_records(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> dict[str, Any]:
+    """The content of `evaluation.json`, with the scores of generated answers if there are any.
+
+    `n` and `exact_match` are then about generated final answers, `measured_by` is "generation", and the teacher-forced
+    figures, about whole solutions, are under `teacher_forced` with their own `n`. `nll` is always teacher-forced.
+    """
+    if generated is None:
+        return {**teacher_forced, "measured_by": "teacher_forcing"}
+    solutions = {key: teacher_forced[key] for key in ("n", "exact_match")}
+    return {**teacher_forced, **generated.record(), "measured_by": "generation", "teacher_forced": solutions}

@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
-from ci_llm.crowd.answers import AnswerStyle, final_answer
+from ci_llm.crowd.answers import AnswerStyle, TokenUncertainty, final_answer, of_text, token_uncertainty, tokens_of
 from ci_llm.crowd.decoding import Decoding, without_nan
-from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.data.batches import pack
 
 if TYPE_CHECKING:

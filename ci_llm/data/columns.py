@@ -19,9 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ci_llm.config.suggest import nearest
-from ci_llm.data.messages import ROLES, messages_of, numbers_of, text_of, tools_of
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Message, RawRow, Row, Tokens
+from ci_llm.config.parsing import nearest
+from ci_llm.data.rows import (
+    NOT_LEARNED,
+    ROLES,
+    Chat,
+    Completion,
+    Form,
+    Message,
+    RawRow,
+    Row,
+    Tokens,
+    messages_of,
+    numbers_of,
+    text_of,
+    tools_of,
+)
 from ci_llm.errors import DataError
 
 # ------------------------------------------------------------------------------------------- parts to rows

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci_llm.data.messages import messages_of
-from ci_llm.data.rows import Chat, Completion, Form, RawRow, Row
+from ci_llm.data.rows import Chat, Completion, Form, RawRow, Row, messages_of
 from ci_llm.errors import DataError
 
 #: Text, or messages with "role" and "content".
@@ -38,7 +37,7 @@ def prompts_of_file(path: Path) -> list[FilePrompt]:
 
     if find_format(path) is None:
         return prompts_of_lines(_text(path).split("\n"), str(path))
-    from ci_llm.data.splits import open_splits
+    from ci_llm.data.sources import open_splits
 
     splits = open_splits(str(path), None, "train", "--file").values()
     return [prompt for rows in splits for prompt in prompts_of_rows(list(rows), rows.column_names, str(path))]

@@ -17,8 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from ci_llm.cluster.elastic import has_rounds, names_of_round
-from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.launch import Launch, has_rounds, names_of_round
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.errors import LaunchError, PeerLost, first_line
 from ci_llm.interrupts import Interrupts

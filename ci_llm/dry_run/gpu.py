@@ -16,21 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.memory import free_memory, is_out_of_memory
-from ci_llm.crowd.attention import Segments, packed_attention
-from ci_llm.crowd.base import load_base
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.checks import Inapplicable
+from ci_llm.dry_run.checks import Inapplicable, size
 from ci_llm.dry_run.context import CheckContext
-from ci_llm.dry_run.report import size
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.logs.hardware import Gpus
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.passes import Segments, packed_attention
 from ci_llm.run.setup import set_determinism
 
 LENGTHS: Final = (17, 400, 64)  # tokens of the toy rows; a long one takes another kernel than short ones

@@ -8,10 +8,9 @@ import time
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.dry_run import environment, estimates, gpu, inputs, toy_run
-from ci_llm.dry_run.checks import Check, CheckResult, run_checks
+from ci_llm.dry_run import environment, gpu, inputs, toy_run
+from ci_llm.dry_run.checks import Check, CheckResult, Report, duration, run_checks
 from ci_llm.dry_run.context import CheckContext
-from ci_llm.dry_run.report import Report, duration
 from ci_llm.interrupts import Interrupts
 
 CHECKS: tuple[Check[CheckContext], ...] = (
@@ -38,8 +37,8 @@ CHECKS: tuple[Check[CheckContext], ...] = (
     Check("diversity", ("model",), toy_run.diversity),
     Check("generation", ("model",), toy_run.generation),
     Check("conclusion", ("checkpoint", "generation"), toy_run.conclusion),
-    Check("storage", ("estimate",), estimates.space),
-    Check("time", ("estimate",), estimates.time_needed),
+    Check("storage", ("estimate",), inputs.space),
+    Check("time", ("estimate",), inputs.time_needed),
 )
 
 

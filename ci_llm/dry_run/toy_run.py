@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from ci_llm.base.load import Base
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import aggregate, find_vote
-from ci_llm.crowd.base import Base
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.prompts import Prompter, form_of, last_answer
-from ci_llm.data.agent_rows import first_rows
+from ci_llm.data.agent_rows import SAMPLED, first_rows
 from ci_llm.data.batches import Batch, pack
-from ci_llm.data.chat_template import use_chat_template
-from ci_llm.data.lengths import SAMPLED
+from ci_llm.data.encoder import use_chat_template
+from ci_llm.data.prompts import Prompter, form_of, last_answer
+from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenize_samples
-from ci_llm.dry_run.report import count, duration, size
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send

@@ -17,8 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ci_llm.core.durable import append, cut, make_folders, read_json, write_bytes, write_json
-from ci_llm.core.locks import locked
+from ci_llm.core.durable import append, cut, locked, make_folders, read_json, write_bytes, write_json
 from ci_llm.errors import BadInput
 
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ci_llm.crowd.calibration import Calibration
+from ci_llm.crowd.answers import Calibration
 from ci_llm.evaluation.predictions import Row
 
 BINS: Final = 10

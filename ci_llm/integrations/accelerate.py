@@ -35,17 +35,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from ci_llm.base.load import fingerprint_of
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
-from ci_llm.crowd.base import fingerprint_of
-from ci_llm.crowd.lora import SHAPE, LoraSettings
+from ci_llm.crowd.external_adapters import HOOKS_FOLDER, META
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.recognise import HOOKS_FOLDER, META
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, restore_generators
+from ci_llm.lora.layer import SHAPE, LoraSettings
 
 FOLDER = HOOKS_FOLDER
 # Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.yaml_file import dump_value
-from ci_llm.core.intervals import LEAST_ROWS
 from ci_llm.core.run_status import Status
+from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import TOGETHER, Gain, Score, comparable, difference, scores
-from ci_llm.report.trials import Leaderboard
+from ci_llm.report.scores import TOGETHER, Gain, Leaderboard, Score, comparable, difference, scores
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")

@@ -14,11 +14,9 @@ from typing import Any, Final
 from ci_llm._version import __version__
 from ci_llm.core.durable import write_bytes
 from ci_llm.errors import CiLlmError
-from ci_llm.report import curves
-from ci_llm.report.attempts import KINDS, Attempt, seconds_by_kind
-from ci_llm.report.facts import RunFacts, read_run, settings
-from ci_llm.report.scores import gains, scores, surest_first
-from ci_llm.report.trials import Leaderboard, read_trials
+from ci_llm.report import drawings
+from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
+from ci_llm.report.scores import Leaderboard, gains, read_trials, scores, surest_first
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -107,13 +105,13 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "tiles": list(_tiles(facts)),
         "leaderboard": leaderboard,
         "scores": table,
-        "scores_drawing": curves.draw_scores(table) if table else "",
+        "scores_drawing": drawings.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
-        "drawings": curves.draw_curves(
+        "drawings": drawings.draw_curves(
             facts.metrics, [attempt.first_step for attempt in attempts[1:]], facts.agents_names
         ),
         "attempts": attempts[-MOST_ATTEMPTS:],
-        "timeline": curves.draw_timeline(attempts),
+        "timeline": drawings.draw_timeline(attempts),
         "notable": {attempt.number: _notable(attempt) for attempt in attempts},
         "most_lines": MOST_LINES,
         "recovery": list(_recovery(facts)),

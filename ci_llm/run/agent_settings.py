@@ -14,13 +14,12 @@ import torch
 
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
-from ci_llm.crowd.ivon import Ivon
-from ci_llm.crowd.lora import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.schedules import factor
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.errors import ModelError
+from ci_llm.lora.layer import FIELD_OF_KEY, AgentLora, LoraSettings
+from ci_llm.lora.optimizer import Ivon, factor
 from ci_llm.run.members import Members, config_of
 
 

@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cluster.hub import offline_note
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
 from ci_llm.config.load import IN_CALL
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.imports import set_library_defaults
+from ci_llm.core.remote import offline_note
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
-    from ci_llm.run.result import Result
+    from ci_llm.run.job import Result
 
 
 _training = threading.Lock()

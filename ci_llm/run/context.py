@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.base import Base
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.scoring import Scores
@@ -24,22 +24,17 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.best_step import kept_steps
 from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
-from ci_llm.run.crowd_requests import RecordFailure
-from ci_llm.run.evaluation import Evaluator
-from ci_llm.run.heartbeat import Heartbeat
-from ci_llm.run.learning import Learning
-from ci_llm.run.members import config_of
+from ci_llm.run.evaluation import Evaluator, StopVote, kept_steps
+from ci_llm.run.members import RecordFailure, config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
 from ci_llm.run.report import MORE_STEPS
 from ci_llm.run.resume import RunCheckpoint
-from ci_llm.run.rollback import LastGood
-from ci_llm.run.rounds import StopVote
-from ci_llm.run.state import TrainState
-from ci_llm.run.step_metrics import StepMetrics
+from ci_llm.run.state import LastGood, TrainState
+from ci_llm.run.step_metrics import Learning, StepMetrics
+from ci_llm.run.watchdog import Heartbeat
 
 
 @dataclass

@@ -1,16 +1,19 @@
-"""What one micro-step of a crowd costs, found without weights: the real code runs on fake tensors.
+"""What one micro-step of a crowd costs, found without weights; and whether its layers are recomputed.
 
 Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
 on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
+
+What `use_gradient_checkpointing: auto` becomes: layers are recomputed where their activations would not fit.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +23,22 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ci_llm.base.load import load_architecture, load_error
+from ci_llm.base.quantized import BITS, stored_bytes
+from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
-from ci_llm.crowd.base import load_error
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.quantized import BITS, stored_bytes
-from ci_llm.crowd.sharded_layers import layers_of, weights_to_shard
+from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch
-from ci_llm.data.lengths import Lengths
-from ci_llm.distributed.precision import DTYPES, autocast_dtype
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.precision import AUTO, DTYPES, autocast_dtype
+from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
 from ci_llm.run.agent_settings import lora_settings
+
+logger = logging.getLogger(__name__)
+
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1
@@ -259,3 +267,51 @@ def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
     if operation.__name__ == "_linear_pointwise":
         return float(2 * args[0].numel() * args[1].shape[0])
     return 0.0
+
+
+#: Share of the free memory that an estimate may fill: the rest is for its error.
+USABLE: Final = 0.8
+
+
+def settle_recomputation(
+    config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None
+) -> Config:
+    """The configuration with true or false in place of auto: the same on all processes. A collective.
+
+    The base is in memory, and the agents are not.
+
+    Args:
+        each: the rows of every agent, or of all.
+        before: the settings of the checkpoint that this run goes on from. It keeps what it began with.
+    """
+    if config.use_gradient_checkpointing != AUTO:
+        return config
+    if before is not None and before.use_gradient_checkpointing != AUTO:
+        settled, why = before.use_gradient_checkpointing, "auto keeps what the run began with"
+    else:
+        settled, why = _decided(config, each, processes)
+    logger.info(f"memory    use_gradient_checkpointing={str(settled).lower()}: {why}")
+    return config.model_copy(update={"use_gradient_checkpointing": settled})
+
+
+def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:
+    """Whether agents and activations are too large for the memory of any process. A collective.
+
+    Args:
+        free: bytes that this process finds free beside the base.
+    """
+    needed = found.agents_bytes + found.activation_bytes
+    return any(processes.gather_object(needed > USABLE * free))
+
+
+def _decided(config: Config, each: Sequence[TokenizedRows], processes: Processes) -> tuple[bool, str]:
+    lengths, rows = Lengths.of(sampled(each)), config.batch_size
+    try:
+        shape = load_architecture(config.model_name)
+        found = trace_longest(config, shape, processes.device, rows, lengths, processes.num_processes)
+    except Untraceable as error:
+        return False, f"this architecture cannot be traced without weights ({error})"
+    free = processes.free_memory()
+    agents, activations = f"agents {found.agents_bytes / 1e9:.2f} GB", f"{found.activation_bytes / 1e9:.2f} GB"
+    kept = f"{agents}, activations of {rows} x {lengths.longest_in_batch(rows)} tokens {activations}"
+    return recompute_on_all(found, free, processes), f"by estimate {kept}, free {free / 1e9:.2f} GB"

@@ -25,7 +25,7 @@ import torch
 
 from ci_llm.checkpoints.state_files import from_bytes, to_bytes
 from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
-from ci_llm.cluster.elastic import exit_code_after_stop, has_rounds
+from ci_llm.cluster.launch import exit_code_after_stop, has_rounds
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status

@@ -1,28 +1,177 @@
-"""Evaluations of agents and crowd over all processes: by teacher forcing during the run, by generation at its end."""
+"""Evaluations of agents and crowd over all processes, round by round; the best step, its checkpoint and its weights.
+
+Work over all processes, batch by batch, until one of them wants to stop or runs out of memory.
+
+The best step of a run: found by the evaluations, its checkpoint kept, its weights taken as the result.
+
+Evaluations of agents and crowd over all processes: by teacher forcing during the run, by generation at its end.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, Final, TypeVar
 
+from ci_llm.checkpoints.checkpoint import Checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.work import working
-from ci_llm.crowd.answer_scores import AnswerScores, Questions, Solved, how_asked, score_answers
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.scoring import Scores, score
+from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
+from ci_llm.data.order import share
 from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import CheckpointError
+from ci_llm.interrupts import Interrupts
 from ci_llm.run.out_of_memory import MemoryRelief, unless_out_of_memory
-from ci_llm.run.rounds import Rounds, StopVote
+from ci_llm.run.state import TrainState, Validation
+from ci_llm.run.watchdog import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+
+class StopVote:
+    """Asks all processes between two steps whether the run shall stop. Each vote is also a sign of life.
+
+    Args:
+        interrupts: hold the request to stop that this process has received.
+    """
+
+    def __init__(self, processes: Processes, interrupts: Interrupts, heartbeat: Heartbeat) -> None:
+        self.processes = processes
+        self._interrupts, self._heartbeat = interrupts, heartbeat
+
+    def vote(self, *, out_of_memory: bool = False) -> Verdict:
+        """What all processes say together. A collective."""
+        self._heartbeat.tick()
+        ballot = Ballot(num_targets=0, stop=self._interrupts.stop_reason, out_of_memory=out_of_memory)
+        return self.processes.agree(ballot)
+
+    def reason(self) -> str | None:
+        """Why the run shall stop, whichever process was asked; None if it shall not. A collective."""
+        return self.vote().stop
+
+    def requested_here(self) -> bool:
+        """Whether this process was asked to stop; the others learn it by the next vote."""
+        self._heartbeat.tick()
+        return self._interrupts.stop_reason is not None
+
+
+class Rounds:
+    """The numbers below `count`, dealt to the processes batch by batch.
+
+    All processes vote in every round, with or without a batch left for them, so that all leave in the same round.
+
+    Args:
+        report: called with how many of the numbers are done on all processes, before every round.
+
+    Attributes:
+        batches: this process's share.
+        stop: the reason for which all have left; None: there is none.
+        out_of_memory: whether all have left because a batch did not fit.
+    """
+
+    def __init__(
+        self, vote: StopVote, count: int, batch_size: int, report: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._vote, self._failed, self._report = vote, False, report
+        self._count, self._per_round = count, batch_size * vote.processes.num_processes
+        self.stop: str | None = None
+        self.out_of_memory = False
+        processes = vote.processes
+        # Process 0 has the longest share. One round more than that: a process may have left its last batch half done.
+        own, longest = (
+            share(range(count), i, processes.num_processes, batch_size) for i in (processes.process_index, 0)
+        )
+        self.batches = self._deal(own, 1 + len(longest))
+
+    def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:
+        for number in range(count):
+            verdict = self._vote.vote(out_of_memory=self._failed)
+            self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
+            if self.stop is not None or self.out_of_memory:
+                return
+            self._report(min(number * self._per_round, self._count))
+            yield from own[number : number + 1]  # nothing, if this process has no batch left; it still votes
+
+    def stop_requested_here(self) -> bool:
+        """Whether this process was asked to stop, so that it may leave its batch now and vote."""
+        return self._vote.requested_here()
+
+    def end(self, *, out_of_memory: bool) -> None:
+        """Vote to the end, whether or not this process was dealt all of its batches."""
+        self._failed = out_of_memory
+        for _ in self.batches:
+            pass
+
+
+def validation_after(
+    state: TrainState, metrics: Mapping[str, Any], threshold: float, processes: Processes
+) -> Validation:
+    """The validation state with the evaluation after the present step; an evaluation counts once. A collective.
+
+    All processes take the main one's numbers: the last bit of a mean must not decide on one of them that a run ends.
+
+    Args:
+        metrics: of the evaluation, by the names of metrics.jsonl.
+        threshold: `early_stopping_threshold`.
+    """
+    validation = state.validation
+    names = [*state.names, "crowd"]
+    values = [float(metrics[f"eval/{name}/{validation.metric}"]) for name in names]
+    *agents, crowd = processes.broadcast_object(values)
+    return validation if validation.step == state.step else validation.after(state.step, crowd, agents, threshold)
+
+
+def kept_steps(config: Config, validation: Validation) -> tuple[int, ...]:
+    """Steps whose checkpoints pruning spares."""
+    best = validation.best_step
+    return (best,) if config.keeps_best and best is not None else ()
+
+
+def result_of(config: Config, state: TrainState, manager: CheckpointManager, processes: Processes) -> Checkpoint | None:
+    """The checkpoint whose weights are the result of the run; None for the last step. A collective.
+
+    With `load_best_model_at_end` that of the best step, as long as it is whole. Every process reads it once.
+    """
+    best = state.validation.best_step
+    if not config.load_best_model_at_end or best is None or best == state.step:
+        return None
+    manager.wait_until_finished()  # an error of the last save says nothing about the best one
+    found, damage = None, None
+    try:
+        found = manager.read(best)
+    except CheckpointError as error:
+        damage = str(error)
+    if damages := [each for each in processes.gather_object(damage) if each is not None]:
+        logger.warning(f"the best step, {best}, cannot be the result, so the last one is: {damages[0]}")
+        return None
+    return found
+
+
+@contextmanager
+def weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
+    """Give the agents the weights of a checkpoint within the block; afterwards they have their own again."""
+    agents = crowd.agents
+    own = agents.weights.clone()
+    try:
+        for k, name in enumerate(crowd.names):
+            agents.load_agent(k, checkpoint.state[f"{name}/adapter_model"], str(checkpoint.folder))
+        yield
+    finally:
+        agents.weights.copy_(own)
+
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS: Final = 400
 

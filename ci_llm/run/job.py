@@ -1,4 +1,7 @@
-"""A whole run, from the first line to the last: begin or resume, train, evaluate, conclude; or fail and record it."""
+"""A whole run, from the first line to the last: begin or resume, train, evaluate, conclude; and what it came to.
+
+What a call of a run came to, unless it failed: completed or interrupted, where, and with which scores.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +9,122 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline
-from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config
-from ci_llm.core.attempts import record_attempt
-from ci_llm.core.durable import write_json
+from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
-from ci_llm.crowd.answer_scores import AnswerScores, merge_records
-from ci_llm.crowd.scoring import Scores, evaluation_record
+from ci_llm.crowd.scoring import AnswerScores, Scores, evaluation_record, merge_records
 from ci_llm.distributed.process_group import ends_if_stopped
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
-from ci_llm.logs.tracking import require_installed
+from ci_llm.logs.trackers import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.attempt_requests import Requests, apply_requests, find_beginning, in_force
-from ci_llm.run.beginning import Start, cannot_begin, nothing_to_train, place_of_attempt, prepare
-from ci_llm.run.best_step import kept_steps, result_of, weights_of
+from ci_llm.run.beginning import (
+    Requests,
+    Start,
+    apply_requests,
+    cannot_begin,
+    find_beginning,
+    in_force,
+    nothing_to_train,
+    place_of_attempt,
+    prepare,
+)
 from ci_llm.run.callbacks import Callbacks
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import describe_example, evaluation_metrics, result_metrics, sets_record
-from ci_llm.run.hang import Stacks, Watchdog
-from ci_llm.run.learning import Learning
+from ci_llm.run.evaluation import (
+    describe_example,
+    evaluation_metrics,
+    kept_steps,
+    result_metrics,
+    result_of,
+    sets_record,
+    weights_of,
+)
 from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
 from ci_llm.run.report import final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.result import Result, conclusion_of
 from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.shutdown import Attempt, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import TrainState, Validation
+from ci_llm.run.step_metrics import Learning
+from ci_llm.run.watchdog import Stacks, Watchdog
+
+if TYPE_CHECKING:
+    from ci_llm.crowd.model import Crowd
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended; the same on every process. A run that fails is an exception and has none.
+
+    Attributes:
+        status: "interrupted": what is saved goes on with the same call.
+        step: optimizer steps taken.
+        folder: of the run.
+        metrics: `evaluation.json`, the final evaluation; empty if the run was interrupted.
+        reason: why it was interrupted: "signal:SIGINT", "walltime", "callback", ...; None if it is completed.
+    """
+
+    status: Literal["completed", "interrupted"]
+    step: int
+    folder: Path
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    reason: str | None = None
+
+    @cached_property
+    def crowd(self) -> Crowd:
+        """The crowd of the final checkpoint, or of the newest one of an interrupted run; loaded at first use.
+
+        Raises:
+            CiLlmError: nothing is saved, or it is damaged.
+        """
+        from ci_llm.crowd.model import Crowd
+
+        return Crowd.from_pretrained(self.folder)
+
+    def exit_code(self, config: Config) -> int:
+        """The exit code of a program that ends with this run."""
+        if self.status != "interrupted":
+            return 0
+        return exit_code_after_stop(self.reason or "", config.interrupted_exit_code)
+
+
+def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
+    """`evaluation.json` of a run that has come to its end at `step`.
+
+    None before that, also if the run had an end at another step and went on from there. And None if the file is
+    damaged, or if the last attempt ended after it was written and before the mirror had it: the end is made again then.
+    """
+    record, status = folder / "evaluation.json", readable_status(folder)
+    if status is not None and status.status != "completed":
+        return None
+    if not (record.is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()):
+        return None
+    try:
+        known: Any = read_json(record)
+        content = dict(known)
+    except (TypeError, ValueError) as error:
+        logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
+        return None
+    return content if content.get("last_step") == step else None
 
 
 def run_job(

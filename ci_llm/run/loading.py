@@ -6,14 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ci_llm.base.load import Base, load_architecture, load_base, require_positions
+from ci_llm.base.quantized import stored_quantization
+from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
-from ci_llm.crowd.base import Base, load_architecture, load_base, require_positions
-from ci_llm.crowd.prompts import PromptForm, form_of
-from ci_llm.crowd.quantized import stored_quantization
-from ci_llm.crowd.sharded_layers import ShardedLayers, describe_shards
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
-from ci_llm.data.chat_template import naming_template, use_chat_template
+from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.data.prompts import PromptForm, form_of
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize

@@ -20,18 +20,16 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
-from ci_llm.crowd.ivon import Ivon
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
-from ci_llm.run.best_step import kept_steps, validation_after
-from ci_llm.run.choosing import TRAINING_NLL, decide_crowd
+from ci_llm.lora.optimizer import Ivon
 from ci_llm.run.context import Run
-from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.crowd_requests import is_waiting
-from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics
+from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
+from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics, kept_steps, validation_after
 from ci_llm.run.loading import data_phases
+from ci_llm.run.members import is_waiting
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 

@@ -12,19 +12,17 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.filling import fill
-from ci_llm.checkpoints.mirror.found import Found
-from ci_llm.checkpoints.mirror.mirror import Mirror, MirrorState
-from ci_llm.checkpoints.mirror.objects import open_objects
 from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
-from ci_llm.core.push_record import NAME as PUSH_RECORD
-from ci_llm.core.recovery import NAME as RECOVERY
-from ci_llm.core.run_folder import BEGINNING
+from ci_llm.core.run_folder import BEGINNING, PUSH_RECORD, RECOVERY
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.crowd_requests import RECORD
+from ci_llm.mirror.filling import fill
+from ci_llm.mirror.head import Found
+from ci_llm.mirror.objects import open_objects
+from ci_llm.mirror.sender import Mirror, MirrorState
+from ci_llm.run.members import RECORD
 from ci_llm.run.shutdown import expected_kill
 
 logger = logging.getLogger(__name__)

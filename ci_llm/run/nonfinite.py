@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
-from ci_llm.run.attempt_requests import write_skipped_batches
+from ci_llm.run.beginning import write_skipped_batches
 from ci_llm.run.nonfinite_policy import AgentRecovery, BadBatch, Bounds, RecoveryState
-from ci_llm.run.rollback import LastGood
-from ci_llm.run.state import TrainState
+from ci_llm.run.state import LastGood, TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ci_llm.cluster.elastic import has_rounds
-from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.launch import Launch, has_rounds
 from ci_llm.config import Config, default_file
-from ci_llm.core.push_record import PushRecord, keep_push
+from ci_llm.core.run_folder import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
 from ci_llm.report.page import curves_command, write_report

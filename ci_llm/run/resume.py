@@ -1,4 +1,8 @@
-"""What a checkpoint of a run holds, how a run resumes from it, and how exactly it repeats the undisturbed run.
+"""What a checkpoint of a run holds, how a run resumes from it and how exactly, and what to do in another run's folder.
+
+What to do where a folder holds a run with other settings: a command for a new run beside it, and the other ways.
+
+The command is ready to be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
 
 The log names a grade: `bitwise` (same processes, micro-batch, threads, versions, device), `sample-exact` (the same
 samples in the same optimizer steps; sums may round differently), or `state-exact` (the same state to go on from, on a
@@ -10,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,28 +25,63 @@ import torch
 from torch import nn
 
 from ci_llm._version import __version__
+from ci_llm.base.load import Base, short_name
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from ci_llm.checkpoints.contributions import EachProcess
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
-from ci_llm.checkpoints.mirror.local_copy import local_copy
-from ci_llm.checkpoints.votes import EachProcess
-from ci_llm.config import Change, Config, parse_config
+from ci_llm.cluster.launch import Launch
+from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
-from ci_llm.core.urls import is_url
-from ci_llm.crowd.base import Base, short_name
-from ci_llm.crowd.lora import SHAPE, LoraSettings
+from ci_llm.core.remote import is_url
+from ci_llm.crowd.external_adapters import require_checkpoint, require_run
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.recognise import require_checkpoint, require_run
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.lora.layer import SHAPE, LoraSettings
+from ci_llm.mirror.filling import local_copy
 from ci_llm.run.members import config_of
-from ci_llm.run.new_run import other_ways
-from ci_llm.run.rollback import LastGood, placed
-from ci_llm.run.state import TrainState
+from ci_llm.run.shutdown import command_line
+from ci_llm.run.state import LastGood, TrainState, placed
 
 logger = logging.getLogger(__name__)
+
+
+LONGEST_NAME: Final = 60
+#: Keys that a resumed run may change, and that make another experiment of a new one.
+NAMED_AS_WELL: Final = frozenset({"model_name", "dataset_name", "eval_split", "epochs", "max_train_steps"})
+
+
+def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str:
+    """The hint of a refusal to resume: a new run beside the old one, or in its place, or the old one as it was.
+
+    Args:
+        changes: what differs between the run in the folder and `config`.
+    """
+    changes = list(changes)
+    command = command_line(launch, {"experiment_name": _new_name(changes, config)})
+    ways = [
+        f"`{command}` begins a new run beside it",
+        "overwrite_output_dir=true begins here and moves the old run aside",
+    ]
+    if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
+        ways.append(f"{' '.join(old)} goes on with the old run")
+    return "; ".join(ways)
+
+
+def _new_name(changes: Iterable[Change], config: Config) -> str:
+    """A name for the new run that no folder has: `num_agents8-learning_rate0.001`."""
+    named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
+    parts = [config.experiment_name or "", *(f"{each.key}{as_typed(each.new)}" for each in named)]
+    name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._") or "run"
+    return name if _is_free(config, name) else next(n for i in range(2, 10**6) if _is_free(config, n := f"{name}-{i}"))
+
+
+def _is_free(config: Config, name: str) -> bool:
+    return name != config.experiment_name and not Path(config.output_dir, name).exists()
+
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.

@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
+from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.base import Base
-from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
+from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.prompts import Prompter, tokenizer_files
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
+from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
@@ -38,20 +38,18 @@ from ci_llm.run.agent_settings import (
     training_of,
 )
 from ci_llm.run.context import Run
-from ci_llm.run.evaluation import Evaluator
-from ci_llm.run.heartbeat import Heartbeat
+from ci_llm.run.cost_model import settle_recomputation
+from ci_llm.run.evaluation import Evaluator, StopVote
 from ci_llm.run.loading import Loaded, common_form, describe_rows, load, rows_and_plan, shares_layers, training_rows
 from ci_llm.run.members import Members, config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.out_of_memory import MemoryRelief
-from ci_llm.run.recomputation import settle_recomputation
 from ci_llm.run.resume import RunCheckpoint
-from ci_llm.run.rollback import LastGood
-from ci_llm.run.rounds import StopVote
-from ci_llm.run.state import TrainState, Validation
+from ci_llm.run.state import LastGood, TrainState, Validation
 from ci_llm.run.step_metrics import StepMetrics
+from ci_llm.run.watchdog import Heartbeat
 
 logger = logging.getLogger(__name__)
 

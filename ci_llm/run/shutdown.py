@@ -22,8 +22,8 @@ from ci_llm.cluster.deadline import MAX_RUNTIME, REASON, Deadline, Pace, Walltim
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
 from ci_llm.config import Config, arguments_without
-from ci_llm.core.attempts import PEER_LOST, Failure, attempt_folder, attempts_without_progress, write_failure
 from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.run_folder import PEER_LOST, Failure, attempt_folder, attempts_without_progress, write_failure
 from ci_llm.core.run_status import RunStatus
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost

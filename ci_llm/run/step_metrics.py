@@ -1,19 +1,35 @@
-"""What a line of metrics says about the steps since the line before it: means of losses and norms, and the speed.
+"""What a line of metrics says about the steps since the line before it, and whether the agents learn.
 
 A checkpoint in the middle of an interval holds its sums, so that a run that goes on from there reports the means of the
 undisturbed run. The speed is that of the present attempt.
+
+Whether the agents learn: a function of losses and gradient norms that changes nothing in the training.
+
+It warns of two things, and only when there is no doubt: the loss of an agent has risen above that of the first steps by
+more than batches differ, or an agent gets no gradient any more while its loss is not small. A learning rate that is too
+large is the usual cause of both. The run goes on; the warning is in its status and in its results.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from ci_llm.core.run_status import RunStatus
+from ci_llm.run.members import OldPlaces
+
+logger = logging.getLogger(__name__)
+
 
 _KEY: Final = "interval"  # of a manifest
 
@@ -124,3 +140,117 @@ class StepMetrics:
 
 def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
+
+
+FIRST: Final = 3  # steps whose median is the loss at the beginning; a median ignores one bad batch
+RECENT: Final = 20  # steps whose mean is the loss now
+LEAST: Final = 5  # the same for a run that is shorter than two such windows
+RISE: Final = 1.25  # a loss has risen when it is this many times the one at the beginning,
+EARLY_RISE: Final = 2.0  # over fewer than RECENT steps this many times,
+SPREADS: Final = 3.0  # and by this many standard deviations of single batches
+STILL: Final = 1e-9  # a gradient norm below this counts as none: weights in fp32 do not move by it
+LOOKS: Final = 2  # looks in a row without a gradient before there is a warning
+SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simply learned its rows
+
+
+@dataclass
+class Learning:
+    """The losses and gradient norms of the agents so far.
+
+    Attributes:
+        names: of the agents, for messages.
+        total_steps: of the whole run.
+        first_loss: nats per target at the beginning of the run, mean over agents; None until FIRST steps were seen.
+        earlier: the warning of an earlier attempt; it holds until this attempt has seen enough steps.
+    """
+
+    names: Sequence[str]
+    total_steps: int = 0
+    first_loss: float | None = None
+    earlier: str | None = None
+    _first: list[float] = field(default_factory=list)
+    _recent: deque[tuple[float, ...]] = field(default_factory=deque)
+    _still: list[int] = field(default_factory=list)
+
+    def replace_agents(self, names: Sequence[str], sources: OldPlaces) -> None:
+        """Go on with a crowd that has changed."""
+        self.names = names
+        self._recent = deque(
+            tuple(math.nan if place is None else losses[place] for place in sources) for losses in self._recent
+        )
+        self._still = [0 if place is None else self._still[place] for place in sources] if self._still else []
+
+    @property
+    def window(self) -> int:
+        """Steps whose mean is the loss now."""
+        return max(LEAST, min(RECENT, self.total_steps // 2))
+
+    def count(self, losses: Sequence[float]) -> None:
+        """Take the loss of every agent in one more step."""
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if self.first_loss is None and finite:
+            self._first.append(statistics.fmean(finite))
+            if len(self._first) == FIRST:
+                self.first_loss = statistics.median(self._first)
+        self._recent.append(tuple(losses))
+        while len(self._recent) > self.window:
+            self._recent.popleft()
+
+    def look(self, norms: Sequence[float]) -> None:
+        """Take the gradient norm of every agent in the last step counted."""
+        before = self._still or [0] * len(norms)
+        losses = self._recent[-1]
+        self._still = [
+            looks + 1 if norm < STILL and loss > SMALL_LOSS else 0
+            for looks, norm, loss in zip(before, norms, losses, strict=True)
+        ]
+
+    def has_seen_enough(self) -> bool:
+        """Whether enough steps were seen to withdraw a warning."""
+        return self.first_loss is not None and len(self._recent) == self.window
+
+    def warning(self) -> str | None:
+        """What is wrong, in a sentence; None if nothing is."""
+        if still := [k for k, looks in enumerate(self._still) if looks >= LOOKS]:
+            now = statistics.fmean(self._recent[-1][k] for k in still)
+            return f"no gradient reaches {self._named(still)} any more, at a loss of {now:.3g}: nothing is learned"
+        if not self.has_seen_enough():
+            return self.earlier
+        if risen := [k for k in range(len(self._recent[0])) if self._has_risen(k)]:
+            now = statistics.fmean(loss for k in risen for loss in self._recent_of(k))
+            return (
+                f"the loss of {self._named(risen)} has risen from {self.first_loss:.3g} at the beginning to {now:.3g},"
+                f" the mean of {self.window} steps"
+            )
+        return None
+
+    def report(self, status: RunStatus, learning_rates: str) -> None:
+        """Warn once when the agents stop learning, and say when they learn again; the status holds what is true now.
+
+        Args:
+            learning_rates: of the agents, in words.
+        """
+        before, warning = status.current.warning, self.warning()
+        status.update(warning=warning, first_loss=self.first_loss)
+        if warning is not None and before is None:
+            rates = f"learning_rate {learning_rates}"
+            logger.warning(f"{warning}; most often {rates} is too large, or num_warmup_steps too few")
+        elif before is not None and warning is None:
+            logger.info("the agents learn again: the warning no longer holds")
+
+    def _has_risen(self, agent: int) -> bool:
+        assert self.first_loss is not None
+        recent = self._recent_of(agent)
+        if len(recent) < LEAST:
+            return False
+        factor = RISE if self.window == RECENT else EARLY_RISE
+        rise = statistics.fmean(recent) - self.first_loss
+        return rise > (factor - 1) * self.first_loss and rise > SPREADS * statistics.pstdev(recent)
+
+    def _recent_of(self, agent: int) -> list[float]:
+        return [losses[agent] for losses in self._recent if math.isfinite(losses[agent])]
+
+    def _named(self, agents: Sequence[int]) -> str:
+        if len(agents) == len(self._recent[-1]):
+            return "every agent" if len(agents) > 1 else "the agent"
+        return ", ".join(self.names[k] for k in agents)

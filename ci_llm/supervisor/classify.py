@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from ci_llm.core.attempts import PEER_LOST, Failure, earliest_failure
+from ci_llm.core.run_folder import PEER_LOST, Failure, earliest_failure
 from ci_llm.core.run_status import Status
 from ci_llm.errors import AllTrialsFailed
 from ci_llm.supervisor.attempt import AttemptResult
-from ci_llm.supervisor.patterns import says_killed
+from ci_llm.supervisor.output_scan import says_killed
 from ci_llm.supervisor.policy import Kind, Outcome
 
 #: Exit codes by SIGKILL, and by SIGTERM, SIGINT and SIGHUP: as Popen reports a signal, and as a shell does (128 + n).

@@ -1,22 +1,173 @@
-"""The supervisor's loop: launch an attempt, watch it, classify its end, decide, adjust; and a summary at the end."""
+"""The supervisor's loop: launch an attempt, watch it, classify its end, decide, adjust; its log, and its summary.
+
+What the supervisor needs of the training that it runs: this project's own run, or an external script.
+
+The supervisor's log: a handler that writes the package's records to the terminal and to safe_train.log.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol
 
 from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor.attempt import Attempt, AttemptResult, StopOrder
-from ci_llm.supervisor.log import FILE_ONLY, MID_LINE
-from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.output_scan import Evidence, UserPatterns
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
-from ci_llm.supervisor.target import Target
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
 logger = logging.getLogger(__name__)
+
+
+class Target(Protocol):
+    """A training that can be launched again and again, each time with other settings.
+
+    Methods that return lines return them for people: the supervisor logs them.
+
+    Attributes:
+        grace_s: seconds from the signal to stop until the kill.
+        restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
+        user_patterns: what the output says in words that only the user knows.
+    """
+
+    grace_s: float
+    restarts_from_scratch: bool
+    user_patterns: UserPatterns
+
+    @property
+    def rerun_effect(self) -> str:
+        """What the same call does after an interruption; the end of a sentence."""
+        ...
+
+    def prepare(self) -> list[str]:
+        """Clear away what a killed supervisor left; return what is supervised, in lines."""
+        ...
+
+    def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
+        """Return the command and the environment of the next attempt. Called once, right before its launch."""
+        ...
+
+    def stop_order(self, evidence: Evidence) -> StopOrder | None:
+        """Return how and why the running attempt is to be ended; None if it goes on. Called several times a second.
+
+        Args:
+            evidence: the output of the attempt so far.
+        """
+        ...
+
+    def stop_signal(self, stop_reason: str) -> str:
+        """Return the signal that stops the attempt, when the supervisor was told to stop.
+
+        Args:
+            stop_reason: how the supervisor was told: "signal:SIGINT", for instance.
+        """
+        ...
+
+    def request_save(self) -> str:
+        """Pass on a request for a checkpoint; return what came of it, in a line."""
+        ...
+
+    def classify(self, result: AttemptResult) -> Outcome:
+        """Return what the end of an attempt means."""
+        ...
+
+    def adjust(self, decision: Decision, retry: int) -> list[str]:
+        """Give the next attempt the settings of `decision`; return what changes, in lines.
+
+        Args:
+            retry: the number of the next retry, from 1 on.
+        """
+        ...
+
+    def requeue(self, stop_reason: str | None) -> str | None:
+        """Ask the scheduler to run this supervision again, as the last act; return what came of it, in a line.
+
+        Args:
+            stop_reason: the signal that the supervisor got; None if the training stopped by itself.
+        """
+        ...
+
+    def close(self) -> list[str]:
+        """Remove everything temporary; return what is to say at the end, in lines."""
+        ...
+
+
+LOG_NAME: Final = "safe_train.log"
+#: `extra` of a logging call while a progress bar may stand on the current line of the terminal.
+MID_LINE: Final = {"mid_line": True}
+#: `extra` of a logging call for what the terminal has shown already.
+FILE_ONLY: Final = {"file_only": True}
+_PACKAGE: Final = logging.getLogger("ci_llm")
+_TERMINAL_WAIT_S: Final = 1.0
+
+
+class SupervisorLog(logging.Handler):
+    """Handles the records of the package's loggers; a context manager.
+
+    Messages of the level INFO appear as they are. Those of any other level are marked: `warning: ...` on the terminal,
+    `WARNING ...` in the file. A file that cannot be written is reported once. A terminal that is gone, or stopped by
+    Ctrl-S, is skipped: the training is worth more than its log.
+
+    Args:
+        path: the file, to which the records are appended.
+        fd: the terminal; standard error by default.
+    """
+
+    def __init__(self, path: Path, *, fd: int = 2) -> None:
+        super().__init__()
+        self._path, self._fd = path, fd
+        self._is_failing = False
+        self._before = (_PACKAGE.propagate, _PACKAGE.level)
+
+    def __enter__(self) -> SupervisorLog:
+        self._before = (_PACKAGE.propagate, _PACKAGE.level)
+        _PACKAGE.propagate = False
+        if _PACKAGE.level == logging.NOTSET:
+            _PACKAGE.setLevel(logging.INFO)
+        _PACKAGE.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _PACKAGE.removeHandler(self)
+        _PACKAGE.propagate, level = self._before
+        _PACKAGE.setLevel(level)
+        self.close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, in as many lines as its message has."""
+        lines = self.format(record).splitlines() or [""]
+        mark = "" if record.levelno == logging.INFO else record.levelname
+        if not getattr(record, "file_only", False):
+            before = "\n" if getattr(record, "mid_line", False) else ""  # the bar keeps its line
+            prefix = f"safe_train: {mark.lower()}: " if mark else "safe_train: "
+            self._show(before + "".join(f"{prefix}{line}\n" for line in lines))
+        self._append([f"{mark} {line}" if mark else line for line in lines], datetime.fromtimestamp(record.created))
+
+    def _append(self, lines: list[str], time: datetime) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{time:%Y-%m-%d %H:%M:%S} {line}".rstrip() + "\n" for line in lines))
+        except OSError as error:
+            if not self._is_failing:
+                self._show(f"safe_train: warning: {self._path} cannot be written: {error.strerror}\n")
+            self._is_failing = True
+
+    def _show(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            if select.select([], [self._fd], [], _TERMINAL_WAIT_S)[1]:
+                os.write(self._fd, text.encode(errors="replace"))
+
 
 _FAILURES: Final = frozenset({"refused", "nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed"})
 _CLEANUP_S: Final = 120.0

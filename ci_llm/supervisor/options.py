@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.patterns import UserPatterns
+from ci_llm.supervisor.output_scan import UserPatterns
 from ci_llm.supervisor.policy import Policy
 
 _DESCRIPTION = """Runs a training until it is done. It watches the output, and after a failure launches the training

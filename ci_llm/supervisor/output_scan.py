@@ -1,4 +1,12 @@
-"""The evidence in the output of one attempt: bytes become lines, lines become findings and a short memory."""
+"""The evidence in the output of one attempt: bytes become lines, and what one line says.
+
+What one line of output says: a non-finite loss, memory that ran out, a kill, a learning rate, a W&B run.
+
+Only whole tokens match: "nano", "finance loss" and "nancy" never do. Nor does a sentence about what would happen
+("stops if loss is NaN"), what did not happen ("0 nan losses found") or what was best so far ("best_val_loss=inf").
+
+Every pattern looks at a bounded piece of the line, so that the time per line is bounded too.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +14,243 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
+from urllib.parse import unquote
 
-from ci_llm.supervisor import patterns
+_ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+#: A line without one of these words can match no pattern below. This cheap test is the last one for most lines.
+_MAY_MATCH: Final = re.compile(
+    r"nan|\binf|finite|invalid loss|loss scale|memory|alloc|exhausted|oom|kill|exitcode|wandb", re.IGNORECASE
+)
+#: How many characters before a match are read as its sentence.
+_CONTEXT: Final = 160
+#: How many non-finite values of one line are examined.
+_MAX_VALUES: Final = 32
+_HYPOTHETICAL: Final = re.compile(
+    r"\b(?:if|when|whenever|whether|unless|until|in case|avoid|avoids|prevent|prevents)\b[^.:;!?]*$", re.IGNORECASE
+)
+_DENIED: Final = re.compile(
+    r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
+)
+
+#: A line of the script's source, as `rich` prints it in a traceback. It talks about a loss and reports none.
+_SOURCE: Final = re.compile(r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)")
+
+# A loss with a value. The value is found first, because it is rare; the text to its left then says what it belongs to.
+
+_VALUE: Final = re.compile(
+    r"(?<![\w.+-])[-+]?(?:(?P<nan>nan)|inf(?:inity)?)"
+    r"(?:(?=Epoch \d|Batch \d)"  # the bar of Keras, cut short
+    # Otherwise a whole token. Lightning pads numbers to a width with zeros: nan.0
+    r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|handling|detection|filter|guard)\b))"
+    r"(?!\s*[:=?]\s*(?:false|no|none|off|0)\b)",
+    re.IGNORECASE,
+)
+_OF_WHAT: Final = (
+    r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|test|dev|mean|avg|average|total|sum|value|now|gen|disc|[dg]"
+    r"|(?:at |in |for )?(?:step|epoch|iter(?:ation)?|batch)|\d{1,9})"
+)
+_LOSS: Final = (
+    r"(?:(?<![a-z])|(?<=log)|(?<=train)|(?<=val)|(?<=valid)|(?<=test)|(?<=eval)|(?<=total))loss(?:es)?"
+    r"(?P<rest>(?:[_/.][\w/.]{0,60})?)"
+    rf"(?:\s{{0,3}}[(\[]?{_OF_WHAT}[)\]]?){{0,3}}"
+)
+_WRAPPED: Final = r"(?:\w{1,20}(?:\.\w{1,20}){0,3}\()?"  # tensor(nan, np.float32(nan
+_LIST: Final = r"\[(?:[-+.\de]{1,20}[,\s]\s{0,3}){0,8}"  # [1.0, nan
+_BECAME: Final = (
+    r"(?:returned in \S{1,60}\s+)?(?:has\s+|have\s+)?"
+    r"(?:is|was|are|were|becomes?|became|turned(?:\s+(?:to|into))?|went(?:\s+to)?|reached|got|hit|equals)"
+    r"(?:\s+(?:now|either|an?|inf|infinite|infinity|nan|or))*\s+"
+)
+_NAMED: Final = re.compile(
+    rf"{_LOSS}[\"'`\]]?(?:"
+    rf"\s*[:=]\s*[\"'(]?{_WRAPPED}(?:{_LIST})?"  # loss: nan, 'loss': 'nan', losses: [1.0, nan
+    rf"|\s+(?P<became>{_BECAME})"  # the loss is now nan
+    r"|\s*[|│┃║]\s*"  # a cell of a table
+    r"|\s*[:=]?\s*[-+.\de]{1,20}\s*\((?:avg:?\s*)?(?P<mean>\s*)"  # Loss: 2.3 (nan): the mean so far
+    rf"|(?P<bare>\s+){_WRAPPED}(?:{_LIST})?"  # loss nan, losses [1.0, nan
+    r")\Z",
+    re.IGNORECASE,
+)
+_AFTER_BARE: Final = re.compile(r"\s*(?:[,;|│┃)\]}/(]|$)|\t|\s{2}")
+#: Losses of another time (the best, the previous one), and quantities that merely have "loss" in their name.
+_BEST: Final = re.compile(
+    r"(?<![a-z])(?:(?:best|lowest|smallest|prev(?:ious)?)(?:[_/.-][a-z]{1,20}){0,3}"
+    r"|min(?:imum)?|max(?:imum)?|old|target|delta|std)"
+    r"(?:[_/. -]?(?:train|val|valid|validation|eval|test|dev|avg|mean|model|so far)){0,3}[_/. -]*\Z",
+    re.IGNORECASE,
+)
+_NOT_A_LOSS: Final = re.compile(
+    r"(?:^|[_/.])(?:scale|scaler|scaling|weights?|std|stddev|var|delta|diff|change|min|max|best|limit|threshold|clip|fn|mask)"
+    r"(?:[_/.]|$)",
+    re.IGNORECASE,
+)
+
+_INVALID: Final = r"(?:nan|inf(?:inite|inity)?|non-?finite)(?:\s*(?:/|or|and)\s*(?:nan|inf(?:inite|inity)?))?"
+#: Messages without a value, each in the words of the trainer that the comment names.
+NONFINITE: Final = (
+    re.compile(
+        rf"(?<![\w-]){_INVALID} loss(?:es)? (?:w\w+ )?(?:detected|encountered|found|at|during)\b", re.IGNORECASE
+    ),
+    re.compile(rf"\b(?:detected|encountered|found|got|hit) (?:an? |[1-9]\d* )?{_INVALID} loss(?:es)?\b", re.IGNORECASE),
+    re.compile(r"(?<![a-z])loss (?:is|was|became|has become) (?:not finite|non-?finite|infinite)\b", re.IGNORECASE),
+    re.compile(r"\bInvalid loss, terminating training"),  # Keras
+    re.compile(r"[\"']loss[\"']: [\"']?0(?:\.0*)?[\"']?, [\"']grad_norm[\"']: [\"']?nan\b"),  # HF Trainer, filtered
+    re.compile(r"\bfound NaN in local forward loss\b|\bnumber of nan iterations: {1,5}[1-9]"),  # Megatron
+    re.compile(r"\bloss scale: 1\.0 \| grad norm: -?nan\b"),  # Megatron without a scaler: it leaves the loss out
+    re.compile(r"\bMinimum loss scale reached\b|\bgradients are Nan/Inf\b"),  # fairseq
+    re.compile(r"\bloss scale already at minimum\b"),  # DeepSpeed
+    re.compile(r"\binvalid value \(nan\) encountered in\b"),  # JAX with jax_debug_nans
+    re.compile(r"\bLossTensor is inf or nan\b"),  # TensorFlow
+    re.compile(r"\bDetected nan and/or inf values in\b"),  # Lightning
+    re.compile(r"^\d+/\d+\s+[\d.]+G\s+(?:[\d.]+\s+){0,6}nan\s"),  # Ultralytics: columns under box_loss, cls_loss
+    # PyTorch: a printed loss without its name; only what is differentiated has a grad_fn
+    re.compile(rf"\btensor\((?:{_LIST})?nan\b[^()]{{0,200}}\bgrad_fn=", re.IGNORECASE),
+    # PyTorch: clip_grad_norm_, detect_anomaly, sampling from a model whose weights are NaN
+    re.compile(r"\bThe total norm of order \S{1,8} for gradients from \S{1,20} is non-finite\b"),
+    re.compile(r"\breturned nan values in its \d{1,3}(?:st|nd|rd|th) output\b"),
+    re.compile(r"\bprobability tensor contains either `inf`, `nan`"),
+)
+OUT_OF_MEMORY: Final = (
+    re.compile(
+        r"\b(?:CUDA|HIP|XPU|MPS|GPU|Device|\w{2,4}Malloc)(?: backend| driver)?(?: error:| failed:)? out of memory\b",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?:Error|Exception|failure)[:\d ]{1,6} [\w :'(]{0,60}?\bout of memory\b", re.IGNORECASE),
+    re.compile(r"(?<!ran )\bout of memory (?:(?:while )?trying to allocate|allocating) \d", re.IGNORECASE),  # XLA
+    re.compile(r"\bfailed to allocate (?:memory\b|\d[\d.]{0,20} ?(?:bytes|[KMGT]i?B?)\b)", re.IGNORECASE),
+    re.compile(r"(?<![A-Za-z])OutOfMemoryError\b|\bResourceExhaustedError\b|\bOOM when allocating tensor\b"),
+    re.compile(r"\bRESOURCE[_ ]EXHAUSTED\b", re.IGNORECASE),
+    re.compile(r"\bXLA memory error\b", re.IGNORECASE),
+    re.compile(r"\bDevice memory exhausted\b", re.IGNORECASE),
+    re.compile(r"\bDefaultCPUAllocator: (?:not enough memory|can't allocate memory)"),
+    re.compile(r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(?:STATUS_)?ALLOC_FAILED\b"),
+    re.compile(r"ERROR_OUT_OF_(?:DEVICE_|HOST_)?MEMORY\b|\bhipErrorOutOfMemory\b|\bcudaErrorMemoryAllocation\b"),
+    re.compile(r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b|\bDetected \d+ oom[-_]kill event"),  # Metal, SLURM
+    re.compile(r"\bstd::bad_alloc\b|\bCannot allocate memory\b"),
+    re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.){0,5}(?:_Array)?MemoryError(?::|$)"),
+)
+KILLED: Final = (
+    re.compile(r"\bkilled by signal: Killed\b"),  # a loader worker of PyTorch
+    re.compile(r"\bSignal 9 \(SIGKILL\)|\bexitcode\s*:\s*-9\b"),  # a process of torchrun
+)
+
+#: A learning rate with its value. A bound, a base or a peak of a schedule is another quantity.
+_RATE: Final = re.compile(
+    r"(?<![\w-])(?<!min )(?<!max )(?<!base )(?<!peak )(?<!initial )"
+    r"(?:lr|learning[ _-]?rate)(?:[-/]\w+)?[\"']?\s*[=:|]?\s*[\[(\"']*(\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?![\w%])",
+    re.IGNORECASE,
+)
+
+_RUN_URL: Final = re.compile(r"https?://[^\s/]+/([^\s/]+)/([^\s/]+)/runs/([\w-]+)")
+_RUN_FOLDER: Final = re.compile(r"\bsaved locally in \S*[\\/]run-\d{8}_\d{6}-([\w-]+)")
+_RUN_ID: Final = re.compile(r"^WandB run ID: ([\w-]+)", re.IGNORECASE)
+_RESUMED: Final = re.compile(r"\bwandb: Resuming run\b")
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """A run of Weights & Biases as the output names it. Only a URL names its entity and project."""
+
+    id: str
+    entity: str | None = None
+    project: str | None = None
+
+
+@dataclass(frozen=True)
+class UserPatterns:
+    """Regular expressions that a user adds to those of this file, for messages of the user's own script."""
+
+    nonfinite: tuple[re.Pattern[str], ...] = ()
+    out_of_memory: tuple[re.Pattern[str], ...] = ()
+
+    def nonfinite_in(self, line: str) -> bool:
+        """Whether the line reports a loss that is not finite."""
+        return any(pattern.search(line) for pattern in self.nonfinite)
+
+    def out_of_memory_in(self, line: str) -> bool:
+        """Whether the line reports that memory ran out."""
+        return any(pattern.search(line) for pattern in self.out_of_memory)
+
+
+def plain(line: str) -> str:
+    """Return the line without colours and cursor movements."""
+    return _ANSI.sub("", line)
+
+
+def may_match(line: str) -> bool:
+    """Whether any pattern of this file, but that of a learning rate, could match the line."""
+    return _MAY_MATCH.search(line) is not None and not _SOURCE.match(line)
+
+
+def says_nonfinite(line: str) -> bool:
+    """Whether the line reports a loss that is NaN or infinite, or an end of the training because of one."""
+    values = islice(_VALUE.finditer(line), _MAX_VALUES)
+    return any(_is_present_loss(line, value) for value in values) or _any(NONFINITE, line)
+
+
+def says_out_of_memory(line: str) -> bool:
+    """Whether the line reports that memory, of a device or of the host, ran out."""
+    return _any(OUT_OF_MEMORY, line)
+
+
+def says_killed(line: str) -> bool:
+    """Whether the line reports that a process of the script died of SIGKILL."""
+    return _any(KILLED, line)
+
+
+def says_resumed(line: str) -> bool:
+    """Whether the line reports that W&B resumes a run that existed before."""
+    return _RESUMED.search(line) is not None
+
+
+def printed_rate(line: str) -> str | None:
+    """Return the learning rate that the line names, as written there: `lr: 1.00e-03`, `'learning_rate': 5e-05`."""
+    lower = line.lower()
+    found = _RATE.search(line) if "lr" in lower or "learning" in lower else None
+    return found[1] if found else None
+
+
+def wandb_run(line: str) -> WandbRun | None:
+    """Return the W&B run that the line names, or None."""
+    if "wandb" not in line.lower():
+        return None
+    if url := _RUN_URL.search(line):
+        entity, project, run_id = map(unquote, url.groups())
+        return WandbRun(run_id, entity, project)
+    named = _RUN_FOLDER.search(line) or _RUN_ID.search(line)
+    return WandbRun(named[1]) if named else None
+
+
+def _is_present_loss(line: str, value: re.Match[str]) -> bool:
+    """Whether a non-finite value belongs to a loss, and to the present one: the text before it is the name of one."""
+    left = line[max(0, value.start() - _CONTEXT) : value.start()]
+    named = _NAMED.search(left) if "loss" in left.lower() else None
+    if named is None:
+        return False
+    # "loss nan" without a sign between could be any sentence: it counts only where the value ends a column.
+    if named["bare"] is not None and not _AFTER_BARE.match(line, value.end()):
+        return False
+    # A running mean may be infinite for a harmless reason (nothing counted yet); NaN has none.
+    if named["mean"] is not None and value["nan"] is None:
+        return False
+    before = left[: named.start()]
+    if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]):
+        return False
+    return not _HYPOTHETICAL.search(before) and not (named["became"] and _DENIED.search(before))
+
+
+def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
+    return any((match := pattern.search(line)) is not None and _happened(line, match) for pattern in patterns)
+
+
+def _happened(line: str, match: re.Match[str]) -> bool:
+    """Whether the sentence before a match neither denies it nor makes it a condition."""
+    before = line[max(0, match.start() - _CONTEXT) : match.start()]
+    return not _HYPOTHETICAL.search(before) and not _DENIED.search(before)
+
 
 #: With exit code 0, out of memory counts only within the last lines: a script that goes on has recovered from it.
 RECENT_LINES: Final = 20
@@ -86,14 +328,14 @@ class Evidence:
         num_lines: how many lines there were, each redrawing of a progress bar included.
     """
 
-    def __init__(self, user_patterns: patterns.UserPatterns | None = None) -> None:
-        self._user_patterns = user_patterns or patterns.UserPatterns()
+    def __init__(self, user_patterns: UserPatterns | None = None) -> None:
+        self._user_patterns = user_patterns or UserPatterns()
         self._tracebacks = _Tracebacks()
         self.nonfinite: str | None = None
         self.out_of_memory: str | None = None
         self.killed: str | None = None
         self.learning_rate: str | None = None
-        self.wandb_runs: dict[str, patterns.WandbRun] = {}
+        self.wandb_runs: dict[str, WandbRun] = {}
         self.wandb_resumed = False
         self.last_lines: deque[str] = deque(maxlen=RECENT_LINES)
         self.num_lines = 0
@@ -117,7 +359,7 @@ class Evidence:
 
     def note(self, line: str) -> None:
         """Take one line of the output into account."""
-        line = patterns.plain(line[:_MAX_LINE_LENGTH])
+        line = plain(line[:_MAX_LINE_LENGTH])
         self._tracebacks.note(line)  # with its indentation, which the rest does without
         if not (line := line.strip()):
             return
@@ -127,20 +369,20 @@ class Evidence:
             self._note_nonfinite(line)
         if self._user_patterns.out_of_memory_in(line):
             self._note_out_of_memory(line)
-        self.learning_rate = patterns.printed_rate(line) or self.learning_rate
-        if patterns.may_match(line):
+        self.learning_rate = printed_rate(line) or self.learning_rate
+        if may_match(line):
             self._match(line)
 
     def _match(self, line: str) -> None:
-        if patterns.says_nonfinite(line):
+        if says_nonfinite(line):
             self._note_nonfinite(line)
-        if patterns.says_out_of_memory(line):
+        if says_out_of_memory(line):
             self._note_out_of_memory(line)
-        if self.killed is None and patterns.says_killed(line):
+        if self.killed is None and says_killed(line):
             self.killed = line
-        self.wandb_resumed |= patterns.says_resumed(line)
+        self.wandb_resumed |= says_resumed(line)
         # A later line may name the same run without its project: the fuller one stays.
-        if (run := patterns.wandb_run(line)) is not None and (run.project or run.id not in self.wandb_runs):
+        if (run := wandb_run(line)) is not None and (run.project or run.id not in self.wandb_runs):
             self.wandb_runs[run.id] = run
 
     def _note_nonfinite(self, line: str) -> None:

@@ -13,17 +13,22 @@ from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import requeue
 from ci_llm.config import Config, default_file, load_config
 from ci_llm.config.sweep import read_sweep
-from ci_llm.core.attempts import Failure, attempts_without_progress, earliest_failure, read_failures
-from ci_llm.core.recovery import read_recovery, write_recovery
-from ci_llm.core.run_folder import SEGMENTS
+from ci_llm.core.run_folder import (
+    SEGMENTS,
+    Failure,
+    attempts_without_progress,
+    earliest_failure,
+    read_failures,
+    read_recovery,
+    write_recovery,
+)
 from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, crash_signature
-from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.patterns import UserPatterns
+from ci_llm.supervisor.output_scan import Evidence, UserPatterns
 from ci_llm.supervisor.policy import Decision, Outcome
 
 GRACE_S: Final = 120.0

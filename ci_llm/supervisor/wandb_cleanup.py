@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
 
-from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.patterns import WandbRun
+from ci_llm.supervisor.output_scan import Evidence, WandbRun
 from ci_llm.supervisor.shim import run_task
 
 RunTask = Callable[..., tuple[bool, str]]

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ci_llm.config import as_typed
 from ci_llm.core.durable import make_folders, read_json, remove_tree, write_json
 from ci_llm.errors import ConfigError
-from ci_llm.logs.tracking import Trackers
+from ci_llm.logs.trackers import Trackers
 from ci_llm.sweep.sweep import Sweep
 from ci_llm.sweep.trials import Segment, Trial
 

@@ -1,37 +1,175 @@
-"""A sweep from the command line: every segment is trained by this process, which loads base and rows once."""
+"""A sweep from the command line: how many trials fit, every segment trained by this process, then `best/`.
+
+How many trials fit into one pass, and what a sweep costs beside one run: by the estimate of the dry run.
+
+`best/`: the best trial as a plain PEFT folder with its card, copied bit by bit from the segment that trained it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from ci_llm.base.load import load_architecture
+from ci_llm.checkpoints.folders import FINAL, open_folder
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.cluster.elastic import exit_code_after_stop
-from ci_llm.cluster.launch import Launch
-from ci_llm.config.sweep import SweepReading
-from ci_llm.core.attempts import Failure, record_attempt, write_failure
+from ci_llm.cluster.launch import Launch, exit_code_after_stop
+from ci_llm.config import Config, as_typed
+from ci_llm.config.own_keys import NAME
+from ci_llm.config.sweep import Choices, Range, Space, SweepReading
+from ci_llm.core.durable import new_folder, remove_tree, write_new
+from ci_llm.core.run_folder import BEST, Failure, record_attempt, write_failure
 from ci_llm.core.run_status import RunStatus, keep_status
+from ci_llm.crowd.card import CardFacts, adapter_card, public_name
+from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import NonFinite
+from ci_llm.dry_run.checks import size
+from ci_llm.errors import CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.beginning import place_of_attempt
 from ci_llm.run.callbacks import Callbacks
+from ci_llm.run.cost_model import USABLE, Untraceable, trace_longest
 from ci_llm.run.job import meet, run_among
 from ci_llm.run.loading import Loaded, choice_by_test_rows, load
 from ci_llm.run.report import write_page
 from ci_llm.run.setup import steps_of
 from ci_llm.run.shutdown import command_line, end_at_once, reason_of
-from ci_llm.sweep.best import write_best
-from ci_llm.sweep.cost import described, trials_per_pass
 from ci_llm.sweep.curves import Curves
-from ci_llm.sweep.record import read_record
-from ci_llm.sweep.sweep import Pack, Sweep, known_record
-from ci_llm.sweep.trials import HalvingPlan
+from ci_llm.sweep.sweep import Pack, Sweep, known_record, read_record
+from ci_llm.sweep.trials import HalvingPlan, Trial
+
+#: Trials of a pack where nothing can be estimated.
+CAUTIOUS: Final = 4
+
+
+def trials_per_pass(
+    config: Config, spaces: Mapping[str, Space], wanted: int | str, trials: int, loaded: Loaded, processes: Processes
+) -> int:
+    """The trials of one pass: those that are asked for, or as many as fit.
+
+    Args:
+        wanted: `agents_per_pass`.
+        trials: of the sweep.
+
+    Raises:
+        ConfigError: so many trials as are asked for do not fit.
+    """
+    fit = _that_fit(config, spaces, loaded, processes)
+    if wanted == "auto":
+        return max(1, min(trials, CAUTIOUS if fit is None else fit))
+    if fit is not None and min(int(wanted), trials) > max(fit, 1):
+        free = processes.free_memory()
+        raise ConfigError(
+            f"{min(int(wanted), trials)} trials of one pass do not fit into memory: {size(free)} are free",
+            where=f"agents_per_pass: {wanted}",
+            hint=f"agents_per_pass={max(fit, 1)}, or auto",
+        )
+    return int(wanted)
+
+
+def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
+    """How many of the largest trials fit beside the base, which is in memory; None if that is not known."""
+    [rows] = loaded.rows
+    lengths = Lengths.of(sampled([rows]))
+    shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
+    alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
+    try:
+        found = trace_longest(alone, shape, processes.device, config.batch_size, lengths)
+    except Untraceable:
+        return None
+    # Every agent has a copy of the activations, and nothing but the base is shared.
+    return int(USABLE * processes.free_memory() // (found.agents_bytes + found.activation_bytes))
+
+
+def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
+    """Of the keys that decide an adapter's size, the value that makes the largest one."""
+    match spaces.get("lora_rank"):
+        case Choices(values):
+            yield "lora_rank", max(values)
+        case Range(high=high):
+            yield "lora_rank", int(high)
+    match spaces.get("lora_dropout"):
+        case Choices(values) if any(values):
+            yield "lora_dropout", max(values)
+        case Range(high=high):
+            yield "lora_dropout", high
+
+
+def as_one_run(reading: SweepReading, plan: HalvingPlan) -> Config:
+    """A run that costs what the sweep costs: a full pack of the largest trials, for the steps of all segments."""
+    steps = sum(steps * trials / plan.per_pass for trials, steps in plan.segment_steps)
+    pack = tuple({NAME: f"trial{k}", "seed": k, **dict(_largest(reading.spaces))} for k in range(plan.per_pass))
+    changes = {"agents": pack, "num_agents": plan.per_pass, "max_train_steps": max(1, round(steps))}
+    return reading.config.model_copy(update=changes)
+
+
+def described(plan: HalvingPlan, reading: SweepReading) -> Iterator[str]:
+    """Lines for people: rungs, segments and steps."""
+    sampler, wanted = reading.keys.sampler, reading.trials_wanted
+    rungs = ", ".join(f"{plan.places(rung)} to step {end}" for rung, end in enumerate(plan.steps))
+    yield f"{plan.trials} trials by sampler {sampler}, compared by {plan.metric}: {rungs}"
+    if wanted is not None:
+        yield f"trials={wanted} asks for more trials than the spaces have settings: they have only {plan.trials}"
+    parts = plan.segment_steps
+    runs = plan.agent_steps / plan.steps[-1]
+    steps = sum(steps for _, steps in parts)
+    yield (
+        f"{len(parts)} segments of at most {plan.per_pass} trials, {steps} steps: the work of {runs:.3g} full runs"
+        f" instead of {plan.trials}"
+    )
+
+
+_CONFIG: Final = "adapter_config.json"
+
+
+def write_best(sweep: Sweep) -> Path | None:
+    """Make `best/` of the best trial, unless it is there; None if every trial has failed.
+
+    Raises:
+        DamagedCheckpoint: what the trial's last segment has left is not as it was written.
+        CheckpointError: the disk refuses it.
+    """
+    target, trial = sweep.folder / BEST, sweep.best
+    if trial is None or not sweep.has_winner:
+        return None
+    if (target / _CONFIG).is_file():
+        return target
+    opened = open_folder(sweep.segment_folder(trial.segment or 0) / FINAL)
+    prefix = f"agent{trial.place}/"
+    files = {name.removeprefix(prefix): data for name, data in opened.files.items() if name.startswith(prefix)}
+    files["README.md"] = _card(sweep, trial, json.loads(files[_CONFIG]), opened.manifest.step).encode()
+    try:
+        for leftover in sweep.folder.glob(f".{BEST}.*"):
+            remove_tree(leftover)
+        with new_folder(target) as draft:
+            for name, data in files.items():
+                write_new(draft / name, [data])
+    except OSError as error:
+        raise CheckpointError(f"{BEST} cannot be written: {error.strerror}", where=str(target)) from error
+    return target
+
+
+def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -> str:
+    standings = sweep.standings
+    shared = sweep.config
+    settings = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
+    what = (
+        f"This LoRA adapter is the best of {len(standings.trials)} trials of a sweep, by {standings.plan.metric}"
+        f" {trial.score:.4f} on the rows that the trials were compared on: {settings}."
+    )
+    facts = CardFacts(
+        base=str(config["base_model_name_or_path"]),
+        ranks=[int(str(config["r"]))],
+        use_rslora=bool(config.get("use_rslora")),
+        trained=f" for {step} optimizer steps on `{', '.join(map(public_name, shared.dataset_names))}`",
+    )
+    return adapter_card(facts, f"The best of {len(standings.trials)} trials", what)
 
 
 class SweepRunner:

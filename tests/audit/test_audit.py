@@ -1,4 +1,4 @@
-"""`ci-llm audit` on real scripts: exact ones pass, a planted mistake is named, and what cannot be audited is said."""
+"""The audit on real scripts: exact ones pass, a planted mistake is named, and what cannot be audited is said."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.audit import ZOO, Case, cases, examine, examine_warm, executor
-from ci_llm.audit.audit import audit as run_audit
-from ci_llm.audit.runs import LARGEST_COPY, Place, Plan
-from ci_llm.cli.audit import show
-from ci_llm.cli.main import main
 from ci_llm.errors import BadInput, ConfigError
+from tools.audit.__main__ import main, show
+from tools.audit.audit import audit as run_audit
+from tools.audit.runs import LARGEST_COPY, Place, Plan
 from tools.testbed.forkserver import ForkServer
 
 PLAIN = str(ZOO / "plain.py")
@@ -31,7 +30,7 @@ def audit(folder: Path, *words: str, options: tuple[str, ...] = ()) -> int:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return main(["audit", *options, "--", *words])
+        return main([*options, "--", *words])
     finally:
         os.chdir(before)
 
@@ -133,12 +132,12 @@ def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path) -
 
 
 def test_a_wrong_call_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "--steps", "2", "--kill-at", "9"]) == 2
+    assert main(["--steps", "2", "--kill-at", "9"]) == 2
     said = capsys.readouterr().err
     assert "there is no command" in said
     assert "--steps takes at least 3" in said
     assert "--kill-at takes a step" in said
-    assert main(["audit", "--resume-arg={newest}", "--", "true"]) == 2
+    assert main(["--resume-arg={newest}", "--", "true"]) == 2
     assert "{newest} needs --newest" in capsys.readouterr().err
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from ci_llm.audit.audit import moment
-from ci_llm.audit.causes import cause, place
-from ci_llm.audit.divergence import compare, restored, resumed_from
-from ci_llm.audit.records import Step, Trace
+from tools.audit.audit import moment
+from tools.audit.divergence import cause, compare, place, restored, resumed_from
+from tools.audit.runs import Step, Trace
 
 EPOCH = 6  # steps
 

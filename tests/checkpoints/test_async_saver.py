@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from benchmarks import bit_flips
-from ci_llm.checkpoints import arena
-from ci_llm.checkpoints.arena import Arena, Copy, owned_memory
+from ci_llm.checkpoints import async_saver
+from ci_llm.checkpoints.async_saver import Arena, Copy, owned_memory
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -204,7 +204,7 @@ def test_the_arena_is_kept_and_grows(training: Training, monkeypatch: pytest.Mon
     ).finish()
     assert kept.nbytes > size
     assert [len(image.parts) for image in snapshot.files.values()] == [2, 2]  # a header and one piece, to write and sum
-    assert arena.ALIGNMENT % 8 == 0
+    assert async_saver.ALIGNMENT % 8 == 0
 
 
 def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(

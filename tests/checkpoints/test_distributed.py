@@ -17,10 +17,9 @@ from hypothesis import given
 
 from benchmarks.bit_flips import noticed, write_in_parts
 from benchmarks.crash_parts import sweep
+from ci_llm.checkpoints.backends.distributed import GAVE_UP, _Followers, deal, outline
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.distributed import GAVE_UP, _Followers
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.shards import deal, outline
 from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint

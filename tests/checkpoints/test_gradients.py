@@ -17,9 +17,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from ci_llm.checkpoints.diff import compare
-from ci_llm.checkpoints.gradients import KEY, Gradients
+from ci_llm.checkpoints.checkpoint import Checkpoint, compare, load_checkpoint
+from ci_llm.checkpoints.contributions import KEY, Gradients
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.orbax_arguments import Composite, StandardRestore
 from ci_llm.distributed.side_channel import TorchProcessGroup

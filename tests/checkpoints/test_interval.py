@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ci_llm.checkpoints.interval import FIRST_S, PRIOR_S, BestInterval, FailureHistory, best_interval_s
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.policy import FIRST_S, PRIOR_S, BestInterval, FailureHistory, best_interval_s
 from ci_llm.config import parse_config
 from ci_llm.interrupts import Interrupts
 

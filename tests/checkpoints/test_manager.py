@@ -23,12 +23,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from ci_llm.checkpoints.arena import Arena, Copy
+from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.folders import numbered_steps
-from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manager import CheckpointManager, load_into
 from ci_llm.checkpoints.policy import SavePolicy
-from ci_llm.checkpoints.restore import load_into
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.typed_json import load_json

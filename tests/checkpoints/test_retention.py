@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.retention import RetentionPolicy, metrics_of
+from ci_llm.checkpoints.policy import RetentionPolicy, metrics_of
 
 
 def loss(metrics: dict[str, float]) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cli.arguments import Parser, make_parser
+from ci_llm.cli.command import Parser, make_parser
 from ci_llm.cli.main import main
 from ci_llm.errors import ConfigError
 
@@ -29,8 +29,6 @@ def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["audit", "python", "x.py"], "write the command behind --"),
-        (["audit", "--nothing", "--", "python", "x.py"], "ci-llm audit --help"),
         (["generate", "run", "hi", "--tokens"], "add --json"),
     ],
 )

@@ -20,8 +20,8 @@ from ci_llm import Crowd, Prompter
 from ci_llm.cli import main
 from ci_llm.cli.chat import Conversation
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.calibration import Calibration, Logistic
-from ci_llm.data.chat_template import use_chat_template
+from ci_llm.crowd.answers import Calibration, Logistic
+from ci_llm.data.encoder import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
 from tests.support.children import PYTHONPATH
@@ -35,7 +35,7 @@ HELD = """
 import sys, time
 from pathlib import Path
 from ci_llm.cli.main import main
-from ci_llm.crowd.streaming import TextSoFar
+from ci_llm.crowd.generation import TextSoFar
 update, held = TextSoFar.update, Path(sys.argv[2]).parent / "held"
 def update_and_stand(self, ids):
     over = update(self, ids)

@@ -18,19 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.initial_adapters import load_initial_adapters
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.crowd.model import Crowd
-from ci_llm.data.chat_template import BUILT_IN_TEMPLATE
+from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
+from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tools.testbed.disks import Crash, FailingDisk, MortalDisk

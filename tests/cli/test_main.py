@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from ci_llm import interrupts
-from ci_llm.cli import entry, guard, main, supervise, train
+from ci_llm.cli import command as guard
+from ci_llm.cli import entry, main, supervise, train
 from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
-from ci_llm.run.result import Result
+from ci_llm.run.job import Result
 from ci_llm.supervisor.options import parse_options
 from tools.testbed.events import DEADLINE_S
 
@@ -86,7 +87,7 @@ def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) ->
 
 
 def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
-    code = "import errno; from ci_llm.cli import guard\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
+    code = "import errno; from ci_llm.cli import command as guard\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
     done = run("-c", f"{code}guard.run_guarded(command, debug=False)")
     assert done.returncode == 1
     assert "OSError: [Errno 28] full" in done.stderr
@@ -125,13 +126,13 @@ def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
 
 def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
     command = "lambda: guard.print_line('loading') or print('stray') or 0"
-    code = f"from ci_llm.cli import guard; guard.run_guarded({command}, debug=False)"
+    code = f"from ci_llm.cli import command as guard; guard.run_guarded({command}, debug=False)"
     assert run("-c", code, stdout=nobody_reads).stderr == ""
 
 
 def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
     broken = "r, w = os.pipe(); os.close(r); guard.run_guarded(lambda: os.write(w, b'x'), debug=False)"
-    code = f"import os; from ci_llm.cli import guard; {broken}"
+    code = f"import os; from ci_llm.cli import command as guard; {broken}"
     done = run("-c", code)
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr
@@ -139,7 +140,7 @@ def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
 
 def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(
-        "import os, sys; from ci_llm.cli import guard\n"
+        "import os, sys; from ci_llm.cli import command as guard\n"
         "def command():\n"
         "    print('out'); print('err', file=sys.stderr); assert not sys.stdout.isatty()\n"
         "    return os.open(os.devnull, os.O_RDONLY)\n"
@@ -151,7 +152,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
 
 
 def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
-    code = "from ci_llm.cli import guard; guard.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
+    code = "from ci_llm.cli import command as guard; guard.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
     assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
 

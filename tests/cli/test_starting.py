@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ci_llm.cli import starting
+from ci_llm.cli import train
 from ci_llm.cli.main import main
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.result import Result
+from ci_llm.run.job import Result
 from tools.testbed.events import DEADLINE_S
 
 
@@ -42,12 +42,12 @@ def test_a_dry_run_stops_by_the_signals_of_the_run(
         told.append(interrupts.stop_reason)
         return 0 if command == "check" else Result("completed", 0, tmp_path)
 
-    def launch(read: Any = starting.read_launch, **named: Any) -> Any:
+    def launch(read: Any = train.read_launch, **named: Any) -> Any:
         return replace(read(**named), launcher="accelerate")
 
     monkeypatch.setitem(sys.modules, f"ci_llm.{module}", SimpleNamespace(run_job=job, dry_run=job))
-    monkeypatch.setattr(starting, "read_launch", launch)
-    monkeypatch.setattr(starting, "die_with_parent", told.append)
+    monkeypatch.setattr(train, "read_launch", launch)
+    monkeypatch.setattr(train, "die_with_parent", told.append)
     words = ["--config", os.devnull, f"output_dir={tmp_path / 'run'}"]
     assert main([command, *words, "stop_signals=SIGHUP,SIGUSR2"]) == 0
     assert told == ["SIGHUP", "signal:SIGHUP"]

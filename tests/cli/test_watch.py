@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.cli.watch import INTERVAL_S
+from ci_llm.cli.status import INTERVAL_S
 from ci_llm.interrupts import ABORTED_EXIT_CODE
-from ci_llm.watch.reading import Reading
-from ci_llm.watch.scene import Scene
+from ci_llm.report.status import Reading
+from ci_llm.report.watch import Scene
 from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
 from tools.testbed.events import DEADLINE_S

@@ -6,8 +6,14 @@ import shlex
 
 import pytest
 
-from ci_llm.cluster.elastic import exit_code_after_stop, has_rounds, job_and_round, names_of_round
-from ci_llm.cluster.launch import launch_notes, read_launch
+from ci_llm.cluster.launch import (
+    exit_code_after_stop,
+    has_rounds,
+    job_and_round,
+    launch_notes,
+    names_of_round,
+    read_launch,
+)
 from tests.cluster.test_launch import TORCHRUN
 
 ROUNDS = {"TORCHELASTIC_MAX_RESTARTS": "3"}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cluster.hub import OFFLINE, go_offline_if_unreachable, may_be_on_hub, offline_note, why_unreachable
 from ci_llm.config import Config
+from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, offline_note, why_unreachable
 from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
 from tools.testbed.forkserver import free_port
 

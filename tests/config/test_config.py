@@ -28,9 +28,8 @@ from ci_llm.config import (
     read_call,
     read_config,
 )
-from ci_llm.config.aliases import ALIASES, VALUE_ALIASES
 from ci_llm.config.config import DUMPED_IF_SET
-from ci_llm.config.unsupported import NO_EFFECT
+from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
 from ci_llm.errors import ConfigError
 from tools.testbed.events import DEADLINE_S
 

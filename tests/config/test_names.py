@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.aliases import ALIASES, TRANSLATIONS, VALUE_ALIASES
-from ci_llm.config.unsupported import UNSUPPORTED
+from ci_llm.config.foreign import ALIASES, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.errors import ConfigError
 
 

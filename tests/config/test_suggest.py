@@ -7,9 +7,8 @@ import re
 import pytest
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.aliases import ALIASES, TRANSLATIONS
-from ci_llm.config.suggest import nearest
-from ci_llm.config.unsupported import UNSUPPORTED
+from ci_llm.config.foreign import ALIASES, TRANSLATIONS, UNSUPPORTED
+from ci_llm.config.parsing import nearest
 from ci_llm.errors import ConfigError
 
 KNOWN = [*Config.model_fields, *ALIASES, *TRANSLATIONS]

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.core.attempts import (
+from ci_llm.core.run_folder import (
     PEER_LOST,
     Failure,
     attempts_without_progress,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from ci_llm.checkpoints.folders import FINAL
-from ci_llm.checkpoints.mirror.found import TOKEN_FILE
-from ci_llm.checkpoints.shelves import OVERWRITTEN, QUARANTINE, SUPERSEDED
+from ci_llm.checkpoints.folders import FINAL, OVERWRITTEN, QUARANTINE, SUPERSEDED
 from ci_llm.config import load_config
 from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved
 from ci_llm.errors import ConfigError
 from ci_llm.evaluation.loading import PREDICTIONS
 from ci_llm.logs import hardware, profile, run_log
+from ci_llm.mirror.head import TOKEN_FILE
 from ci_llm.report import page
-from ci_llm.run import attempt_requests, crowd_requests
+from ci_llm.run import beginning, members
 
 MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, profile.FOLDER, page.NAME}
-MOVED |= {run_log.LOG_NAME, run_log.METRICS_NAME, attempt_requests.SKIPPED_BATCHES}
-MOVED |= {crowd_requests.FOLDER, crowd_requests.RECORD}
+MOVED |= {run_log.LOG_NAME, run_log.METRICS_NAME, beginning.SKIPPED_BATCHES}
+MOVED |= {members.FOLDER, members.RECORD}
 BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, SWEEP}
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core.attempts import PEER_LOST, Failure, read_failures, write_failure
 from ci_llm.core.durable import Filesystem
+from ci_llm.core.run_folder import PEER_LOST, Failure, read_failures, write_failure
 from ci_llm.core.run_status import VANISHED_AFTER_S, RunStatus, Status, is_alive, pid_space, read_status
 from ci_llm.errors import BadInput
 from tests.support.children import DEADLINE_S, Child

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.crowd.answer_scores import AnswerScores, Questions, merge_records, score_answers
 from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.prompts import Prompter
-from ci_llm.crowd.scoring import paired_gain
+from ci_llm.crowd.scoring import AnswerScores, Questions, merge_records, paired_gain, score_answers
 from ci_llm.data.encoder import Encoder, Example
+from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
 from ci_llm.report.scores import BY_OWN_ROWS

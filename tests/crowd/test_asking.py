@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
-from ci_llm.crowd.answer_scores import Questions
 from ci_llm.crowd.asking import Answer, answers, decoding_of, options_of, prompter_of
 from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.scoring import Questions
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows

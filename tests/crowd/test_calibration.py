@@ -17,11 +17,11 @@ from ci_llm import Crowd
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.durable import write_json
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.asking import Answer, prompter_of
-from ci_llm.crowd.calibration import (
+from ci_llm.crowd.answers import (
     TEMPERATURES,
     Calibration,
     Logistic,
+    TokenUncertainty,
     fit,
     learn,
     learn_temperature,
@@ -29,9 +29,9 @@ from ci_llm.crowd.calibration import (
     nats_by_temperature,
     signals,
 )
+from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.pretrained import weights_fingerprint
-from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput

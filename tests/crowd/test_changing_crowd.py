@@ -8,10 +8,10 @@ from typing import Any, Final
 import pytest
 import torch
 
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
+from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

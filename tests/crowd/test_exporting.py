@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
-from ci_llm.crowd.base import load_base
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.crowd.exporting import prepare
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.merge_methods import merge_of
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.prompts import Prompter
+from ci_llm.data.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ModelError
+from ci_llm.lora.layer import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.tiny import base

@@ -14,20 +14,20 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
 
 from ci_llm import Crowd
+from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.base import load_base
 from ci_llm.crowd.decoding import CrowdChoice, Decoding
-from ci_llm.crowd.lora import LoraSettings
-from ci_llm.crowd.prompts import Prompter, form_of, last_answer, prompts_of
 from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
+from ci_llm.data.prompts import Prompter, form_of, last_answer, prompts_of
 from ci_llm.data.rows import Completion, Rows
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
-from tests.crowd.test_adapters import K, crowd_of, peft_twin
+from ci_llm.lora.layer import LoraSettings
 from tests.data import test_encoder as templates
+from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tools.testbed.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]

@@ -10,11 +10,11 @@ import peft
 import pytest
 import torch
 
-from ci_llm.crowd.initial_adapters import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
+from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base, batch
 
 TARGETS = ("q_proj", "v_proj")

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.diversity.joint import jensen_gap
-from ci_llm.crowd.head import Head, target_log_probs
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.sliced_wasserstein import row_states, sliced_wasserstein, unit_directions
 from ci_llm.data.batches import Batch
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.passes import Head, target_log_probs
 from tools.testbed.tiny import base, batch
 
 ALL_AGENTS = torch.ones(3, dtype=torch.bool)
@@ -31,7 +31,7 @@ def head(**family: float) -> Head:
 
 @pytest.mark.parametrize("family", [{}, {"scale": 0.25}, {"softcap": 2.0}, {"scale": 3.0, "softcap": 1.5}])
 def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.crowd.head.LOGITS_PER_CHUNK", 11 * 16)  # 16 rows a chunk, so several of them
+    monkeypatch.setattr("ci_llm.lora.passes.LOGITS_PER_CHUNK", 11 * 16)  # 16 rows a chunk, so several of them
     states, targets, own = random(3, 15, 6).requires_grad_(), torch.arange(15) % 11, head(**family)
     found = target_log_probs(states, targets, own)
     wanted = own.logits(states).log_softmax(-1).gather(-1, targets.expand(3, -1)[..., None]).squeeze(-1)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.base import load_base
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.base.load import load_base
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.passes import reading
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.passes import reading
 from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, LARGE, MLP, SMALL
 from tests.support.campaign import first_fast
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss

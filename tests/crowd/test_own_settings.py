@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ci_llm.crowd.base import load_base
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.base.load import load_base
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import BadInput, ForeignCheckpoint
+from ci_llm.lora.layer import LoraSettings
 from tests.support.campaign import first_fast
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tools.testbed.tiny import base, batch

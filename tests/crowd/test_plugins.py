@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ci_llm.config import load_config
-from ci_llm.core.plugins import load_plugin, plugin_names
+from ci_llm.core.imports import load_plugin, plugin_names
 from ci_llm.crowd.aggregators import AGGREGATORS
 from ci_llm.crowd.diversity import DiversityForm, find_form
 from ci_llm.errors import BadInput, ConfigError

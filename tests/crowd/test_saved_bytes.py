@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
+from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base, batch
 
 K, RANK = 3, 2

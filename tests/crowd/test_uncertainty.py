@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.uncertainty import TokenUncertainty, agreement, decompose, of_text, token_uncertainty
+from ci_llm.crowd.answers import TokenUncertainty, agreement, decompose, of_text, token_uncertainty
 
 
 def test_agents_that_say_the_same_disagree_on_nothing() -> None:

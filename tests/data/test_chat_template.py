@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.data.chat_template import BUILT_IN, chat_template, use_chat_template
-from ci_llm.data.encoder import Encoder
+from ci_llm.data.encoder import BUILT_IN, Encoder, chat_template, use_chat_template
 from ci_llm.errors import DataError, ModelError
 from tests.data.test_encoder import CHATML, LONG, WORDS, byte_tokenizer, learned
 

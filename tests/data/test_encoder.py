@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ci_llm.data.chat_template import BUILT_IN_TEMPLATE, chat_template
-from ci_llm.data.encoder import Encoder, Example, RefusedRowError
+from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, RefusedRowError, chat_template
 from ci_llm.data.rows import Chat, Completion, Message, Tokens
 from ci_llm.data.tokens import tokenizer_fingerprint
 from ci_llm.errors import ModelError

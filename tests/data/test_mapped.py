@@ -12,10 +12,9 @@ import pytest
 from datasets import Dataset
 
 from ci_llm.config import Config
-from ci_llm.data import mapped as mapped_rows
-from ci_llm.data.mapped import MappedRows, mapped
-from ci_llm.data.mixture import mix
-from ci_llm.data.sources import load_rows, recognised
+from ci_llm.data import files as mapped_rows
+from ci_llm.data.files import MappedRows, mapped
+from ci_llm.data.sources import load_rows, mix, recognised
 
 COUNT = 1050
 MEGABYTE = 1 << 20

@@ -11,9 +11,8 @@ import pytest
 from datasets import Dataset
 
 from ci_llm.config import Config, load_config
-from ci_llm.data.mixture import mix
 from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows, load_rows_of_each, recognised
+from ci_llm.data.sources import load_rows, load_rows_of_each, mix, recognised
 from ci_llm.errors import ConfigError, DataError
 
 

@@ -15,8 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.data.sampler import StatefulSampler

@@ -22,8 +22,7 @@ from pyarrow import parquet
 from ci_llm.config import Config
 from ci_llm.data.columns import NamedColumns, find_form
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message
-from ci_llm.data.sources import load_rows, recognised
-from ci_llm.data.splits import EVAL_SPLITS
+from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
 
 ROWS = [

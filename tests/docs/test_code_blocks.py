@@ -33,7 +33,12 @@ from tests.cli.test_documented_lines import words_of_the_job
 from tests.support import campaign
 from tests.support.markdown import ROOT, Block, blocks_of
 
-PAGES = [ROOT / "README.md", ROOT / "slurm/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "slurm/README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("tools/*/README.md")),
+]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 #: What a program says or writes, a tree of files, a drawing.
 NO_CODE = {"text", "json"}

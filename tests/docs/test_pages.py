@@ -14,7 +14,13 @@ from mkdocs.utils.yaml import yaml_load
 
 from tests.support.markdown import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "slurm/README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("tools/*/README.md")),
+]
 FENCES = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 LINKS = re.compile(r"\]\(([^)\s:]*?)(?:#([^)\s]*))?\)")
 

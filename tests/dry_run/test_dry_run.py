@@ -18,16 +18,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ci_llm.cli.main import main
-from ci_llm.cluster.hub import OFFLINE
 from ci_llm.config import load_config
 from ci_llm.core import durable
 from ci_llm.core.memory import cgroup_limits
+from ci_llm.core.remote import OFFLINE
 from ci_llm.distributed.precision import Speed, chosen
-from ci_llm.dry_run.architecture import KNOWN
-from ci_llm.dry_run.checks import Check, CheckResult, run_checks
+from ci_llm.dry_run.checks import Check, CheckResult, Report, run_checks
+from ci_llm.dry_run.context import KNOWN
 from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.dry_run.plan import CHECKS
-from ci_llm.dry_run.report import Report
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
 from ci_llm.run.cost_model import trace

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ci_llm.config import Config
-from ci_llm.crowd import attention
 from ci_llm.dry_run import gpu
 from ci_llm.dry_run.checks import Check, Inapplicable, run_checks
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.plan import CHECKS
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
+from ci_llm.lora import passes
 
 CPU = torch.device("cpu")
 GPU_CHECKS = {check.name: check.run for check in CHECKS if check.name.startswith("gpu ")}
@@ -83,14 +83,14 @@ def test_an_optimizer_that_moves_nobody_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_that_looks_into_the_next_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "EXPLICIT_UP_TO", 0)  # every row takes the fused kernel, as on a GPU
+    monkeypatch.setattr(passes, "EXPLICIT_UP_TO", 0)  # every row takes the fused kernel, as on a GPU
     assert "within" in gpu.attention(CPU)
-    fused = attention._fused
+    fused = passes._fused
 
     def leaking(q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> torch.Tensor:
         return fused(q, k, v, torch.zeros(q.shape[2], q.shape[2]), *rest)
 
-    monkeypatch.setattr(attention, "_fused", leaking)
+    monkeypatch.setattr(passes, "_fused", leaking)
     with pytest.raises(ModelError, match="fused attention kernel of this device differs"):
         gpu.attention(CPU)
 

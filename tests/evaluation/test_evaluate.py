@@ -14,7 +14,7 @@ import pytest
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json
-from ci_llm.crowd.calibration import Calibration
+from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.metrics import METRICS, answer_reader
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import score
@@ -24,7 +24,7 @@ from ci_llm.data.rows import Completion
 from ci_llm.embedded import rows as embedded_rows
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.evaluate import _lines
-from ci_llm.evaluation.rows import Choice
+from ci_llm.evaluation.loading import Choice
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate, train

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.calibration import Calibration, Logistic
+from ci_llm.crowd.answers import Calibration, Logistic
+from ci_llm.evaluation.evaluate import failed_rows
 from ci_llm.evaluation.sureness import at_coverage, auroc, calibration_error, honest_error, sureness_record
-from ci_llm.evaluation.table import failed_rows
 
 #: Right with the probability that the first signal is.
 IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)

@@ -15,15 +15,14 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch.utils.data import DataLoader
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.base.load import fingerprint_of
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
-from ci_llm.crowd.base import fingerprint_of
-from ci_llm.crowd.lora import LoraSettings
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.integrations.accelerate import latest_state, register_hooks
+from ci_llm.lora.layer import LoraSettings
 from tests.checkpoints.test_store import flip
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
 from tests.support.log_lines import log_lines

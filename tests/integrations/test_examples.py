@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from examples import accelerate_loop, own_loop
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere

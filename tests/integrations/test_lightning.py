@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ci_llm
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from tests.support.campaign import sampled_cases

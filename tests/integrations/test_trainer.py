@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from ci_llm import TrainerCheckpoints
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.folders import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer

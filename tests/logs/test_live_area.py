@@ -10,8 +10,8 @@ from rich.console import Console
 
 from ci_llm.core.text_curves import HEIGHT, draw_curves
 from ci_llm.core.work import Work
-from ci_llm.logs.live_area import View
 from ci_llm.logs.progress import Position, Speed
+from ci_llm.logs.terminal import View
 
 
 def drawn(width: int, num_agents: int, *works: Work, losses: list[float] | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ci_llm.core import work
-from ci_llm.logs import areas
+from ci_llm.logs import terminal as areas
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, RunLog
 from tests.support.screen import PseudoTerminal

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import make_folders, write_json
+from ci_llm.core.run_folder import Failure, write_failure
 from ci_llm.core.run_status import Status, keep_status, kept_status
-from ci_llm.report.attempts import seconds_by_kind
-from ci_llm.report.facts import read_run
+from ci_llm.report.facts import read_run, seconds_by_kind
 from tests.report.folders import NOW, leave_run, leave_status, metrics
 
 

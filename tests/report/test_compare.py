@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.core.intervals import share_interval, unpaired_interval
+from ci_llm.core.scores import share_interval, unpaired_interval
 from ci_llm.core.text_curves import HEIGHT, draw_curves
 from ci_llm.report.scores import comparable, difference
 from tests.report.folders import evaluation, leave_run, prediction

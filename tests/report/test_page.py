@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.report.curves import thinned
+from ci_llm.report.drawings import thinned
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import _commands, duration, write_report
 from ci_llm.report.scores import BY_OWN_ROWS

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.report.plot import Axis, Plot, legend
+from ci_llm.report.drawings import Axis, Plot, legend
 
 ENDS = st.floats(-1e9, 1e9).flatmap(
     lambda low: st.floats(1e-9, 1e9).map(lambda length: (low, low + max(length, 1e-6 * abs(low))))

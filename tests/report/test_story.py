@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.report.attempts import seconds_by_kind
-from ci_llm.report.facts import RunFacts, read_run
+from ci_llm.report.facts import RunFacts, read_run, seconds_by_kind
 from tests.report.test_page import MEGABYTE, text_of
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train

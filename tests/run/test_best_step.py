@@ -17,7 +17,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError, ConfigError
-from ci_llm.run.best_step import result_of
+from ci_llm.run.evaluation import result_of
 from ci_llm.run.state import Best, TrainState, Validation
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 

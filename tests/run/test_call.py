@@ -22,15 +22,14 @@ from nbclient import NotebookClient
 from transformers import EarlyStoppingCallback
 
 import ci_llm
-from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.diff import compare
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.mirror.objects import open_objects
-from ci_llm.checkpoints.mirror.reader import MirrorReader
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import load_config, read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
+from ci_llm.mirror.objects import open_objects
+from ci_llm.mirror.reader import MirrorReader
 from ci_llm.run import call, job, shutdown
 from ci_llm.run.callbacks import Callbacks, TrainerControl, TrainerState
 from ci_llm.run.evaluation import Evaluator

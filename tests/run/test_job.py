@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
-from ci_llm.core.attempts import read_failures
 from ci_llm.core.durable import Filesystem
+from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
 from ci_llm.crowd.model import Crowd
@@ -616,7 +616,7 @@ def test_a_disk_that_is_full_where_an_attempt_begins_is_a_failure_on_record(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as disk:
-        disk.setattr("ci_llm.logs.files.write_bytes", full)  # which cuts metrics.jsonl back
+        disk.setattr("ci_llm.logs.run_log.write_bytes", full)  # which cuts metrics.jsonl back
         with pytest.raises(OSError, match="No space left"):
             train(run, "max_train_steps=8")
     status = read_status(run)

@@ -15,7 +15,7 @@ from ci_llm.run.loop import apply_gradients
 from ci_llm.run.nonfinite import HUGE, nonfinite_here
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import TrainState
-from tests.crowd.test_adapters import K, crowd_of, peft_twin
+from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tests.support.peft_twins import peft_loss
 from tools.testbed.tiny import base, batch
 

@@ -18,16 +18,19 @@ from ci_llm.config import Config
 from ci_llm.config.config import entries_of
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
-from ci_llm.run import crowd_requests
+from ci_llm.run import members as crowd_requests
 from ci_llm.run.agent_settings import crowd_settings, require_distinct_branches, schedule, schedules
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.crowd_requests import (
+from ci_llm.run.members import (
     FOLDER,
     RECORD,
+    CrowdChange,
     CrowdRequest,
     Decision,
+    Members,
     RecordFailure,
     ask,
+    config_of,
     decide,
     forget_after,
     is_waiting,
@@ -35,7 +38,6 @@ from ci_llm.run.crowd_requests import (
     read_waiting,
     settings_of_clone,
 )
-from ci_llm.run.members import CrowdChange, Members, config_of
 from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.state import Best, TrainState, Validation
 from tests.support.log_lines import log_lines

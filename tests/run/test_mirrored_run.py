@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ci_llm.checkpoints.mirror.objects import open_objects
-from ci_llm.checkpoints.mirror.reader import MirrorReader
+from ci_llm.mirror.objects import open_objects
+from ci_llm.mirror.reader import MirrorReader
 from tests.support import campaign
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 

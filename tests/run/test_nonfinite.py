@@ -9,8 +9,7 @@ import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.config import Config
-from ci_llm.core.attempts import read_failures
-from ci_llm.core.recovery import Recovery, write_recovery
+from ci_llm.core.run_folder import Recovery, read_failures, write_recovery
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run import agent_settings

@@ -10,17 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ci_llm.base import load
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core import determinism
-from ci_llm.crowd import base
 from ci_llm.distributed import processes
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.resume import RunCheckpoint
-from ci_llm.run.rollback import placed
 from ci_llm.run.setup import set_determinism
-from ci_llm.run.state import TrainState
+from ci_llm.run.state import TrainState, placed
 from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
@@ -43,10 +42,10 @@ def train_as_on_a_gpu(folder: Path, model: Path, steps: int, monkeypatch: pytest
     """All that a GPU decides about the precision of a base is the one function that is replaced here."""
 
     def dtype(model_dtype: str | None, _: torch.device) -> torch.dtype | str:
-        return base.DTYPES[model_dtype] if model_dtype else "auto"
+        return load.DTYPES[model_dtype] if model_dtype else "auto"
 
     with monkeypatch.context() as gpu:
-        gpu.setattr(base, "_dtype", dtype)
+        gpu.setattr(load, "_dtype", dtype)
         return train(folder, model, steps)
 
 
@@ -112,10 +111,10 @@ def test_a_run_keeps_the_precision_that_auto_chose_where_it_began(
 
 
 def test_the_same_values_have_the_same_rounded_fingerprint_in_every_precision(half: Path) -> None:
-    wide, narrow = base.load_base(str(half), "fp32"), base.load_base(str(half), "bf16")
+    wide, narrow = load.load_base(str(half), "fp32"), load.load_base(str(half), "bf16")
     assert wide.fingerprint != narrow.fingerprint
     assert wide.rounded_fingerprint == narrow.rounded_fingerprint
-    assert wide.rounded_fingerprint != base.load_base("embedded").fingerprint
+    assert wide.rounded_fingerprint != load.load_base("embedded").fingerprint
 
 
 def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ci_llm.core.attempts import read_failures
 from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.data.agent_rows import AgentRows
 from ci_llm.data.batches import AgentBatches, MicroBatch, pack

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ci_llm.config import Config
-from ci_llm.crowd.answer_scores import AnswerScores, Solved
-from ci_llm.crowd.scoring import Scores
+from ci_llm.crowd.scoring import AnswerScores, Scores, Solved
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.rows import ListedRows
 from ci_llm.data.sources import load_rows, recognised

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ci_llm.core.attempts import read_failures
+from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from tests.support.campaign import sampled, sampled_cases, size
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights

@@ -1,4 +1,4 @@
-"""`ci-llm simulate`: ten lines of YAML, what a run has measured, a table, an object for scripts, a page."""
+"""`python -m tools.simulate`: ten lines of YAML, what a run has measured, a table, an object for scripts, a page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cli.main import main
-from ci_llm.simulate.cluster import Cluster, read_cluster
-from ci_llm.simulate.observed import observe
 from tests.report.folders import leave_run
+from tools.simulate.__main__ import main
+from tools.simulate.model import Cluster, observe, read_cluster
 
 YAML = """# one's own cluster
 nodes: 500
@@ -36,19 +35,19 @@ def test_a_cluster_is_ten_lines_and_the_command_line_overrules_them(tmp_path: Pa
 
 
 def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "nodess=3", "step=x", "silent_share=2", "stray"]) == 2
+    assert main(["nodess=3", "step=x", "silent_share=2", "stray"]) == 2
     said = capsys.readouterr().err
     for part in ("4 problems", "did you mean nodes?", "step is 'x'", "of at least 0", "'stray' is neither"):
         assert part in said
 
 
 def test_failures_between_which_no_step_fits_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "nodes=1000", "node_mtbf=1m"]) == 2
+    assert main(["nodes=1000", "node_mtbf=1m"]) == 2
     assert "a failure every 0.06 s, and a step takes 1 s: no step is ever done" in capsys.readouterr().err
 
 
 def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *SHORT, "price=2"]) == 0
+    assert main([*SHORT, "price=2"]) == 0
     said = capsys.readouterr().out
     for part in (
         "auto (ours)",
@@ -64,16 +63,16 @@ def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureF
 
 def test_a_shorter_recovery_is_asked_for_only_where_it_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["work=2h", "repeats=1", "step=60", "nodes=10"]
-    assert main(["simulate", *few, "walltime=1h"]) == 0
+    assert main([*few, "walltime=1h"]) == 0
     assert "99.00 % is out of reach, however short the recovery: saves, preemptions and" in capsys.readouterr().out
-    assert main(["simulate", *few]) == 0
+    assert main([*few]) == 0
     assert "99.00 %" not in capsys.readouterr().out.partition("best: ")[2], "only the start of a short job is missing"
 
 
 @pytest.mark.slow
 def test_the_same_for_scripts_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    assert main(["simulate", "--json", *SHORT, "--page", str(page), "--largest", "20"]) == 0
+    assert main(["--json", *SHORT, "--page", str(page), "--largest", "20"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["lines"][0]["name"] == "auto (ours)"
     assert told["best"]["goodput"] == max(line["goodput"] for line in told["lines"])

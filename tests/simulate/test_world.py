@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import campaign
-from ci_llm.checkpoints.interval import best_interval_s
-from ci_llm.checkpoints.policy import SavePolicy
-from ci_llm.simulate import closed_forms
-from ci_llm.simulate.cluster import Cluster
-from ci_llm.simulate.failures import Planned, moments
-from ci_llm.simulate.study import goodput_by_nodes, line
-from ci_llm.simulate.world import UNPAID, simulate, steps_until_due
+from ci_llm.checkpoints.policy import SavePolicy, best_interval_s
+from tools.simulate import model
+from tools.simulate.model import Cluster, Planned, moments
+from tools.simulate.study import goodput_by_nodes, line
+from tools.simulate.world import UNPAID, simulate, steps_until_due
 
 #: Failures are of nodes, nothing else takes time, and a save is durable when the training goes on.
 BARE: dict[str, Any] = {
@@ -39,7 +37,7 @@ def test_goodput_is_that_of_dalys_model() -> None:
             **BARE, job_mtbf=900.0, work=1e5, stall=stall_s, restart=restart_s, save_interval=interval_s, step=0.5
         )
         found = line(cluster, "")
-        expected = closed_forms.daly_goodput(interval_s, stall_s, restart_s, 900.0)
+        expected = model.daly_goodput(interval_s, stall_s, restart_s, 900.0)
         assert found.goodput == pytest.approx(expected, abs=0.02), (interval_s, stall_s, restart_s)
 
 
@@ -57,8 +55,8 @@ def test_the_best_interval_is_that_of_young_and_daly() -> None:
 def test_no_way_to_save_passes_the_bound() -> None:
     cluster = Cluster(job_mtbf=1800.0, work=1e5, restart=90.0, repeats=2)
     for interval in ("auto", 20.0, 60.0):
-        assert line(cluster.but(save_interval=interval), "").goodput < closed_forms.bound(cluster) + 0.02
-    assert closed_forms.longest_recovery_s(cluster, 0.99) < closed_forms.recovery_s(cluster)
+        assert line(cluster.but(save_interval=interval), "").goodput < model.bound(cluster) + 0.02
+    assert model.longest_recovery_s(cluster, 0.99) < model.recovery_s(cluster)
 
 
 @settings(max_examples=100, deadline=None)
@@ -192,5 +190,5 @@ def test_a_simulated_campaign_loses_as_many_steps_as_the_real_one() -> None:
 @pytest.mark.slow
 def test_preemptions_and_limits_lower_the_bound() -> None:
     quiet = Cluster(job_mtbf=1e9, work=2e5, preemption=7200.0, walltime=14400.0, restart=100.0, repeats=2)
-    assert closed_forms.bound(quiet) == pytest.approx(math.exp(-160 / 6226), rel=1e-3)
-    assert line(quiet.but(save_interval=600.0), "").goodput == pytest.approx(closed_forms.bound(quiet), abs=0.01)
+    assert model.bound(quiet) == pytest.approx(math.exp(-160 / 6226), rel=1e-3)
+    assert line(quiet.but(save_interval=600.0), "").goodput == pytest.approx(model.bound(quiet), abs=0.01)

@@ -24,7 +24,7 @@ import xxhash
 from ci_llm.checkpoints.folders import numbered_steps
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import slurm
-from ci_llm.core.attempts import read_failures, record_attempt
+from ci_llm.core.run_folder import read_failures, record_attempt
 from ci_llm.core.run_status import Status, is_alive, read_status
 from tests.slurm.cluster import END_S, ENDED, Cluster, Job, until
 from tests.support.children import PYTHONPATH

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core.attempts import Failure
+from ci_llm.core.run_folder import Failure
 from ci_llm.core.run_status import Status
 from ci_llm.supervisor import attempt
 from ci_llm.supervisor.attempt import AttemptResult, _out_of_memory_kills

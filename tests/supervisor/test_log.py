@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.log import FILE_ONLY, MID_LINE, SupervisorLog
+from ci_llm.supervisor.loop import FILE_ONLY, MID_LINE, SupervisorLog
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\

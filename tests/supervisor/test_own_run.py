@@ -19,9 +19,8 @@ import pytest
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import read_launch
-from ci_llm.core.attempts import Failure, write_failure
 from ci_llm.core.durable import write_json
-from ci_llm.core.recovery import Recovery, read_recovery, write_recovery
+from ci_llm.core.run_folder import Failure, Recovery, read_recovery, write_failure, write_recovery
 from ci_llm.core.run_status import Status, is_alive, pid_space
 from ci_llm.errors import CheckpointError
 from ci_llm.supervisor import own_run

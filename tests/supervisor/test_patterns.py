@@ -7,9 +7,11 @@ import time
 
 import pytest
 
-from ci_llm.supervisor import patterns
-from ci_llm.supervisor.output_scan import RECENT_LINES, Evidence, LineSplitter
-from ci_llm.supervisor.patterns import (
+from ci_llm.supervisor import output_scan
+from ci_llm.supervisor.output_scan import (
+    RECENT_LINES,
+    Evidence,
+    LineSplitter,
     UserPatterns,
     WandbRun,
     printed_rate,
@@ -112,7 +114,7 @@ def lines(*tables: Lines | list[str]) -> pytest.MarkDecorator:
 @lines(NONFINITE, NONFINITE_LINES)
 def test_says_nonfinite(line: str) -> None:
     assert says_nonfinite(line)
-    assert patterns.may_match(line)
+    assert output_scan.may_match(line)
 
 
 @lines(NONFINITE)
@@ -128,7 +130,7 @@ def test_does_not_say_nonfinite(line: str) -> None:
 @lines(OUT_OF_MEMORY, OUT_OF_MEMORY_LINES)
 def test_says_out_of_memory(line: str) -> None:
     assert says_out_of_memory(line)
-    assert patterns.may_match(line)
+    assert output_scan.may_match(line)
 
 
 @lines(ROOM_ENOUGH, ENOUGH_MEMORY_LINES, HARMLESS, FINITE_LINES, NONFINITE, NONFINITE_LINES)
@@ -183,7 +185,7 @@ def test_no_line_takes_long(piece: str) -> None:
 )
 def test_says_killed(line: str) -> None:
     assert says_killed(line)
-    assert patterns.may_match(line)
+    assert output_scan.may_match(line)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_says_killed(line: str) -> None:
 )
 def test_wandb_runs(line: str, run: WandbRun | None) -> None:
     assert wandb_run(line) == run
-    assert run is None or patterns.may_match(line)
+    assert run is None or output_scan.may_match(line)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_a_line_without_end_is_cut() -> None:
     ],
 )
 def test_source_around_an_exception_is_not_what_happened(line: str) -> None:
-    assert not patterns.may_match(line)
+    assert not output_scan.may_match(line)
 
 
 def test_the_end_of_a_long_line_counts() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.core.attempts import read_failures
-from ci_llm.core.recovery import read_recovery
+from ci_llm.core.run_folder import read_failures, read_recovery
 from ci_llm.core.run_status import read_status
 from tests.supervisor.terminal import Terminal
 from tests.support.children import PYTHONPATH
@@ -21,7 +20,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from ci_llm.cli.main import main
-from ci_llm.core.recovery import read_recovery
+from ci_llm.core.run_folder import read_recovery
 from tests.support.faults import Fault, arm
 fault, cut = Fault(**{fault}), {cut!r}
 if getattr(read_recovery("run"), cut) in (None, 1.0):

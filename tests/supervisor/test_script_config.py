@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.script_config import (
-    TemporaryConfigs,
-    group_values,
-    in_yaml,
-    read_config,
-)
+from ci_llm.supervisor.script_settings import TemporaryConfigs, group_values, in_yaml, read_config
 
 ODD = """\
 %YAML 1.1

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.external_script import ExternalScript
+from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
-from ci_llm.supervisor.resumption import Resumption
-from ci_llm.supervisor.script_command import with_file, with_name
+from ci_llm.supervisor.script_settings import with_file, with_name
 from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
-from ci_llm.crowd.base import load_base
-from ci_llm.crowd.lora import LoraSettings
+from ci_llm.crowd.external_adapters import META
 from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.prompts import Prompter, PromptForm
-from ci_llm.crowd.recognise import META
+from ci_llm.data.prompts import Prompter, PromptForm
+from ci_llm.lora.layer import LoraSettings
 
 K = 3
 

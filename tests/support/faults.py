@@ -23,15 +23,17 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
+from ci_llm.base import sharded
 from ci_llm.checkpoints import store
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
-from ci_llm.crowd import lora, scoring, sharded_layers
+from ci_llm.crowd import scoring
 from ci_llm.crowd.model import Crowd, CrowdOutput
 from ci_llm.data import batches
-from ci_llm.run import hang as hang_watch
+from ci_llm.lora import layer
 from ci_llm.run import loop, report, shutdown
-from ci_llm.run.heartbeat import SilenceTimer
+from ci_llm.run import watchdog as hang_watch
+from ci_llm.run.watchdog import SilenceTimer
 from tools.testbed.events import DEADLINE_S, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
@@ -163,8 +165,8 @@ def in_a_product(fault: Fault, strike: Callable[[], None]) -> None:
             strike()
 
     for name in ("forward", "backward"):
-        wrap(lora._FusedLinear, name, count)
-        setattr(lora._FusedLinear, name, staticmethod(getattr(lora._FusedLinear, name)))
+        wrap(layer._FusedLinear, name, count)
+        setattr(layer._FusedLinear, name, staticmethod(getattr(layer._FusedLinear, name)))
 
 
 def out_of_memory_in_a_product(fault: Fault) -> None:
@@ -179,11 +181,11 @@ def out_of_memory_in_a_product(fault: Fault) -> None:
 def out_of_memory_while_following(fault: Fault) -> None:
     """There is no memory for a layer that the process gathers for the others, to whom it has promised it."""
 
-    def strike(gather: sharded_layers._AgreedGather, *_: object, **__: object) -> None:
+    def strike(gather: sharded._AgreedGather, *_: object, **__: object) -> None:
         if gather._layers._follows and Now.strikes(fault):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    wrap(sharded_layers._AgreedGather, "allocate", strike)
+    wrap(sharded._AgreedGather, "allocate", strike)
 
 
 def kill_in_a_product(fault: Fault) -> None:

@@ -13,7 +13,7 @@ from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.run.loading import Loaded, load
-from ci_llm.sweep import cost
+from ci_llm.sweep import runner
 from ci_llm.sweep.trials import HalvingPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
@@ -35,7 +35,7 @@ def loaded(processes: Processes) -> Loaded:
 
 def fitting(wanted: int | str, free: int, loaded: Loaded, processes: Processes, patch: pytest.MonkeyPatch) -> int:
     patch.setattr(processes_module, "free_memory", lambda device: (free, 4 * free))
-    return cost.trials_per_pass(READING.config, READING.spaces, wanted, 1000, loaded, processes)
+    return runner.trials_per_pass(READING.config, READING.spaces, wanted, 1000, loaded, processes)
 
 
 def test_more_memory_takes_more_trials_of_the_largest_rank(
@@ -60,10 +60,10 @@ def test_several_processes_of_one_machine_share_its_memory(
 
 def test_what_is_said_of_a_plan_adds_up() -> None:
     plan = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll")
-    rungs, parts = cost.described(plan, READING)
+    rungs, parts = runner.described(plan, READING)
     assert rungs == "16 trials by sampler random, compared by nll: 16 to step 4, 4 to step 16, 1 to step 64"
     assert parts == "6 segments of at most 4 trials, 76 steps: the work of 2.5 full runs instead of 16"
-    pack = cost.as_one_run(READING, plan)
+    pack = runner.as_one_run(READING, plan)
     assert (pack.num_agents, pack.max_train_steps) == (4, 4 * 4 + 12 + 12)  # the last one alone: a quarter of 48
     assert {own["lora_rank"] for own in pack.agents} == {64}
 
@@ -74,6 +74,6 @@ def test_a_plan_says_that_the_spaces_have_fewer_settings_than_trials_are_asked_f
 ) -> None:
     reading = read_sweep(None, ["learning_rate=[1e-3,1e-2]", *words])
     assert (reading.keys.trials, reading.trials_wanted) == (2, wanted)
-    said = [*cost.described(HalvingPlan.of(64, 3, 2, 2, keep=0.25, metric="nll"), reading)]
+    said = [*runner.described(HalvingPlan.of(64, 3, 2, 2, keep=0.25, metric="nll"), reading)]
     told = f"trials={wanted} asks for more trials than the spaces have settings: they have only 2"
     assert (told in said) is (wanted is not None)

@@ -179,7 +179,7 @@ def test_killed_inside_of_every_segment(server: ForkServer, undisturbed: Path, n
     [
         ("ci_llm.checkpoints.checkpoint.commit", 1),
         ("ci_llm.checkpoints.manager.CheckpointManager.finish", 3),
-        ("ci_llm.sweep.best.new_folder", 1),
+        ("ci_llm.sweep.runner.new_folder", 1),
     ],
 )
 def test_killed_between_segments(

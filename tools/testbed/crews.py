@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ci_llm.checkpoints import distributed
 from ci_llm.checkpoints import manager as manager_module
+from ci_llm.checkpoints.backends import distributed
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, PeerLost

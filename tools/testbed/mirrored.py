@@ -14,13 +14,13 @@ import torch
 from ci_llm.checkpoints.folders import committed
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
-from ci_llm.checkpoints.mirror import mirror as mirror_module
-from ci_llm.checkpoints.mirror import objects, rate_limit
-from ci_llm.checkpoints.mirror.filling import fill
-from ci_llm.checkpoints.mirror.found import Found
-from ci_llm.checkpoints.mirror.mirror import Mirror
 from ci_llm.checkpoints.state_files import take_snapshot
 from ci_llm.errors import MirrorUnreachable
+from ci_llm.mirror import objects
+from ci_llm.mirror import sender as mirror_module
+from ci_llm.mirror.filling import fill
+from ci_llm.mirror.head import Found
+from ci_llm.mirror.sender import Mirror
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.object_store import CREDENTIALS
 
@@ -56,7 +56,7 @@ def speak_to(address: str, request_s: float = DEADLINE_S) -> None:
     torch.set_num_threads(1)
     objects.REQUEST_S = request_s  # type: ignore[misc]
     objects.RETRIES = 1  # type: ignore[misc]
-    rate_limit.FIRST_TRY_S = 0.05  # type: ignore[misc]
+    objects.FIRST_TRY_S = 0.05  # type: ignore[misc]
     mirror_module._POLL_S = 0.2  # type: ignore[misc]
 
 

@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.mirror.head import Head
-from ci_llm.checkpoints.mirror.writer import MirrorWriter
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.crowd.model import Crowd
+from ci_llm.mirror.head import Head
+from ci_llm.mirror.writer import MirrorWriter
 from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
 

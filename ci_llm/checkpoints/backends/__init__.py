@@ -17,7 +17,7 @@ from typing import Protocol
 from ci_llm.checkpoints.async_saver import SaveTask
 from ci_llm.checkpoints.state_files import StateEntry
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.core.plugins import load_plugin
+from ci_llm.core.imports import load_plugin
 from ci_llm.distributed.side_channel import ProcessGroup
 
 

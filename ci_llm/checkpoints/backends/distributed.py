@@ -1,14 +1,315 @@
-"""distributed: the tensors of a state that all processes hold are dealt out, and each process writes its part."""
+"""distributed: the tensors that all processes hold are dealt out, each writes its part, process 0 commits the whole.
+
+Which process writes what when every process writes its part, and how one key is split over several files.
+
+All processes hold the same state, so a part is a choice of its files. Process 0 writes text. Files of tensors are dealt
+out, the largest first, each to the process with the fewest bytes so far (Graham, "Bounds on multiprocessing timing
+anomalies", 1969: the largest part is at most 4/3 of the best). A tree with more bytes than a fair share is split over
+several files, tensor by tensor, with the index format of Hugging Face's libraries:
+
+    <key>.json                              the tree, as without shards
+    <key>-00001-of-00003.safetensors        the tensors of one process
+    <key>.safetensors.index.json            {"metadata": {"total_size": n}, "weight_map": {tensor: file}}
+
+A flat dict of tensors stays one file, because other programs open it. No tensor is cut in two.
+
+A save is a sequence of exchanges between all processes, on a `SideChannel` of its own, so that it can run in a thread
+while the processes train:
+
+    1. each sends the sizes and digests of the files that it will write: now process 0 knows the manifest;
+    2. process 0 sends the path of the draft in its work folder; each writes its files there, syncs and verifies them;
+    3. each sends that it has, or its error. Process 0 writes the manifest and commits, or removes the draft;
+    4. process 0 sends the result. On a full disk it may go back to 2 instead.
+
+A process that fails sends that at its next exchange, and so the others never wait for one that has given up. A process
+that has died is an error on all others; what they have written is removed with the draft, or with the attempt.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
 from ci_llm.checkpoints.async_saver import SaveTask
 from ci_llm.checkpoints.backends import SaveRequest
-from ci_llm.checkpoints.commit import OtherWriters
-from ci_llm.checkpoints.distributed import PartWriter
-from ci_llm.checkpoints.state_files import Snapshot
-from ci_llm.checkpoints.store import SaveResult
-from ci_llm.distributed.side_channel import ProcessGroup
+from ci_llm.checkpoints.manifest import FileImage, FileRecord, check_name, digest
+from ci_llm.checkpoints.state_files import Snapshot, StateEntry, index_name
+from ci_llm.checkpoints.store import CheckpointStore, OtherWriters, SaveResult
+from ci_llm.core.typed_json import dump_json, load_json
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, PeerLost
+
+
+@dataclass
+class Part:
+    """What one process writes, and how many bytes of tensors that is."""
+
+    entries: list[StateEntry] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tensors that stay together: those of an entry, or a single one of a tree that is split."""
+
+    key: str
+    nbytes: int
+    name: str = ""
+    tensor: Tensor | None = None
+
+
+def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
+    """The parts of `count` processes: a pure function of names and shapes, so that each process knows all of them.
+
+    Raises:
+        CheckpointError: two keys of the state would share a file.
+    """
+    if count == 1:
+        return [Part(list(entries), sum(entry.nbytes for entry in entries))]
+    fair = sum(entry.nbytes for entry in entries) / count
+    texts = [entry for entry in entries if not entry.tensors]
+    whole = {entry.key: entry for entry in entries if entry.form == "tensors"}
+    spread: dict[str, dict[str, Tensor]] = {}
+    for entry in (entry for entry in entries if entry.form == "tree"):
+        text, tensors = entry.text_and_tensors()
+        texts.append(StateEntry(f"{entry.key}.json", "bytes", text))
+        if entry.nbytes > fair:
+            spread[entry.key] = tensors
+        else:
+            whole[entry.key] = StateEntry.flat(entry.key, tensors)
+    pieces = [_Piece(key, entry.nbytes) for key, entry in whole.items()]
+    pieces += [_Piece(key, t.nbytes, name, t) for key, tensors in spread.items() for name, t in tensors.items()]
+
+    shares = _deal_out(pieces, count)
+    parts = [
+        Part([whole[piece.key] for piece in share if piece.tensor is None], sum(piece.nbytes for piece in share))
+        for share in shares
+    ]
+    parts[0].entries += texts
+    for key in spread:
+        _spread(key, shares, parts)
+    _require_own_files([entry for part in parts for entry in part.entries])
+    return parts
+
+
+def _deal_out(pieces: Sequence[_Piece], count: int) -> list[list[_Piece]]:
+    shares: list[list[_Piece]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.key, piece.name)):
+        least = loads.index(min(loads))
+        loads[least] += piece.nbytes
+        shares[least].append(piece)
+    return shares
+
+
+def _spread(key: str, shares: Sequence[Sequence[_Piece]], parts: Sequence[Part]) -> None:
+    """Add the files of one tree's tensors to `parts`: a shard for each process with some, the index for process 0."""
+    shards = [{p.name: p.tensor for p in share if p.key == key and p.tensor is not None} for share in shares]
+    held = [(part, tensors) for part, tensors in zip(parts, shards, strict=True) if tensors]
+    where: dict[str, str] = {}
+    for number, (part, tensors) in enumerate(held, start=1):
+        shard = StateEntry.flat(f"{key}-{number:05d}-of-{len(held):05d}", tensors)
+        part.entries.append(shard)
+        where |= dict.fromkeys(sorted(tensors), *shard.file_names)
+    total = sum(tensor.nbytes for _, tensors in held for tensor in tensors.values())
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+    parts[0].entries.append(StateEntry(index_name(key), "bytes", index.encode()))
+
+
+def _require_own_files(entries: Sequence[StateEntry]) -> None:
+    names: set[str] = set()
+    for name in (check_name(name) for entry in entries for name in entry.file_names):
+        if name in names:
+            raise CheckpointError(f"two keys of the state are both written as {name}", hint="rename one of them")
+        names.add(name)
+
+
+def outline(parts: Sequence[Part]) -> str:
+    """A digest of which process writes which tensors, of which shapes, under which names."""
+    files = [sorted((entry.key, entry.form, _shapes(entry)) for entry in part.entries) for part in parts]
+    return digest([repr(files).encode()])
+
+
+def _shapes(entry: StateEntry) -> list[str]:
+    names = sorted(entry.value) if entry.form == "tensors" else []
+    return [*names, *(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in entry.tensors)]
+
+
+def contents(entries: Sequence[StateEntry]) -> dict[str, str]:
+    """For each key its form and a digest of its tensors: their names, types, shapes and bytes."""
+    return {entry.key: " ".join([entry.form, *_digests(entry)]) for entry in entries}
+
+
+def _digests(entry: StateEntry) -> list[str]:
+    images = entry.images(None).values() if entry.tensors else ()
+    return [image.record().digest for image in images if image.tensors]
+
+
+Message: TypeAlias = "dict[str, Any]"
+#: Saves files in the store, beside those of other writers.
+Commit: TypeAlias = Callable[[Snapshot, OtherWriters], SaveResult]
+GAVE_UP: Message = {"gave_up": True}
+ONE_STATE = "gather what each process has of its own into one dict that all of them give, a key for each process"
+
+
+class PartWriter:
+    """One of the processes that write a checkpoint together. Building it and each of its methods are collectives."""
+
+    def __init__(self) -> None:
+        self._channel = SideChannel()
+        self._is_compared = self._channel.count == 1
+        self._parts: Sequence[Part] = ()
+
+    def share(self, entries: Sequence[StateEntry]) -> Sequence[StateEntry]:
+        """What this process is to write of a state, before anything is begun.
+
+        The first state is compared between the processes, bit by bit. Later ones are not: their names and shapes are,
+        when they are written.
+
+        Args:
+            entries: the whole state, the same on every process.
+
+        Raises:
+            CheckpointError: two keys would share a file; or the first state is not the same on all processes.
+        """
+        self._parts = deal(entries, self._channel.count)
+        if not self._is_compared:
+            self._require_one_state(entries)
+            self._is_compared = True
+        return self._parts[self._channel.index].entries
+
+    def _require_one_state(self, entries: Sequence[StateEntry]) -> None:
+        received = self._channel.exchange_result_of(lambda: dump_json(contents(entries)))
+        states: list[Any] = [load_json(message) for message in received]
+        for index, theirs in enumerate(states):
+            if odd := sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key)):
+                raise CheckpointError(
+                    f"process {index} does not hold the state of process 0: {', '.join(odd)}",
+                    where="checkpoint_backend: distributed",
+                    hint=ONE_STATE,
+                )
+
+    def give_up(self) -> None:
+        """To be called instead of `save` if that cannot run here: the others must not wait for it."""
+        _exchange(self._channel, GAVE_UP)
+
+    def save(self, store: CheckpointStore, step: int, take: Callable[[], Snapshot], commit: Commit) -> SaveResult:
+        """Write this process's part; on process 0 commit the whole as well.
+
+        Args:
+            store: of the same folder on every process; only process 0 acquires its lease.
+            take: the files of this process, ready to be written.
+            commit: saves them in the store, beside those of the others; called on process 0 only.
+
+        Returns:
+            what became of the checkpoint, the same on every process.
+
+        Raises:
+            CheckpointError: what went wrong here; on process 0 also what went wrong elsewhere. A disk that fails is
+                no error but a result.
+            PeerLost: a process has ended.
+        """
+        message = GAVE_UP
+        try:
+            part = take()
+            records = {name: image.record() for name, image in part.files.items()}
+            described = {name: asdict(record) for name, record in records.items()}
+            message = {"outline": outline(self._parts), "records": described}
+        finally:
+            received = _exchange(self._channel, message)
+        if (who := _who_gave_up(received)) is not None:
+            return self._given_up(step, f"process {who} could not copy its part")
+        if len({each["outline"] for each in received}) > 1:
+            return self._given_up(step, "the processes do not hold tensors of the same names and shapes")
+        if self._channel.index:
+            write = partial(_write, store, part.files, records)
+            return self._follow(step, write)
+        return self._lead(step, _Followers(self._channel, store.directory, received), partial(commit, part))
+
+    def _given_up(self, step: int, why: str) -> SaveResult:
+        """Process 0 raises, the others return a result: one error is enough for the reader of the log."""
+        if self._channel.index == 0:
+            raise CheckpointError(f"checkpoint_step_{step} is dropped: {why}", hint="see what that process says")
+        return SaveResult(step, False, why)
+
+    def _lead(self, step: int, followers: _Followers, commit: Callable[[OtherWriters], SaveResult]) -> SaveResult:
+        try:
+            result = commit(followers)
+        except PeerLost:
+            raise
+        except BaseException as error:
+            followers.dismiss(SaveResult(step, False, f"process 0 could not commit it: {error}"))
+            raise
+        followers.dismiss(result)
+        return result
+
+    def _follow(self, step: int, write: Callable[[Path], Message]) -> SaveResult:
+        while "draft" in (order := _exchange(self._channel, {})[0]):
+            message = GAVE_UP
+            try:
+                message = write(Path(order["draft"]))
+            finally:
+                received = _exchange(self._channel, message)
+            if (who := _who_gave_up(received)) is not None:
+                return self._given_up(step, f"process {who} could not write its part")
+        return SaveResult(**order["result"])
+
+
+def _write(
+    store: CheckpointStore, files: Mapping[str, FileImage], records: Mapping[str, FileRecord], draft: Path
+) -> Message:
+    """The message about it: empty if all is well. Process 0 decides what an error of the disk means."""
+    try:
+        store.write_part(draft, files, records)
+    except OSError as error:
+        return {"error": error.strerror or str(error), "errno": error.errno}
+    except DamagedCheckpoint as damage:
+        return {"error": damage.what, "errno": None}
+    return {}
+
+
+class _Followers(OtherWriters):
+    """The other processes, as process 0 directs them: each exchange tells them what to do next."""
+
+    def __init__(self, channel: SideChannel, root: Path, received: Sequence[Message]) -> None:
+        self._channel, self._root = channel, root
+        self.records = {name: FileRecord(**record) for each in received[1:] for name, record in each["records"].items()}
+        self._gave_up: int | None = None
+
+    @contextmanager
+    def writing(self, draft: Path) -> Iterator[None]:
+        _exchange(self._channel, {"draft": str(draft.relative_to(self._root))})
+        try:
+            yield
+        finally:
+            received = _exchange(self._channel, {})
+            self._gave_up = _who_gave_up(received)
+            if self._gave_up is not None:
+                # This outranks an error of our own disk, after which process 0 would try again without them.
+                raise CheckpointError(f"process {self._gave_up} could not write its part", hint="see what it says")
+        for index, each in enumerate(received):
+            if "error" in each:
+                what = f"{each['error']} (process {index})"
+                raise OSError(each["errno"], what) if each["errno"] else DamagedCheckpoint(what)
+
+    def dismiss(self, result: SaveResult) -> None:
+        if self._gave_up is None:  # otherwise they have left already
+            _exchange(self._channel, {"result": asdict(replace(result, cause=None))})
+
+
+def _exchange(channel: SideChannel, message: Mapping[str, Any]) -> list[Message]:
+    return [load_json(received) for received in channel.exchange(dump_json(message))]  # type: ignore[misc]
+
+
+def _who_gave_up(received: Sequence[Message]) -> int | None:
+    return next((index for index, each in enumerate(received) if each.get("gave_up")), None)
 
 
 class Backend:

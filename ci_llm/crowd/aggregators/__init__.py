@@ -29,7 +29,7 @@ from functools import cache
 
 from torch import Tensor
 
-from ci_llm.core.plugins import load_plugin, plugin_names
+from ci_llm.core.imports import load_plugin, plugin_names
 
 AGGREGATORS = plugin_names(__name__, first="probability")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ci_llm.core.plugins import load_plugin
+from ci_llm.core.imports import load_plugin
 from ci_llm.data.batches import Batch
 
 

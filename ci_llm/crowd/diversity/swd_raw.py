@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ci_llm.crowd.diversity import DiversityForm, TermInputs
-from ci_llm.crowd.sliced_wasserstein import distance_between_rows
+from ci_llm.crowd.diversity.swd import distance_between_rows
 
 
 def term(inputs: TermInputs) -> Tensor:

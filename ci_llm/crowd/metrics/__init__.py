@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ci_llm.core.plugins import load_plugin, plugin_names
+from ci_llm.core.imports import load_plugin, plugin_names
 
 Reader: TypeAlias = Callable[[str], str]
 

@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 from datasets import Dataset
 
-from ci_llm.core.plugins import load_plugin, plugin_names
+from ci_llm.core.imports import load_plugin, plugin_names
 from ci_llm.data.rows import JsonRows
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}

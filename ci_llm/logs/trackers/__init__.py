@@ -6,16 +6,29 @@ To add one that Accelerate supports, add a file `trackers/<name>.py` that define
 
 and `report_to: <name>` selects it. Override a method where the tracker needs more: an id by which a resumed attempt
 finds its run again, other settings at the start, another axis.
+
+The trackers of Accelerate: the step of the run is their axis, and a resumed run continues its curve.
+
+What is special about each kind is in its module of `trackers/`. A tracker that fails during a run is reported and left
+out: it must never end the run. A tracker that cannot start is bad input.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from ci_llm.core.plugins import load_plugin
+from ci_llm.core.imports import load_plugin
+from ci_llm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
 
 PROJECT = "ci-llm"
 
@@ -71,3 +84,118 @@ def find_kind(name: str) -> TrackerKind:
 
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def require_installed(names: tuple[str, ...]) -> None:
+    """Refuse trackers whose package is missing, before a run leaves anything behind.
+
+    Raises:
+        ConfigError: names the first that is not installed.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"report_to names {name}, which is not installed",
+                where="report_to",
+                hint=f"pip install {name}, or report_to=none",
+            )
+
+
+class Trackers:
+    """The trackers of one attempt, on the main process.
+
+    Args:
+        accelerator: made with `log_with=names` and, for TensorBoard, `project_dir=folder`.
+        names: the key `report_to`.
+        folder: the run's folder; a new run is named after it.
+        resumed_from: the step this attempt resumes from; 0 for a fresh start.
+        saved_state: `state()` of the previous attempt.
+        hyperparameters: plain values; they are shown once, at a fresh start.
+        group: what this run is one of; None: nothing.
+
+    Raises:
+        ConfigError: a tracker is not installed or cannot start.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        names: tuple[str, ...],
+        *,
+        folder: Path,
+        resumed_from: int,
+        saved_state: Mapping[str, str],
+        hyperparameters: Mapping[str, object],
+        group: str | None = None,
+    ) -> None:
+        require_installed(names)
+        known = {str(name): name for name in accelerator.log_with}
+        self._trackers: dict[str, tuple[TrackerKind, Any]] = {}
+        for name in names:
+            kind = find_kind(name)
+            settings = kind.settings(folder, resumed_from, saved_state.get(name))
+            if group is not None:
+                settings |= kind.in_group(group)
+            tracker = _start(accelerator, known[name], kind, settings)
+            self._trackers[name] = kind, tracker
+            if not resumed_from and name not in saved_state:
+                kind.show_hyperparameters(tracker, hyperparameters)
+        accelerator.trackers = [tracker for _, tracker in self._trackers.values()]
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Send the numbers among `values`, under the names of metrics.jsonl and under those that Trainer has."""
+        own = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        numbers = own | _trainers_names(own)
+        for name, (kind, tracker) in [*self._trackers.items()]:
+            self._call(name, partial(kind.log, tracker, step, numbers))
+
+    def state(self) -> dict[str, str]:
+        """The ids of this run in its trackers, for the checkpoint."""
+        ids = {name: kind.run_id(tracker) for name, (kind, tracker) in self._trackers.items()}
+        return {name: run_id for name, run_id in ids.items() if run_id is not None}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that have not failed."""
+        return tuple(self._trackers)
+
+    def finish(self) -> None:
+        """Flush and close every tracker."""
+        for name, (_, tracker) in [*self._trackers.items()]:
+            self._call(name, tracker.finish)
+        self._trackers.clear()
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
+            del self._trackers[name]
+            logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+
+#: Transformers' Trainer logs under these names what is ours under the others: dashboards and sweeps look for them.
+_TRAINERS_NAMES: Final = {"train/loss": "train/task_loss", "train/epoch": "epoch", "eval/loss": "eval/crowd/nll"}
+_AGENTS_NORM: Final = re.compile(r"train/agent\d+/grad_norm")
+
+
+def _trainers_names(numbers: Mapping[str, int | float]) -> dict[str, int | float]:
+    renamed = {theirs: numbers[ours] for theirs, ours in _TRAINERS_NAMES.items() if ours in numbers}
+    if norms := [number for key, number in numbers.items() if _AGENTS_NORM.fullmatch(key)]:
+        renamed["train/grad_norm"] = sum(norms) / len(norms)
+    return renamed
+
+
+def _start(accelerator: Any, accelerators_name: Any, kind: TrackerKind, settings: dict[str, Any]) -> Any:
+    """Start one tracker. One at a time, because the project of Accelerate is the folder of TensorBoard."""
+    accelerator.log_with, accelerator.trackers = [accelerators_name], []
+    try:
+        accelerator.init_trackers(kind.project(), init_kwargs={str(accelerators_name): settings})
+    except Exception as error:  # any error of the tracker's library means that the tracker cannot be used
+        raise ConfigError(
+            f"{accelerators_name} cannot start: {error}",
+            where="report_to",
+            hint=f"set {accelerators_name} up, or leave it out of report_to",
+        ) from error
+    tracker = accelerator.trackers[0]
+    kind.on_start(tracker)
+    return tracker

@@ -17,8 +17,7 @@ import psutil
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import run_guarded  # its import makes this script one of ours
-from ci_llm.core.attempts import Failure, write_failure
-from ci_llm.core.recovery import read_recovery
+from ci_llm.core.run_folder import Failure, read_recovery, write_failure
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.interrupts import Interrupts
 

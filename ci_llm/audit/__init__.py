@@ -1,1 +1,0 @@
-"""`ci-llm audit`: any training script run again and again: does it resume exactly, and what diverges first?"""

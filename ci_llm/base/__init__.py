@@ -1,0 +1,1 @@
+"""The frozen base: found, loaded, quantised, shared out; which of its modules carry agents. Knows no crowd."""

@@ -1,0 +1,335 @@
+"""The frozen base model and its tokenizer: find, load, fingerprint. No code of a model's folder is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import xxhash
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from ci_llm.base.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
+from ci_llm.base.sharded import ShardedLayers, gathered, is_sharded
+from ci_llm.core.remote import may_be_on_hub
+from ci_llm.core.work import counted
+from ci_llm.distributed.precision import DTYPES
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import ConfigError, ModelError, first_line
+
+#: What loading an incomplete or damaged folder raises. RuntimeError is left out: it also stands for exhausted memory.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, ImportError, EOFError),
+    *(SafetensorError, StrictDataclassError, UnpicklingError),
+)
+
+_AGENT = re.compile(r"\.lora_[AB]\.agent\d+$")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen base.
+
+    Attributes:
+        name: what `from_pretrained` opens.
+        fingerprint: of its weights, bit by bit.
+        rounded_fingerprint: of its weights rounded to bf16; it does not depend on the precision they were loaded in.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    fingerprint: str
+    rounded_fingerprint: str
+
+    @property
+    def pad_id(self) -> int:
+        """The token id that fills padded rows; nothing reads it, so 0 serves a tokenizer without one."""
+        return self.tokenizer.pad_token_id or 0
+
+    @property
+    def num_parameters(self) -> int:
+        # It knows how many numbers a byte of a quantised layer holds, but for layers whose bytes are sharded.
+        count = int(self.model.num_parameters())
+        for layer in self.model.modules():
+            if isinstance(layer, QuantizedLinear) and is_sharded(layer.stored):
+                count += layer.in_features * layer.out_features - int(layer.stored.numel())
+        return count
+
+
+def short_name(name: str) -> str:
+    """`embedded` for the base shipped with this package, whose path differs between installations."""
+    return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
+
+
+def _opened_by(model_name: str) -> str:
+    """What `from_pretrained` opens, from any folder: that of a relative path would look like a hub id elsewhere."""
+    if model_name == "embedded":
+        return str(BASE_FOLDER)
+    return str(Path(model_name).absolute()) if Path(model_name).is_dir() else model_name
+
+
+def load_base(
+    model_name: str,
+    model_dtype: str | None = None,
+    device: torch.device | str = "cpu",
+    quantization: Quantization | None = None,
+    layers: ShardedLayers | None = None,
+) -> Base:
+    """Load a causal language model.
+
+    Args:
+        model_name: hub id, folder, or `embedded` for the base shipped with this package.
+        model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
+        device: where the model goes.
+        quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None: as they are.
+        layers: this process reads and keeps its part of the layers only; the call is a collective then.
+
+    Raises:
+        ModelError: the model is not found, not readable, not complete, or no causal language model.
+    """
+    name = _opened_by(model_name)
+    config = load_architecture(model_name)
+    dtype = _dtype(model_dtype, torch.device(device))
+    stored = stored_quantization(config)
+    how = quantized_loading(quantization, stored, model_name, device)
+    if layers is not None:
+        how["distributed_config"] = {}
+    try:
+        with _weights_counted():
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model, found = _loading_class(config, layers).from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
+                # The fused kernels silently leave out Gemma 2's soft cap.
+                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+                **how,
+            )
+    except _UNREADABLE as error:
+        raise load_error(model_name, error) from error
+    _require_tokenizer(model_name, tokenizer)
+    _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    model.config.use_cache = False
+    if layers is not None:
+        layers.after_loading(model)
+        del model.config.distributed_config
+    fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
+    if not (quantization or stored):  # a quantised base is on its device since it was loaded
+        model.to(device)
+    return Base(model, tokenizer, name, fingerprint, rounded)
+
+
+def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> Any:
+    """The class of Transformers that loads the base; one that shards the layers before it reads their weights.
+
+    Transformers then reads of every sharded weight the part of this process only.
+    """
+    if layers is None:
+        return AutoModelForCausalLM
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def prepare(_: type, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
+        return distributed_config, device_map, None
+
+    def distribute(_: type, model: PreTrainedModel, *__: Any) -> PreTrainedModel:
+        layers.before_loading(model.requires_grad_(False))
+        return model
+
+    steps = {"prepare_distribute_model": classmethod(prepare), "maybe_distribute_model": classmethod(distribute)}
+    # Transformers knows how a checkpoint names its weights by the names of class and module.
+    return type(architecture.__name__, (architecture,), {**steps, "__module__": architecture.__module__})
+
+
+@contextmanager
+def _weights_counted() -> Iterator[None]:
+    """Without the progress bars of Transformers; what they count goes to the run's log."""
+    shown, hook = transformers_logging.is_progress_bar_enabled(), transformers_logging.set_tqdm_hook(_count_weights)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(hook)
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """In place of a bar of Transformers: the weights that it loads count as work, which a run's log shows."""
+    if len(arguments) == 1 and options.get("desc") == "Loading weights":
+        return counted(arguments[0], "load", len(arguments[0]), "weights")
+    return bar(*arguments, **options)
+
+
+def _require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a base without the files of its tokenizer: Transformers makes one of some families that knows no word."""
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            "the base has no tokenizer: the one that Transformers makes for it knows special tokens only",
+            where=f"model_name: {model_name}",
+            hint="save the tokenizer into the same folder (tokenizer.save_pretrained), or copy its tokenizer.json and "
+            "tokenizer_config.json there",
+        )
+
+
+def _require_whole(model_name: str, absent: list[str]) -> None:
+    """Refuse a base with missing weights: Transformers fills them with random numbers, other ones at every start."""
+    if absent:
+        raise ModelError(
+            f"{len(absent)} weights of the base are missing or of another shape, the first is {min(absent)}",
+            where=f"model_name: {model_name}",
+            hint="give the whole causal language model: config.json and weights that belong together",
+        )
+
+
+def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
+    """The dtype to load in: by default the checkpoint's own on a GPU, and fp32 on a CPU, where 16 bits are slow."""
+    if model_dtype is not None:
+        return DTYPES[model_dtype]
+    return "auto" if device.type == "cuda" else torch.float32
+
+
+def load_architecture(model_name: str) -> PreTrainedConfig:
+    """The configuration of a base, without its weights.
+
+    Raises:
+        ModelError: the base is not found, not readable, or no causal language model.
+    """
+    name = _opened_by(model_name)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except _UNREADABLE as error:
+        raise load_error(model_name, error) from error
+    if config.is_encoder_decoder:
+        raise _not_causal(model_name, config.model_type)
+    return config
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """The largest number of tokens of a row; None if the family has no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
+    """Refuse rows that are longer than the base's positions.
+
+    Raises:
+        ConfigError: with the largest length in its hint.
+    """
+    limit = positions_of(config)
+    if limit is not None and max_seq_length > limit:
+        raise ConfigError(
+            f"rows of up to {max_seq_length} tokens, but the base has {limit} positions",
+            where=f"max_seq_length: {max_seq_length}",
+            hint=f"max_seq_length={limit}",
+        )
+
+
+def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
+    """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
+
+    Agents on the base do not count: it has the same fingerprint before and after they are attached. For a quantised
+    base, the files of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes
+    may round differently. Sharded layers are put together one tensor at a time: a collective.
+
+    Args:
+        rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
+            half and in single precision then have the same fingerprint, because rounding twice changes nothing.
+    """
+    if kind := stored_quantization(model.config):
+        start = f"{kind}\n" if rounded else f"{kind} of {model.dtype}\n"
+        return _fingerprint(_stored_tensors(model.name_or_path), rounded, start)
+    named = model.state_dict().items()
+    base = {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
+    return _fingerprint(sorted(base.items()), rounded)
+
+
+def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: str = "") -> str:
+    digest = hashlib.sha256(start.encode())
+    for name, tensor in tensors:
+        if rounded and tensor.is_floating_point():
+            tensor = tensor.to(torch.bfloat16)
+        raw = gathered(tensor.detach()).cpu().reshape(-1).view(torch.uint8).numpy().data
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(raw)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in the safetensors files of a checkpoint, a folder or hub id; one at a time is in memory.
+
+    Raises:
+        ModelError: the checkpoint has no safetensors files.
+    """
+    whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    index = None if whole else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if whole is None and index is None:
+        raise ModelError(
+            "the base has no safetensors files, which quantization reads",
+            where=f"model_name: {name}",
+            hint="load it with Transformers and write it once again with save_pretrained, which makes such files",
+        )
+    files = [whole] if whole else get_checkpoint_shard_files(name, index)[0]
+
+    with ExitStack() as opened:
+        places: dict[str, Any] = {}
+        for file in files:
+            tensors = opened.enter_context(safe_open(file, "pt"))
+            places |= dict.fromkeys(tensors.keys(), tensors)
+        # By name over all files: the same weights may be split into files in another way.
+        yield from ((name, places[name].get_tensor(name)) for name in sorted(places))
+
+
+def _not_causal(model_name: str, kind: str) -> ModelError:
+    return ModelError(
+        f"the base is no causal language model but {kind!r}",
+        where=f"model_name: {model_name}",
+        hint="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
+    )
+
+
+def load_error(model_name: str, error: Exception) -> ModelError:
+    """The error for a base that Transformers could not load.
+
+    Args:
+        model_name: as it was given.
+        error: what Transformers raised.
+    """
+    text = str(error)
+    if "Unrecognized configuration class" in text:
+        kind = re.search(r"<class '[\w.]*?(\w+)'>", text)
+        return _not_causal(model_name, kind.group(1) if kind else "unknown")
+    what = f"the base model cannot be loaded: {first_line(error)}"
+    place = Path(model_name)
+    if place.exists():
+        hint = "the folder needs config.json, model.safetensors and a tokenizer"
+        return ModelError(what, where=f"model_name: {model_name}", hint=hint)
+    return ModelError(
+        what if may_be_on_hub(model_name) else "there is no such folder",
+        where=f"model_name: {model_name} (nothing of this name at {place.absolute()})",
+        hint="give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
+        "model_name=embedded, which needs no network",
+    )

@@ -1,0 +1,234 @@
+"""The layers of a frozen base, of which each process stores a part: gathered one at a time for a pass, then let go.
+
+FSDP2 shards, gathers and frees them. Nothing is reduced, because nothing of the base is trained. Agents, embedding,
+norms and output layer are whole on every process.
+
+A gather is a collective in the middle of a pass. A process that has no rows, or that ran out of memory in its pass,
+would not come to it, and the others would wait there. So the processes agree before each gather: every one says which
+layer it needs next, or none. A process that computes nothing follows the others through their gathers until none
+computes any more. All processes then make the same gathers in the same order, whatever each of them computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers
+from ci_llm.base.targets import layer_list
+from ci_llm.distributed.process_group import peer_errors
+from ci_llm.errors import ModelError
+
+_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
+_NO_LAYER: Final = -(1 << 30)  # below every number of a layer and its negative
+
+
+class ShardedLayers:
+    """The sharded layers of one base, as one of the processes sees them.
+
+    Args:
+        device: where the base computes.
+        dtype: of the products under autocast, in which the weights are then gathered; None: as they are stored.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self._device, self._dtype = device, dtype
+        self._root: Any = None
+        self._layers: list[Any] = []
+        self._has_computed = self._follows = False
+
+    def before_loading(self, model: PreTrainedModel) -> None:
+        """See to it that this process gets its part of the layers only; `model` has no numbers yet (meta)."""
+        if not _is_quantized(model):
+            self.shard(model)
+            return
+        for layer in layers_of(model):
+            for each in layer.modules():
+                keep_part(each, dist.get_rank(), dist.get_world_size())
+
+    def after_loading(self, model: PreTrainedModel) -> None:
+        """Shard quantised layers, which have their parts by now."""
+        if _is_quantized(model):
+            replace_quantized_layers(model)
+            self.shard(model)
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Give each process its part of the layers of `model`, which has no numbers yet (meta) or the same on all.
+
+        Raises:
+            ModelError: the base has no list of layers, or torch is too old.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ModelError(
+                f"torch {torch.__version__} cannot go on after a pass that failed",
+                where="base_sharding: layers",
+                hint="pip install 'torch>=2.13'",
+            )
+        if self._device.type == "cpu":
+            _return_memory_when_freed()
+        self._root = model.base_model
+        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        # Autocast would keep a copy of every gathered weight in its own dtype until the backward pass. Inputs are not
+        # cast: the residual stream stays in the precision it has without shards.
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, cast_forward_inputs=False)
+        for number, layer in enumerate(layers_of(model)):
+            parts = {each: each.release_codes() for each in layer.modules() if isinstance(each, QuantizedLinear)}
+            kept = {*layer.parameters()} - weights_to_shard(layer, self._dtype)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=kept)
+            for each, part in parts.items():
+                each.stored = nn.Parameter(_like(each.stored, part), requires_grad=False)
+            sharded: Any = layer
+            # FSDP2 would gather ahead what came before this layer in a pass, perhaps in one that others do not make. It
+            # is told that this layer comes next, which is gathered already.
+            sharded.set_modules_to_backward_prefetch([sharded])
+            sharded.set_custom_all_gather(_AgreedGather(self, number))
+            self._layers.append(sharded)
+        rest = {parameter for parameter in self._root.parameters() if not is_sharded(parameter)}
+        fully_shard(self._root, mesh=mesh, ignored_params=rest)
+
+    def follow(self) -> None:
+        """Take part in the gathers of processes that still compute, until none of them does. A collective.
+
+        A pass that failed here may have left layers gathered, or a gather that nobody waits for: they are let go.
+
+        Raises:
+            PeerLost: a process is gone.
+        """
+        if self._has_computed:
+            self._root.reset_iter_state()
+        while (layer := self._agree(None)) is not None:
+            self._follows = True
+            try:
+                self._layers[layer].unshard()
+            finally:
+                self._follows = False
+            self._layers[layer].reshard()
+
+    def begin_gather(self, layer: int) -> None:
+        """Agree with all processes on the gather of this layer, unless they have agreed on it already. A collective.
+
+        Raises:
+            PeerLost: a process is gone. ModelError: the processes need different layers.
+        """
+        if not self._follows:
+            self._has_computed = True
+            self._agree(layer)
+
+    def _agree(self, layer: int | None) -> int | None:
+        """The layer that all processes gather next, given the one that this process needs; None: nobody needs any."""
+        # The maximum of the numbers and of their negatives: they are of one layer if the two agree. On a CPU tensor
+        # torch chooses gloo, which notices a lost process at once, also where the gathers go over NCCL.
+        votes = torch.tensor([_NO_LAYER, _NO_LAYER] if layer is None else [layer, -layer])
+        with peer_errors():
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+        last, first = votes.tolist()
+        if last == _NO_LAYER:
+            return None
+        if last != -first:
+            raise ModelError(
+                f"the processes pass through the base in different ways: one needs layer {-first}, another {last}",
+                where="base_sharding: layers",
+                hint="base_sharding=none, or a base of another family",
+            )
+        return int(last)
+
+
+def _return_memory_when_freed() -> None:
+    """Let the C library map every large allocation by itself, so that its memory goes back as soon as it is freed.
+
+    Gathered weights come and go between activations that stay. In the heap of glibc, into which it moves allocations of
+    up to 32 MB as time goes by, they leave holes that cost more memory than the shards save.
+    """
+    with suppress(OSError, AttributeError):  # another C library has another allocator
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+
+
+class _AgreedGather:
+    """Gathers one layer, once all processes have agreed on it; FSDP2 calls it."""
+
+    def __init__(self, layers: ShardedLayers, number: int) -> None:
+        self._layers, self._number = layers, number
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gathered weights: it may run out, and then this process has not agreed yet."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self._layers.begin_gather(self._number)
+        with peer_errors():
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _is_quantized(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "is_quantized", False))  # Transformers sets it on quantised bases only
+
+
+def weights_to_shard(layer: nn.Module, autocast: torch.dtype | None) -> set[nn.Parameter]:
+    """The frozen matrices of a layer; under autocast those that autocast itself would cast before their product."""
+    if autocast is None:
+        return {each for each in layer.parameters() if each.dim() > 1 and not each.requires_grad}
+    multiplied: set[Any] = {each.weight for each in layer.modules() if isinstance(each, nn.Linear | Conv1D)}
+    return multiplied | {each.stored for each in layer.modules() if isinstance(each, QuantizedLinear)}
+
+
+def _like(sharded: Any, part: Tensor) -> Tensor:
+    """A sharded tensor as `sharded`, whose part in this process is `part`."""
+    from torch.distributed.tensor import DTensor
+
+    place = {"device_mesh": sharded.device_mesh, "placements": sharded.placements, "run_check": False}
+    return DTensor.from_local(part, **place, shape=sharded.shape, stride=sharded.stride())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds only a part of the tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all parts of a sharded one together. For a sharded one a collective.
+
+    Raises:
+        PeerLost: a process is gone.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    with peer_errors():
+        return tensor.full_tensor()  # type: ignore[no-any-return, attr-defined]
+
+
+def stored_here(tensor: Tensor) -> int:
+    """Bytes of the tensor in this process."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local.nbytes
+
+
+def describe_shards(model: PreTrainedModel) -> str:
+    """What this process stores of a base, for people: the end of a line."""
+    parameters = [*model.parameters()]
+    if not any(map(is_sharded, parameters)):
+        return ", whole: there is one process, and nothing to share"
+    here, everything = sum(map(stored_here, parameters)), sum(parameter.nbytes for parameter in parameters)
+    count = dist.get_world_size()
+    return f", layers sharded over {count} processes: {here / 1e9:.2g} of {everything / 1e9:.2g} GB in each"
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a base, of which it must have a list."""
+    _, layers = layer_list(model)
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no list of layers",
+            where="base_sharding: layers",
+            hint="base_sharding=none, or a base of another family",
+        )
+    return [*layers]

@@ -1,0 +1,193 @@
+"""Which modules of a base carry agents: by PEFT's rules, without those whose weight the base's own code reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ci_llm.base.quantized import QuantizedLinear
+from ci_llm.errors import ModelError
+
+#: All layers of the base, the upper half of them, or their numbers from 0 on.
+Layers = Literal["all", "upper_half"] | tuple[int, ...]
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every linear layer by name: those that can carry an adapter, and the head, which cannot."""
+    modules = dict(model.named_modules())
+    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
+    return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Whether the layer returns the product with its weight and nothing else.
+
+    Some families derive their routers from nn.Linear, and these return more.
+    """
+    if not type(layer).forward.__module__.startswith("transformers.models."):
+        return True
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    try:
+        found = layer(weight.new_zeros(1, 7, weight.shape[1]))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, 7, weight.shape[0])
+
+
+def _passed_by(parent: nn.Module, name: str) -> bool:
+    """Whether the family's code reads the weight of this layer itself, on some device at least.
+
+    The answer comes from the source code and not from a forward pass, which may take another path on a GPU: the agents
+    would then sit on other layers there, and could not resume from a checkpoint made on a CPU. Reads of a slice do not
+    count: that is Bloom's imitation of tensor parallelism, which is off.
+    """
+    child = re.escape(name.rpartition(".")[2])
+    kind: Any = type(parent)
+    return re.search(rf"\bself\.{child}\.weight\b(?!\[|\.(dtype|device|shape)\b)", _code(kind)) is not None
+
+
+@cache
+def _code(kind: Any) -> str:
+    own = [ancestor for ancestor in kind.__mro__ if ancestor.__module__.startswith("transformers.models.")]
+    return "".join(map(inspect.getsource, own))
+
+
+def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...], layers: Layers = "all") -> list[str]:
+    """Names of the modules to adapt.
+
+    Args:
+        wanted: by PEFT's rules a list of suffixes, a regular expression, or "all-linear".
+        layers: of these only what stands in them, as with PEFT's `layers_to_transform`.
+
+    Raises:
+        ModelError: nothing matches, or something that cannot carry an adapter.
+    """
+    found = _matching(model, wanted)
+    return found if layers == "all" else _within(model, found, layers)
+
+
+def _within(model: PreTrainedModel, names: Collection[str], layers: Layers) -> list[str]:
+    """Those of the modules that stand in these layers."""
+    count = len(layer_list(model)[1])
+    chosen = range(count // 2, count) if layers == "upper_half" else layers
+    numbers = layer_numbers(model, names)
+    found = [name for name, number in numbers.items() if number in chosen]
+    absent = sorted({*chosen} - {*range(count)})
+    if absent or not found:
+        there = f"has layers 0 to {count - 1}, and no layer {absent[0]}" if absent else "has no adapter in these layers"
+        raise ModelError(
+            f"{type(model).__name__} {there if count else 'has no list of layers'}",
+            where=f"agent_layers: {layers if isinstance(layers, str) else list(layers)}",
+            hint="agent_layers=all, or layers that lora_target_modules names something in",
+        )
+    return found
+
+
+def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str]:
+    linear = linear_layers(model)
+    head = model.get_output_embeddings()
+    matches: Callable[[str], bool]
+    if wanted == "all-linear":
+        if not (everything := [n for n, m in linear.items() if m is not head]):
+            raise ModelError(
+                f"{type(model).__name__} has no layer that could carry an adapter",
+                where="lora_target_modules: all-linear",
+                hint="choose another base",
+            )
+        return everything
+    if isinstance(wanted, str):
+        pattern = re.compile(wanted)
+        matches = lambda name: pattern.fullmatch(name) is not None  # noqa: E731
+    else:
+        matches = lambda name: any(name == w or name.endswith(f".{w}") for w in wanted)  # noqa: E731
+    found = [n for n, _ in model.named_modules() if matches(n)]
+    odd = [n for n in found if n not in linear or linear[n] is head]
+    if odd or not found:
+        offered = sorted({n.rpartition(".")[2] for n, m in linear.items() if m is not head})
+        problem = f"matches {odd[0]}, which cannot carry an adapter" if odd else "matches nothing in this model"
+        raise ModelError(
+            f"lora_target_modules {problem}",
+            where=f"lora_target_modules: {wanted if isinstance(wanted, str) else list(wanted)}",
+            hint=f"choose from {', '.join(offered)}, or all-linear",
+        )
+    return found
+
+
+def layer_list(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """Name and layers of the base: of its lists of modules, the one that holds most parameters."""
+    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    sizes = {name: sum(parameter.numel() for parameter in each.parameters()) for name, each in lists.items()}
+    if not any(sizes.values()):
+        return "", ()
+    name = max(sizes, key=sizes.__getitem__)
+    return name, [*lists[name]]
+
+
+def layer_numbers(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """In which layer of the base each module stands; those outside of the layers are left out."""
+    number = re.compile(rf"{re.escape(layer_list(model)[0])}\.(\d+)\.")
+    found = {name: number.match(name) for name in names}
+    return {name: int(match[1]) for name, match in found.items() if match}
+
+
+def trunk_of(model: nn.Module, adapted: Collection[str]) -> nn.Module | None:
+    """The last layer of the trunk: of the layers below the first one with an adapter, which know of no agent.
+
+    Args:
+        adapted: names of the modules with adapters. Where one of them stands outside of the layers there is no trunk,
+            because it may come before them.
+    """
+    numbers = layer_numbers(model, adapted)
+    below = min(numbers.values()) if len(numbers) == len(adapted) else 0
+    return layer_list(model)[1][below - 1] if below else None
+
+
+def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:
+    """The shortest words of a PEFT configuration that mean exactly these modules.
+
+    `target_modules` is a list of suffixes, which every reader of PEFT's files understands; some read neither
+    "all-linear" nor a pattern. `layers_to_transform` and `layers_pattern` stand beside it where the suffixes alone
+    would mean more. Where that is not enough, the list has whole names.
+    """
+    last = {name.rpartition(".")[2] for name in wanted}
+    reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    if reached == {*wanted}:
+        return {"target_modules": sorted(last)}
+    layers = {*layer_numbers(model, wanted).values()}
+    if {name for name, number in layer_numbers(model, reached).items() if number in layers} == {*wanted}:
+        pattern = layer_list(model)[0].rpartition(".")[2]
+        return {"target_modules": sorted(last), "layers_to_transform": sorted(layers), "layers_pattern": pattern}
+    return {"target_modules": sorted(wanted)}
+
+
+class WeightMetadata:
+    """Stands for the weight of an adapted layer: a base may read its dtype, device and shape, and nothing else.
+
+    Some bases multiply by a layer's weight themselves. The agents on that layer would then have no effect and learn
+    nothing, so any other access raises an error.
+    """
+
+    def __init__(self, weight: Tensor, name: str) -> None:
+        self.dtype, self.device, self.shape, self._name = weight.dtype, weight.device, weight.shape, name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ModelError(
+            f"the base reads the weight of {self._name} itself, past the agents on that layer",
+            where="lora_target_modules",
+            hint=f"name the layers to adapt, and leave {self._name.rpartition('.')[2]} out",
+        )
+
+    __getattr__ = __getitem__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()

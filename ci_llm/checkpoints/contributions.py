@@ -1,0 +1,375 @@
+"""What the processes add to one save: votes on whether it is due, parts of the state, gradients of an open window.
+
+What the processes tell each other about one save: votes on whether it is due, and what each adds to the state.
+
+A loop asks about every step, so the votes on a step are one small all-reduce, counted once. A save costs one exchange
+of messages more. It carries everything that the others must know before process 0 may begin: whether a process has
+failed, whether gradients of an unfinished window wait on any of them, and the parts of the state that each process has
+of its own. Nothing is confirmed after it.
+
+Gradients of an unfinished accumulation window: saved with a checkpoint that is made inside of one, and restored.
+
+    for micro_step in range(start, n):
+        loss(...).backward()
+        if (micro_step + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.save(micro_step, objects)      # may come due between two steps of the optimizer
+
+Inside a window, weights and moments alone do not continue the training: gradients wait for the next step. So the
+gradients of every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of their
+own, if they have changed since that optimizer's last step. If they are `None`, or left over from that step, nothing is
+added. A manager knows of the steps since it was made: gradients that an optimizer in the state had before wait, those
+of its `optimizers` are left over. On several processes each has gradients of its own, and all of them are saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, num_processes, run_collectively
+from ci_llm.errors import CheckpointError, ForeignCheckpoint
+
+
+class Votes(NamedTuple):
+    """How many processes say so, each."""
+
+    stop: int
+    save_requested: int
+    due: int
+    newer: int
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any process finds a save due, apart from `force`."""
+        return bool(self.due or self.stop or self.save_requested)
+
+
+class SaveVote:
+    """The votes on the step that the loop is at."""
+
+    def __init__(self, processes: ProcessGroup) -> None:
+        self._processes = processes
+        self._counted: tuple[int, Votes] | None = None
+
+    def count(self, step: int, own: Callable[[], Votes]) -> Votes:
+        """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
+        if self._counted is None or self._counted[0] != step:
+            self._counted = step, Votes(*run_collectively(self._processes, own))
+        return self._counted[1]
+
+    def record(self, step: int, votes: Votes) -> None:
+        """Take votes that were counted in another way. On every process."""
+        self._counted = step, votes
+
+    def forget_refusal(self, step: int) -> None:
+        """Forget votes by which `step` is not newer: that checkpoint may be gone. On every process."""
+        if self._counted is not None and self._counted[0] == step and not self._counted[1].newer:
+            self._counted = None
+
+    def note_saved(self, step: int) -> None:
+        """`step` has been saved: from here on it is not newer."""
+        if self._counted is not None:
+            self._counted = step, self._counted[1]._replace(newer=0)
+
+    def forget(self) -> None:
+        """Forget all votes: they rest on checkpoints that are gone. On every process."""
+        self._counted = None
+
+
+@dataclass(frozen=True)
+class EachProcess:
+    """Stands in a state for what every process has of its own: generators, for instance.
+
+    `save` collects it: the checkpoint holds {"process0": ..., "process1": ...} under that key. Restored into a state
+    that has one there, it is again one with the value of this process.
+
+    Args:
+        value: of this process: tensors, plain values, nested containers.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one process tells the others before a save.
+
+    Attributes:
+        inside_window: whether gradients wait here for the next step of an optimizer.
+        own: the values of `EachProcess` in the state, by key.
+    """
+
+    votes: Votes
+    inside_window: bool
+    own: Mapping[str, Any]
+
+    def pack(self) -> bytes:
+        """Raises CheckpointError: a value cannot be saved."""
+        votes = list(map(int, self.votes))
+        return to_bytes({"votes": votes, "inside_window": self.inside_window, "own": dict(self.own)})
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Contribution:
+        content: Any = from_bytes(message)
+        return cls(Votes(*content["votes"]), content["inside_window"], content["own"])
+
+    @classmethod
+    def unpack_all(cls, messages: Sequence[bytes]) -> list[Contribution]:
+        """Those of all processes, by index.
+
+        Raises:
+            CheckpointError: some have an `EachProcess` where others have none; on every process alike.
+        """
+        told = [cls.unpack(message) for message in messages]
+        for key in dict.fromkeys(key for each in told for key in each.own):
+            if without := [str(index) for index, each in enumerate(told) if key not in each.own]:
+                raise CheckpointError(
+                    f"an EachProcess is in the state of some processes only; process {', '.join(without)} has none",
+                    where=key,
+                    hint="give every process a value of its own under this key, or put a plain value there",
+                )
+        return told
+
+    @staticmethod
+    def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:
+        """What the state holds under `key`: the values of all processes."""
+        return {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
+
+
+def own_parts(state: Any) -> dict[str, Any]:
+    """The values of `EachProcess` in a state, by key; of what is no state, nothing: it is refused elsewhere."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {key: item.value for key, item in items if isinstance(item, EachProcess)}
+
+
+def give_own_parts(state: dict[str, Any], objects: Any, index: int) -> None:
+    """Keep of a restored state what this process had of its own, wherever `objects` hold an `EachProcess`.
+
+    Raises:
+        ForeignCheckpoint: it was collected on another number of processes, or was not collected.
+    """
+    here = {f"process{number}" for number in range(num_processes())}
+    for key in own_parts(objects).keys() & state.keys():
+        collected = state[key]
+        if not isinstance(collected, dict) or collected.keys() != here:
+            had = f"what {len(collected)} had" if isinstance(collected, dict) else f"a {type(collected).__name__}"
+            raise ForeignCheckpoint(
+                f"here {len(here)} processes have something of their own, and the checkpoint holds {had}",
+                where=key,
+                hint="restore without `into`, and give each process what it needs of it",
+            )
+        state[key] = EachProcess(collected[f"process{index}"])
+
+
+class Exchanged(NamedTuple):
+    """What one process knows after the exchange before a save.
+
+    Attributes:
+        contributions: of all processes, by index.
+        entries: what this one writes.
+        spared: older steps that are not pruned; on process 0.
+    """
+
+    contributions: list[Contribution]
+    entries: list[StateEntry]
+    spared: set[int]
+
+
+def add_up(contributions: Sequence[Contribution]) -> Votes:
+    """The votes of all processes."""
+    return Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
+
+
+def replace_entries(entries: list[StateEntry], collected: Sequence[StateEntry]) -> None:
+    """Put what was collected from all processes in the place of what one of them has; new keys come first."""
+    by_key = {entry.key: entry for entry in collected}
+    entries[:] = [by_key.pop(entry.key, entry) for entry in entries]
+    entries[:0] = by_key.values()
+
+
+KEY = "unfinished_gradients"
+#: Stands for a gradient of nothing but zeros.
+ZEROS = 0
+
+#: A gradient, not kept alive, and its version.
+_Mark: TypeAlias = "tuple[weakref.ref[Tensor], int]"
+
+
+class Restored(NamedTuple):
+    """The gradients of one process, by optimizer and number of the parameter."""
+
+    gradients: dict[Optimizer, dict[int, Any]]
+    accelerator_step: int | None
+
+
+class Gradients:
+    """The gradients of one loop.
+
+    Args:
+        optimizers: those of the loop that are not in its state.
+        accelerator: its count of micro-steps decides where a window ends, so it is saved and restored as well.
+    """
+
+    def __init__(self, processes: ProcessGroup, optimizers: Iterable[Any] = (), accelerator: Any = None) -> None:
+        self._processes, self._accelerator = processes, accelerator
+        self._own: list[Optimizer] = []
+        #: For each parameter its gradient after the last step, and the version of that tensor; a gradient of the same
+        #: version has not been added to since.
+        self._after_step: weakref.WeakKeyDictionary[Optimizer, list[_Mark | None]] = weakref.WeakKeyDictionary()
+        _follow_steps()
+        _FOLLOWING.add(self)
+        for optimizer in optimizers:
+            self.watch(optimizer)
+
+    def watch(self, optimizer: Any) -> None:
+        """Add an optimizer that need not be in the state. The gradients that it has now count as left over."""
+        self._own.append(inner := _inner(optimizer))
+        self.note(inner)
+
+    def note(self, stepped: Optimizer) -> None:
+        """Take the gradients that an optimizer has now as left over from its last step."""
+        self._after_step[stepped] = [_mark(parameter.grad) for parameter in _parameters(stepped)]
+
+    def close(self) -> None:
+        """Follow the steps of optimizers no longer."""
+        _FOLLOWING.discard(self)
+
+    def are_waiting(self, state: Any) -> bool:
+        """Whether this process is inside an accumulation window: gradients wait for the next step of an optimizer."""
+        waiting = [self._waits(optimizer) for optimizer in self._named(state).values()]  # looks at each of them
+        return any(waiting)
+
+    def of_everyone(self, state: Any, channel: SideChannel) -> dict[str, Any]:
+        """What a checkpoint holds under KEY: the gradients of every process. A collective."""
+
+        def own() -> bytes:
+            content: dict[str, Any] = {
+                "gradients": {name: _gradients(each) for name, each in self._named(state).items()}
+            }
+            if self._accelerator is not None:
+                content["accelerator_step"] = self._accelerator.step
+            return to_bytes(content)
+
+        received = channel.exchange_result_of(own)
+        return {f"process{index}": from_bytes(message) for index, message in enumerate(received)}
+
+    def own_part(self, saved: Any, objects: Any, *, some: bool) -> Restored:
+        """The gradients that `put_back` will restore; nothing is touched yet.
+
+        Args:
+            saved: what a checkpoint holds under KEY; None: it was made where no gradient waited.
+            objects: what is being restored.
+            some: these are some items of the checkpoint; the gradients of others are left out.
+
+        Raises:
+            ForeignCheckpoint: they are of other optimizers, or of another number of processes.
+        """
+        found = dict(_optimizers_in(objects, "")) if some else self._named(objects)
+        if saved is None:
+            return Restored({optimizer: {} for optimizer in found.values()}, None)
+        own = saved.get(f"process{self._processes.process_index}", {"gradients": {}})
+        names = [name for name in own["gradients"] if name in found or not some]
+        if ((names or not some) and len(saved) != num_processes()) or set(names) - set(found):
+            raise ForeignCheckpoint(
+                f"saved inside an accumulation window, with the gradients of {names} on {len(saved)} processes;"
+                f" here are {sorted(found)} on {num_processes()}",
+                where=KEY,
+                hint="restore into the same optimizers on as many processes, or restore a step at the end of a window",
+            )
+        by_optimizer = {optimizer: own["gradients"].get(name, {}) for name, optimizer in found.items()}
+        return Restored(by_optimizer, own.get("accelerator_step"))
+
+    def put_back(self, part: Restored) -> None:
+        """Make the gradients those that were saved, and `None` where there were none."""
+        for optimizer, gradients in part.gradients.items():
+            self._after_step.pop(optimizer, None)  # what comes back waits for the next step: it is no leftover
+            for index, parameter in enumerate(_parameters(optimizer)):
+                parameter.grad = _as_gradient(gradients.get(index), parameter)
+        if self._accelerator is not None and part.accelerator_step is not None:
+            self._accelerator.step = part.accelerator_step
+
+    def _named(self, state: Any) -> dict[str, Optimizer]:
+        """The optimizers by their address in the state, then those that are not in it."""
+        found = dict(_optimizers_in(state, ""))
+        known = {id(optimizer) for optimizer in found.values()}
+        others = [optimizer for optimizer in self._own if id(optimizer) not in known]
+        return found | {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(others)}
+
+    def _waits(self, optimizer: Optimizer) -> bool:
+        """Whether gradients were added since its last step; if nothing was noted then, all that are there count."""
+        gradients = [parameter.grad for parameter in _parameters(optimizer)]
+        before = self._after_step.get(optimizer, [])
+        all_left_over = len(before) == len(gradients) and all(map(_is_left_over, gradients, before))
+        return not all_left_over and any(gradient is not None for gradient in gradients)
+
+
+#: Those of the managers that are open; a manager that is forgotten leaves the set by itself.
+_FOLLOWING: Final[weakref.WeakSet[Gradients]] = weakref.WeakSet()
+
+
+@cache
+def _follow_steps() -> None:
+    """Hook into the steps of all optimizers, also of those that no manager has seen yet.
+
+    One hook for good serves all managers: a hook that went with its manager could be removed by the garbage collector
+    while torch goes through its hooks, and end that step with an error.
+    """
+
+    def note(stepped: Optimizer, *_: Any) -> None:
+        for gradients in list(_FOLLOWING):
+            gradients.note(stepped)
+
+    register_optimizer_step_post_hook(note)
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the one that steps
+    return inner
+
+
+def _optimizers_in(value: Any, where: str) -> Iterator[tuple[str, Optimizer]]:
+    if isinstance(value, Optimizer):
+        yield where, _inner(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _optimizers_in(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _optimizers_in(item, f"{where}[{i}]")
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _mark(gradient: Tensor | None) -> _Mark | None:
+    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _is_left_over(gradient: Tensor | None, mark: _Mark | None) -> bool:
+    return gradient is None or (mark is not None and mark[0]() is gradient and mark[1] == gradient._version)
+
+
+def _gradients(optimizer: Optimizer) -> dict[int, Any]:
+    """By the number of the parameter, as in the optimizer's own state."""
+    numbered = [(i, parameter.grad) for i, parameter in enumerate(_parameters(optimizer))]
+    return {i: gradient.detach() if bool(gradient.any()) else ZEROS for i, gradient in numbered if gradient is not None}
+
+
+def _as_gradient(saved: Any, parameter: Tensor) -> Tensor | None:
+    if saved is None:
+        return None
+    if not isinstance(saved, Tensor):
+        return torch.zeros_like(parameter)
+    return saved.to(device=parameter.device, copy=True)

@@ -1,0 +1,203 @@
+"""What every command shares: a parser with the project's own errors; one message and an exit code for every error.
+
+The words of a command line: a parser whose errors are the project's own, and what several commands take.
+
+Run a command: its errors become one message and an exit code; closed or failing standard files are handled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import select
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from ci_llm.core.imports import set_library_defaults
+from ci_llm.errors import BadInput, CiLlmError, ConfigError, first_line
+from ci_llm.interrupts import ABORTED_EXIT_CODE
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's, for the words behind `ci-llm COMMAND`; `--debug` is of all commands.
+
+    Options may stand anywhere among the other words, also between two of a list (argparse by itself takes a list in one
+    piece). They may be typed with underscores, as those of Transformers are; help shows hyphens alone.
+
+    Raises:
+        ConfigError: from `parse_args`, for a wrong call.
+    """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._subparsers is not None:  # which cannot be mixed: the words after a verb are those of its own parser
+            return super().parse_args(args, namespace)
+        return self.parse_intermixed_args(self._respelt(args or ()), namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._respelt(args or ()), namespace)
+
+    def _respelt(self, args: Sequence[str]) -> list[str]:
+        """The words in the spelling of this parser, without `--debug`."""
+        words = [word for word in args if word != "--debug"]
+        end = words.index("--") if "--" in words else len(words)
+        return [*map(self._with_hyphens, words[:end]), *words[end:]]
+
+    def _with_hyphens(self, word: str) -> str:
+        """An option of this parser in its own spelling; any other word as it was typed."""
+        typed, equals, value = word.partition("=")
+        name = typed.replace("_", "-")
+        is_known = any(name in action.option_strings for action in self._actions)
+        return f"{name}{equals}{value}" if is_known else word
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
+
+
+def take_dry_run(words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the words ask for a dry run, and the words without that one."""
+    keys = [word for word in words if word not in ("--dry-run", "--dry_run")]
+    return len(keys) < len(words), keys
+
+
+def agent_number(word: str) -> int:
+    """The number of an agent, as 2 or agent2."""
+    try:
+        return int(word.removeprefix("agent"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no agent, such as 2 or agent2") from None
+
+
+def make_parser(command: str, description: str, examples: str) -> Parser:
+    """A parser that prints its description and examples as they are."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return Parser(command, description=description, epilog=examples, formatter_class=layout, allow_abbrev=False)
+
+
+_LOGGER = logging.getLogger(__name__)
+
+BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
+
+
+def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
+    """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
+
+    Args:
+        debug: show the traceback of such an error, and log what is meant for developers.
+    """
+    _prepare_standard_files()
+    set_library_defaults()  # before a command imports what reads them
+    if debug:
+        _enable_debug_log()
+    try:
+        code = _exit_code_of(command)
+        sys.stdout.flush()  # here, where a closed pipe can still be told from another failure
+        return code
+    except KeyboardInterrupt:  # the second Ctrl-C: no explanation is needed
+        return ABORTED_EXIT_CODE
+    except BrokenPipeError:
+        if not _stdout_reader_is_gone():
+            raise
+        _discard_output()
+        return BROKEN_PIPE_EXIT_CODE
+    except OSError as error:
+        if not _stdout_fails():
+            raise
+        _discard_output()
+        refusal = BadInput(
+            f"the output could not be written: {error.strerror}",
+            where="standard output",
+            hint="redirect it to a terminal, a pipe, or a file on a disk that has space",
+        )
+        print_error(refusal)
+        return refusal.exit_code
+    except CiLlmError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(error)
+        return error.exit_code
+
+
+def _exit_code_of(command: Callable[[], int]) -> int:
+    """The exit code of a command, also if it raises SystemExit, as argparse does after `--help`."""
+    try:
+        return command()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
+
+
+def _enable_debug_log() -> None:
+    """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
+    shown = logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
+    package = logging.getLogger("ci_llm")
+    package.setLevel(logging.DEBUG)
+    package.handlers[:] = [shown]
+    package.propagate = False
+    _LOGGER.debug("Python %s, %s, in %s", sys.version.split()[0], sys.argv, Path.cwd())
+
+
+def _prepare_standard_files() -> None:
+    """Open what is closed of stdin, stdout and stderr, and write characters that the locale lacks as escapes.
+
+    Otherwise the next file that is opened takes the number of a closed one, and prints go into it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _stdout_reader_is_gone() -> bool:
+    """Whether the reader of standard output has closed it, as `| head` does; another pipe may have broken instead."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # poll reports an error even if no event is asked for
+    return bool(poll.poll(0))
+
+
+def _stdout_fails() -> bool:
+    """Whether standard output refuses to be written, as on a full disk; another file may have failed instead."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")  # an unbuffered stream has nothing to flush
+    except OSError:
+        return True
+    return False
+
+
+def print_line(line: str) -> None:
+    """Print a line at once; a terminal that is gone must not end a run."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Redirect standard output to /dev/null, so that the flush at the exit of the interpreter cannot fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def print_error(error: CiLlmError) -> None:
+    """Print an error to stderr: in full on the main process, as one line on the others, whose error may differ."""
+    from ci_llm.cluster.launch import own_process_index
+
+    number = own_process_index()
+    told = f"error: {error}" if number == 0 else f"process {number}: error: {first_line(error)}"
+    with contextlib.suppress(OSError):  # the exit code remains
+        print(told, file=sys.stderr, flush=True)

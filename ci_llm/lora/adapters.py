@@ -1,0 +1,479 @@
+"""K LoRA agents on one frozen base: one storage, per-agent parameters, what is drawn for a pass, PEFT's files.
+
+What is drawn for the weights of a pass of training: DropConnect masks, and noise around them.
+
+Neither is in the weights themselves, which a save may read at any moment. A pass takes `(weights + noise) * masks`.
+
+Legend: K agents, P parameters of one agent.
+
+All trainable numbers of the crowd are in ONE tensor `weights [K, P]`, whose row k is agent k; the gradients are in a
+second one. Every module's parameters are views of it. So norms, clipping, reduction, snapshots and the optimizer work
+on rows, and an agent whose gradient is None keeps its bits while the others change.
+
+Legend: K agents, P parameters of one agent, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ci_llm.base.quantized import replace_quantized_layers
+from ci_llm.base.targets import find_targets, peft_targets, trunk_of
+from ci_llm.core.determinism import generator_for
+from ci_llm.errors import ForeignCheckpoint, ModelError
+from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSettings, StackedLoRALinear
+
+
+class DrawnWeights:
+    """The masks and the noise in force; agents draw from generators of their own, keyed by seed, step and index.
+
+    Args:
+        weights: [K, P] those of the storage.
+        sizes: [K] the trainable numbers of each agent; behind them a row is padding.
+        on_new_memory: called when masks or noise have got other memory, before anything is drawn into it.
+
+    Attributes:
+        masks: [K, P] 0 where a weight is dropped, and 1 / (1 - share) elsewhere; None: no weight is dropped.
+        noise: [K, P] what is added to the weights; None: nothing.
+    """
+
+    def __init__(
+        self, settings: LoraSettings, weights: Tensor, sizes: Sequence[int], on_new_memory: Callable[[], None]
+    ) -> None:
+        self._settings, self._weights, self._sizes = settings, weights, sizes
+        self._each, self._on_new_memory = settings.each(), on_new_memory
+        self._masks_of_step = False
+        self.masks: Tensor | None = None
+        self.noise: Tensor | None = None
+
+    def draw_masks(self, step: int) -> None:
+        """Draw the DropConnect masks of a step, if there are any."""
+        if not self._drops:
+            return
+        if self.masks is None or not self._masks_of_step:
+            self.masks, self._masks_of_step = torch.ones_like(self._weights), True
+            self._on_new_memory()
+        for agent, row in zip(self._each, self._own(self.masks), strict=True):
+            if agent.dropconnect:
+                keep = 1 - agent.dropconnect
+                generator = generator_for(agent.seed, "dropconnect", step, agent.index)
+                row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep, non_blocking=True)
+
+    def draw_masks_of_pass(self) -> None:
+        """Draw the masks of one pass from the global generator, as dropout does, unless those of a step are in force.
+
+        They are in memory of their own, because the backward pass of an earlier pass may need the old ones.
+        """
+        if not self._drops or self._masks_of_step:
+            return
+        self.masks = torch.ones_like(self._weights)
+        # Agents without settings of their own draw together, as they always did.
+        own = self._own(self.masks) if self._settings.agents else [self.masks]
+        for agent, part in zip(self._settings.kinds(), own, strict=True):
+            part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
+        self._on_new_memory()
+
+    def draw_noise(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
+        """Draw the Gaussian noise of a step.
+
+        Args:
+            spreads: [K] the standard deviations of every agent's numbers.
+
+        Returns:
+            [K] the noise of every agent.
+        """
+        if self.noise is None:
+            self.noise = torch.zeros_like(self._weights)
+            self._on_new_memory()
+        rows = self._own(self.noise)
+        for agent, row, spread in zip(self._each, rows, spreads, strict=True):
+            generator = generator_for(agent.seed, "noise", step, agent.index, device=row.device)
+            row.normal_(generator=generator).mul_(spread)
+        return rows
+
+    def applied(self) -> Tensor | None:
+        """[K, P] the weights of the pass; None: as they are in the storage."""
+        if self.masks is None and self.noise is None:
+            return None
+        found = self._weights if self.noise is None else self._weights + self.noise
+        return found if self.masks is None else found * self.masks
+
+    @property
+    def _drops(self) -> bool:
+        return any(agent.dropconnect for agent in self._each)
+
+    def _own(self, storage: Tensor) -> list[Tensor]:
+        return [row[:size] for row, size in zip(storage, self._sizes, strict=True)]
+
+
+class AgentStorage:
+    """The crowd's trainable numbers and the modules that hold views of them.
+
+    Each row holds one agent's numbers module by module, as they would lie if it were alone. Rows of smaller agents end
+    in padding, which belongs to no parameter: gradients, moments, weight decay and clipping do not reach it.
+
+    Attributes:
+        layers: the adapted modules by their name in the base.
+        dropout: of their inputs.
+        casts: of the pass under way.
+        trunk: the layer of the base above which the agents begin; None: they begin with its first one.
+        each: the settings of every agent.
+        weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
+        gradients: [K, P], like `weights`.
+        sizes: [K] the trainable numbers of each agent.
+        rows: K parameters [sizes[k]], views of the rows of `weights`, for the optimizer.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, StackedLoRALinear],
+        settings: LoraSettings,
+        dropout: InputDropout,
+        casts: Casts,
+        adapted: Sequence[Collection[str]],
+        trunk: nn.Module | None,
+    ) -> None:
+        self.layers, self.dropout, self.casts, self.settings = dict(layers), dropout, casts, settings
+        self.trunk = trunk
+        sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
+        first = next(iter(self.layers.values())).base_layer
+        # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
+        dtype = torch.float64 if first.weight.dtype == torch.float64 else torch.float32
+        device = torch.device(str(first.weight.device))
+        try:
+            self.weights = torch.zeros(settings.num_agents, max(sizes), dtype=dtype, device=device)
+            self.gradients = torch.zeros_like(self.weights)
+        except (RuntimeError, MemoryError) as error:  # allocators raise nothing narrower; only they run here
+            raise _too_many(settings, max(sizes) * dtype.itemsize) from error
+        repeats = settings.num_agents // len(sizes)  # agents without settings of their own are all of one kind
+        self.each, self.sizes = settings.each(), sizes * repeats
+        self._adapted = [frozenset(names) for names in adapted] * repeats
+        self._drawn = DrawnWeights(settings, self.weights, self.sizes, self._bind_groups)
+        self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
+        self._bind_weights()
+        self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
+        self._gradient_views = self._views_of_gradients()
+
+    def _size_of(self, agent: AgentLora, adapted: Iterable[str]) -> int:
+        return agent.rank * sum(self.layers[name].in_features + self.layers[name].out_features for name in adapted)
+
+    def _own(self, storage: Tensor) -> list[Tensor]:
+        """The rows of `storage` [K, P] without their padding."""
+        return [row[:size] for row, size in zip(storage, self.sizes, strict=True)]
+
+    def _places(self, k: int) -> Iterator[tuple[str, int, int, int]]:
+        """(name, start, middle, end) of each module that agent k adapts: its row has A from start on, B from middle."""
+        start, rank = 0, self.each[k].rank
+        for name in self.adapted_by(k):
+            middle = start + rank * self.layers[name].in_features
+            end = middle + rank * self.layers[name].out_features
+            yield name, start, middle, end
+            start = end
+
+    def _views(self, storage: Tensor, k: int) -> Iterator[tuple[StackedLoRALinear, Tensor, Tensor]]:
+        """(module, A [r, in], B [out, r]) of agent k for each module it adapts, in order, as views of `storage`."""
+        row, rank = storage[k], self.each[k].rank
+        for name, start, middle, end in self._places(k):
+            yield self.layers[name], row[start:middle].view(rank, -1), row[middle:end].view(-1, rank)
+
+    def _alike(self) -> Iterator[tuple[int, int]]:
+        """Neighbours `first`, ..., `end - 1` whose adapters have the same shape in every module."""
+        kinds = [(a.rank, a.scaling, a.dropout > 0, own) for a, own in zip(self.each, self._adapted, strict=True)]
+        end = 0
+        for _, members in groupby(kinds):
+            first, end = end, end + len(list(members))
+            yield first, end
+
+    def _bind_groups(self) -> None:
+        """Give every module its groups: views of the weights, and of the masks and the noise that are in force."""
+        groups: dict[str, list[AgentGroup]] = {name: [] for name in self.layers}
+        for first, end in self._alike():
+            adapters = {name: self._group(first, end, *place) for name, *place in self._places(first)}
+            for name, found in groups.items():
+                found.append(adapters.get(name, AgentGroup(first, end)))
+        for name, module in self.layers.items():
+            module.groups = tuple(groups[name])
+
+    def _group(self, first: int, end: int, start: int, middle: int, stop: int) -> AgentGroup:
+        """The group of these neighbours on a module that they adapt; for the places see `_places`."""
+        agent, n = self.each[first], end - first
+
+        def stacked(storage: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
+            return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
+
+        masks, noise = (each if each is None else stacked(each) for each in (self._drawn.masks, self._drawn.noise))
+        own = (stacked(self.weights), masks, noise, self.casts, stacked(self.gradients))
+        return AgentGroup(first, end, agent.scaling, agent.dropout > 0, *own)
+
+    def _bind_weights(self) -> None:
+        """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
+        self._bind_groups()
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(self.weights, k):
+                for owner, view in ((module.lora_A, a), (module.lora_B, b)):
+                    name = f"agent{k}"
+                    if name in owner:
+                        owner[name].data = view
+                    else:
+                        owner[name] = nn.Parameter(view)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.restack()  # copy.deepcopy clones every parameter, and an average of weights begins with it
+
+    @torch.no_grad()
+    def restack(self) -> None:
+        """Copy the parameters into one storage again, after `.to()` or a copy gave each a storage of its own."""
+        example = next(iter(next(iter(self.layers.values())).lora_A.values()))
+        fresh = torch.zeros(self.weights.shape, dtype=example.dtype, device=example.device)
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(fresh, k):
+                a.copy_(module.lora_A[f"agent{k}"])
+                b.copy_(module.lora_B[f"agent{k}"])
+        self.weights, self.gradients = fresh, torch.zeros_like(fresh)
+        self._drawn = DrawnWeights(self.settings, self.weights, self.sizes, self._bind_groups)
+        self._known_limits = None
+        self._bind_weights()
+        # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
+        for row, data in zip(self.rows, self._own(self.weights), strict=True):
+            row.data = data
+        self._gradient_views = self._views_of_gradients()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw A uniformly as PEFT does (Kaiming, a = √5) and set B to zero.
+
+        Agent k draws from a generator of its own, so that it starts the same whatever K is.
+        """
+        self.weights.zero_()
+        for k, agent in enumerate(self.each):
+            key = (agent.seed, "adapter", agent.index)
+            if not self.settings.initialize_adapters_rand:
+                key = (self.settings.seed, "adapter", 0)
+            generator = generator_for(*key)
+            for module, a, _ in self._views(self.weights, k):
+                bound = 1 / math.sqrt(module.in_features)
+                a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+
+    def begin_step(self, step: int) -> None:
+        """Zero the gradients, assign them to the parameters, and draw this step's DropConnect masks per agent.
+
+        Args:
+            step: the optimizer step, which keys the masks.
+        """
+        self.gradients.zero_()
+        # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
+        for parameter, grad in self._gradient_views:
+            parameter.grad = grad
+        self._drawn.draw_masks(step)
+
+    def perturb(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
+        """Draw noise around the weights, at which the passes of training compute until the next call.
+
+        Args:
+            step: the optimizer step, which keys it.
+            spreads: [K] the standard deviations of every agent's numbers.
+
+        Returns:
+            [K] the noise of every agent.
+        """
+        return self._drawn.draw_noise(step, spreads)
+
+    def begin_micro_step(self, *key: int) -> None:
+        """Say which micro-step follows; it keys the dropout of agents that draw for themselves.
+
+        Args:
+            key: optimizer step, process, number within the step.
+        """
+        self.dropout.micro_step = key
+
+    def _views_of_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its part of `gradients`."""
+        views = list(zip(self.rows, self._own(self.gradients), strict=True))
+        for k in range(self.settings.num_agents):
+            for module, a, b in self._views(self.gradients, k):
+                views += [(module.lora_A[f"agent{k}"], a), (module.lora_B[f"agent{k}"], b)]
+        return views
+
+    def draw_masks_of_pass(self) -> None:
+        """Draw DropConnect masks for one forward pass, from the global generator as dropout does.
+
+        This serves loops that never call `begin_step`; after `begin_step`, the masks of that step stay in force.
+        """
+        self._drawn.draw_masks_of_pass()
+
+    def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
+        """Cast the weights once for all layers of the pass inside, as they were drawn if it is one of training."""
+        return self.casts.of_pass(self.weights, self._drawn.applied() if training else None, dtype)
+
+    def clip(self, max_norms: Sequence[float | None]) -> Tensor:
+        """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.
+
+        Returns:
+            [K] the norms before clipping, on the device; the call does not wait for the device.
+        """
+        norms = self.norms(self.gradients)
+        if any(each is not None for each in max_norms):
+            exact = norms.double()  # a factor is then rounded once, when it is cast back
+            limit = self._limits(tuple(max_norms))
+            factors = torch.where(exact > limit, (exact + 1e-6).reciprocal() * limit, 1.0)
+            self.gradients.mul_(factors.to(self.gradients.dtype)[:, None])
+        return norms
+
+    def _limits(self, max_norms: tuple[float | None, ...]) -> float | Tensor:
+        """The bounds as one number or as [K] on the device, where they are copied once: a copy waits for a GPU."""
+        numbers = [math.inf if each is None else each for each in max_norms]
+        if len({*numbers}) == 1:
+            return numbers[0]
+        if self._known_limits is None or self._known_limits[0] != max_norms:
+            self._known_limits = max_norms, torch.tensor(numbers, dtype=torch.float64, device=self.weights.device)
+        return self._known_limits[1]
+
+    def norms(self, storage: Tensor) -> Tensor:
+        """[K] the norm of every agent's numbers in `storage` [K, P]; padding would change the order of the sum."""
+        if min(self.sizes) == storage.shape[1]:
+            return torch.linalg.vector_norm(storage, dim=1)  # type: ignore[no-any-return]
+        return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
+
+    @torch.no_grad()
+    def with_agents_from(self, settings: LoraSettings, sources: Sequence[int | None]) -> AgentStorage:
+        """A storage on the same layers with copies of these agents; this one keeps its numbers and loses the layers.
+
+        Args:
+            settings: of the new agents, whose shapes must be those of their sources.
+            sources: [K] for each new agent the one that it is a copy of; several may have the same. None: it begins at
+                a start of its own, and adapts what the first one adapts.
+
+        Raises:
+            ModelError: memory does not hold the agents.
+        """
+        dropout = _input_dropout(settings)
+        for layer in self.layers.values():
+            layer.num_agents, layer.dropout = settings.num_agents, dropout
+            layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        kinds = sources[: len(settings.kinds())]
+        adapted = [self._adapted[source or 0] for source in kinds]
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, adapted, self.trunk)
+        if None in sources:
+            storage.initialise()
+        for row, source in zip(storage.rows, sources, strict=True):
+            if source is not None:
+                row.copy_(self.rows[source])
+        return storage
+
+    def leave_out(self, agents: Sequence[int]) -> None:
+        """Keep the bits of these agents in the next optimizer step: weight decay and moments would change them even
+        with a zero gradient."""
+        for k in agents:
+            self.rows[k].grad = None
+
+    def adapted_by(self, k: int) -> list[str]:
+        """Names of the modules that agent k adapts, in order."""
+        return [name for name in self.layers if name in self._adapted[k]]
+
+    def agent_tensors(self, k: int) -> dict[str, Tensor]:
+        """The tensors of agent k by PEFT's names, as views: the content of `adapter_model.safetensors`."""
+        tensors = {}
+        for name in self.adapted_by(k):
+            module = self.layers[name]
+            tensors[f"base_model.model.{name}.lora_A.weight"] = module.lora_A[f"agent{k}"].detach()
+            tensors[f"base_model.model.{name}.lora_B.weight"] = module.lora_B[f"agent{k}"].detach()
+        return tensors
+
+    @torch.no_grad()
+    def load_agent(self, k: int, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Copy PEFT tensors into agent k. Names and shapes must be exactly those of the agent.
+
+        Args:
+            k: index of the agent.
+            tensors: by PEFT's names, see `agent_tensors`.
+            where: the source, for the error.
+
+        Raises:
+            ForeignCheckpoint: names or shapes differ.
+        """
+        own = self.agent_tensors(k)
+        odd = sorted(set(own) ^ set(tensors)) or sorted(n for n in own if own[n].shape != tensors[n].shape)
+        if odd:
+            raise ForeignCheckpoint(
+                f"agent{k} does not fit: {len(odd)} tensors differ in name or shape, the first is {odd[0]}",
+                where=where,
+                hint="use the lora_rank, lora_target_modules, agent_layers and model_name it was trained with",
+            )
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
+    """Freeze `model`, replace its target modules by stacked ones and return their storage, initialised.
+
+    Raises:
+        ModelError: `target_modules` matches nothing in `layers`, or something that is not a linear layer; or memory
+            does not hold the agents.
+    """
+    replace_quantized_layers(model)
+    model.requires_grad_(False)
+    kinds = settings.kinds()
+    wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in kinds)
+    found = {each: find_targets(model, *each) for each in wanted}
+    everything = {name for names in found.values() for name in names}
+    dropout, casts = _input_dropout(settings), Casts()
+    layers = {}
+    for name in [name for name, _ in model.named_modules() if name in everything]:
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, name)
+        setattr(parent, child, layers[name])
+    adapted = [found[agent.target_modules, agent.layers] for agent in kinds]
+    storage = AgentStorage(layers, settings, dropout, casts, adapted, trunk_of(model, everything))
+    storage.initialise()
+    return storage
+
+
+def _input_dropout(settings: LoraSettings) -> InputDropout:
+    """Agents with settings of their own draw for themselves; all others draw together, as they always did."""
+    kinds = settings.kinds()
+    keys = [(agent.seed, agent.index) for agent in kinds] if settings.agents else None
+    return InputDropout([agent.dropout for agent in kinds], keys)
+
+
+def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
+    needed = 2 * settings.num_agents * bytes_each
+    return ModelError(
+        f"{settings.num_agents:,} agents do not fit into memory: weights and gradients take {needed / 1e9:,.1f} GB",
+        where=f"num_agents: {settings.num_agents}, lora_rank: {settings.rank}",
+        hint="fewer agents, a smaller lora_rank, or fewer lora_target_modules",
+    )
+
+
+def adapter_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> dict[str, Any]:
+    """`adapter_config.json` of agent k as PEFT writes it, so that the folder opens with plain PEFT."""
+    from peft import LoraConfig, TaskType
+
+    own = agents.each[k]
+    conv = any(isinstance(agents.layers[name].base_layer, Conv1D) for name in agents.adapted_by(k))
+    bias: Literal["none"] = "none"
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base_name,
+        inference_mode=True,
+        r=own.rank,
+        lora_alpha=own.alpha,
+        lora_dropout=own.dropout,
+        use_rslora=own.use_rslora,
+        fan_in_fan_out=conv,
+        bias=bias,
+        **peft_targets(model, agents.adapted_by(k)),
+    ).to_dict()
+    plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
+    return {k: v for k, v in plain.items() if v is not None}

@@ -1,0 +1,580 @@
+"""One frozen linear layer with K low-rank adapters: settings, module, autograd Functions, groups of one shape.
+
+What a forward pass casts once for all layers: the agents' weights, and an input that several layers read.
+
+Legend: K agents, P parameters of one agent.
+
+Neighbouring agents whose adapters have one shape on a layer: their A and B as one batch, and their gradients.
+
+Legend: n agents of a group, r rank, in and out features. A [n, r, in], B [n, out, r].
+
+Dropout of the adapters' inputs: drawn together for all agents, or by each agent for itself.
+
+Legend: K agents, N rows of activations per agent, in features.
+
+LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Rank-stabilised scaling: Kalajdzievski,
+"A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.
+
+Legend: K agents, N rows of activations per agent, r rank, in and out features. x, z [K, N, in], h [K, N, r],
+A [K, r, in], B [K, out, r], W [out, in].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ci_llm.base.quantized import QuantizedLinear
+from ci_llm.base.targets import Layers, WeightMetadata
+from ci_llm.config.own_keys import SHAPE_KEYS, from_plain, to_plain
+from ci_llm.core.determinism import generator_for
+from ci_llm.errors import BadInput, ModelError
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products of `x` are computed: that of autocast if it is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class Casts:
+    """The casts of the forward pass that is under way; between passes it holds nothing.
+
+    So no cast can be older than the weights. A layer that activation checkpointing computes again, in the backward
+    pass, casts for itself, to the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._under_way = self._is_drawn = False
+        self._weights: Tensor | None = None
+        self._input: tuple[Tensor, Tensor] | None = None
+
+    @contextmanager
+    def of_pass(self, weights: Tensor, drawn: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
+        """Make the weights [K, P] ready in `dtype` for the pass inside: those drawn for it, if there are any."""
+        self._under_way, self._is_drawn = True, drawn is not None
+        if drawn is not None or weights.dtype != dtype:
+            self._weights = (weights if drawn is None else drawn).to(dtype)
+        try:
+            yield
+        finally:
+            self._under_way, self._weights, self._input = False, None, None
+
+    def ready(self, view: Tensor, dtype: torch.dtype, *, is_drawn: bool) -> Tensor | None:
+        """The numbers of `view`, a view of the weights, as the pass needs them; None if they were not made ready."""
+        made = self._weights
+        if made is None or made.dtype != dtype or self._is_drawn != is_drawn:
+            return None
+        return made.as_strided(view.size(), view.stride(), view.storage_offset())
+
+    @torch.no_grad()
+    def input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in `dtype`, without a gradient; layers that read the same tensor share one cast."""
+        if self._input is not None and self._input[0] is x and self._input[1].dtype == dtype:
+            return self._input[1]
+        cast = x.to(dtype)
+        if self._under_way:
+            self._input = (x, cast)
+        return cast
+
+
+@dataclass(frozen=True)
+class AgentGroup:
+    """Neighbouring agents with adapters of one shape on a layer; their products are one batched product.
+
+    Agents of other shapes are not padded to one batch: a longer sum or another kernel could round differently, and an
+    agent shall have the bits that it has alone.
+
+    Attributes:
+        first, end: the agents `first`, ..., `end - 1`.
+        scaling: of all of them.
+        drops: whether they read their input after dropout.
+        stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
+        masks: DropConnect masks of the same shapes, or None.
+        noise: what a pass of training adds to A and B, or None.
+        casts: where the pass under way has A and B ready, or None.
+        tokens: of the only agent, in an input [1, N, in] of agents with rows of their own; else None.
+        gradients: of A and B, views of the crowd's gradients; None: autograd owns them.
+    """
+
+    first: int
+    end: int
+    scaling: float = 1.0
+    drops: bool = False
+    stacked: tuple[Tensor, Tensor] | None = None
+    masks: tuple[Tensor, Tensor] | None = None
+    noise: tuple[Tensor, Tensor] | None = None
+    casts: Casts | None = None
+    gradients: tuple[Tensor, Tensor] | None = None
+    tokens: slice | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of `tensor` [K, ...] that belongs to these agents, or that of [1, N, ...] with their tokens."""
+        return tensor[self.first : self.end] if self.tokens is None else tensor[:, self.tokens]
+
+    @property
+    def axis(self) -> int:
+        """The dimension of an input along which the groups follow each other."""
+        return 0 if self.tokens is None else 1
+
+    @property
+    def extent(self) -> int:
+        """How much of `axis` belongs to these agents."""
+        return self.end - self.first if self.tokens is None else self.tokens.stop - self.tokens.start
+
+    def only(self, agent: int) -> AgentGroup:
+        """The same for one of its agents, as the first and only one of a crowd."""
+        part = slice(agent - self.first, agent - self.first + 1)
+        pairs = (self.stacked, self.masks, self.noise, self.gradients)
+        stacked, masks, noise, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
+        return replace(self, first=0, end=1, stacked=stacked, masks=masks, noise=noise, gradients=gradients)
+
+    def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
+        """Each of these agents by itself, if it has tokens in an input whose agents have rows of their own."""
+        for k in range(self.first, self.end):
+            if spans[k].start < spans[k].stop:
+                yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
+
+    def at_rest(self) -> AgentGroup:
+        """The same without dropout, DropConnect and noise."""
+        if not (self.drops or self.masks or self.noise):
+            return self
+        return replace(self, masks=None, noise=None, drops=False)
+
+    def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A and B as they were drawn for this step, in the dtype of the computation."""
+        assert self.stacked is not None
+        a, b = self.stacked
+        if self.casts is not None:
+            is_drawn = self.masks is not None or self.noise is not None
+            ready = [self.casts.ready(view, dtype, is_drawn=is_drawn) for view in (a, b)]
+            if ready[0] is not None and ready[1] is not None:
+                return ready[0], ready[1]
+        if self.noise is not None:
+            a, b = a + self.noise[0], b + self.noise[1]
+        if self.masks is not None:
+            a, b = a * self.masks[0], b * self.masks[1]
+        return a.to(dtype), b.to(dtype)
+
+    def accumulating_in(self, parameters: Sequence[Tensor]) -> AgentGroup:
+        """The group as it is if `gradients` are those of its parameters, as `begin_step` leaves them; or without."""
+        if self.gradients is None:
+            return self
+        places = [(whole, k) for whole in self.gradients for k in range(self.end - self.first)]
+        own = all(_is_part(each.grad, *place) for each, place in zip(parameters, places, strict=True))
+        return self if own else replace(self, gradients=None)
+
+    def parameter_gradients(self, grad_a: Tensor, grad_b: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """The gradients in the order of the parameters: A of every agent, then B of every agent.
+
+        Where `gradients` exist they are added there, all agents at once, and autograd gets none.
+        """
+        if self.masks is not None:
+            grad_a, grad_b = grad_a.to(dtype) * self.masks[0], grad_b.to(dtype) * self.masks[1]
+        if self.gradients is not None:
+            self.gradients[0].add_(grad_a)
+            self.gradients[1].add_(grad_b)
+            return (None,) * (2 * (self.end - self.first))
+        return (*grad_a.to(dtype).unbind(0), *grad_b.to(dtype).unbind(0))
+
+
+def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
+    """Whether `tensor` is the memory of `whole[index]`."""
+    if tensor is None or tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return False
+    return tensor.storage_offset() == whole.storage_offset() + index * whole.stride(0)
+
+
+class InputDropout:
+    """Drops inputs of the adapters with a probability per agent.
+
+    Args:
+        shares: [K] the probability of dropping an input; one for all without `keys`.
+        keys: [K] what keys an agent's own draws; None: one draw from the global generator serves all agents.
+
+    Attributes:
+        micro_step: what keys the draws besides, set before each forward pass of a training run; None in loops that do
+            not say it: all draws then come from the global generator.
+    """
+
+    def __init__(self, shares: Sequence[float], keys: Sequence[tuple[int, int]] | None) -> None:
+        self._shares, self._keys = list(shares), keys
+        self.micro_step: tuple[int, ...] | None = None
+
+    def apply(self, rows: Tensor, layer: str, agents: Sequence[int], lengths: Sequence[int] | None = None) -> Tensor:
+        """The rows after dropout.
+
+        Args:
+            rows: [n, N, in], the rows of n agents.
+            layer: name of the layer; with step and agent it keys the draw, so that activation checkpointing draws the
+                same when it computes the layer again.
+            agents: their indices.
+            lengths: [n] the tokens of each of them in `rows` [1, N, in], if agents have rows of their own.
+        """
+        if self._keys is None:
+            return nn.functional.dropout(rows, self._shares[0])
+        given = rows.detach()
+        each = given.unbind(0) if lengths is None else given[0].split(list(lengths))
+        masks = [self._mask(own, layer, k) for k, own in zip(agents, each, strict=True)]
+        return rows * (torch.stack(masks) if lengths is None else torch.cat(masks))
+
+    def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:
+        """0 where an input [N, in] is dropped, and 1 / (1 - share) elsewhere."""
+        assert self._keys is not None
+        seed, index = self._keys[agent]
+        own = None
+        if self.micro_step is not None:
+            own = generator_for(seed, "dropout", *self.micro_step, layer, index, device=like.device)
+        keep = 1 - self._shares[agent]
+        return torch.empty_like(like).bernoulli_(keep, generator=own).div_(keep)
+
+
+@dataclass(frozen=True)
+class AgentLora:
+    """One agent as `LoraSettings.of` gives it: the common settings with its own instead.
+
+    Attributes:
+        seed, index: key everything random of the agent. An agent with a seed of its own has index 0, wherever it
+            stands; the others have the common seed and their place, unless their entry names another index.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    dropconnect: float
+    target_modules: str | tuple[str, ...]
+    layers: Layers
+    use_rslora: bool
+    seed: int
+    index: int
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A: alpha / r, or alpha / √r with `use_rslora`."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Number and shape of the agents; the words are PEFT's.
+
+    Args:
+        num_agents: K; with `agents` it is their number.
+        rank: r of each adapter.
+        alpha: see `AgentLora.scaling`.
+        dropout: probability of dropping an input of an adapter.
+        dropconnect: probability of dropping a weight of an adapter.
+        target_modules: "all-linear", a regular expression, or suffixes of module names.
+        layers: "all", "upper_half", or numbers of the layers in which these modules are adapted.
+        use_rslora: see `AgentLora.scaling`.
+        initialize_adapters_rand: every agent draws its own start; otherwise all start as agent 0.
+        seed: of the start and of the DropConnect masks.
+        agents: for each agent what it has of its own: any of rank, alpha, dropout, dropconnect, target_modules,
+            layers, use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
+    """
+
+    num_agents: int = 4
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    dropconnect: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    layers: Layers = "all"
+    use_rslora: bool = False
+    initialize_adapters_rand: bool = True
+    seed: int = 42
+    agents: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.agents:
+            object.__setattr__(self, "num_agents", len(self.agents))
+        if odd := sorted({key for own in self.agents for key in own} - OWN):
+            raise BadInput(
+                f"an agent has no {odd[0]} of its own",
+                where="LoraSettings(agents=...)",
+                hint=f"{', '.join(sorted(OWN))}",
+            )
+
+    def of(self, agent: int) -> AgentLora:
+        """The settings of one agent."""
+        own = self.agents[agent] if self.agents else {}
+        values = {key: own.get(key, getattr(self, key)) for key in OWN - {"index"}}
+        return AgentLora(**values, index=own.get("index", 0 if "seed" in own else agent))
+
+    def each(self) -> list[AgentLora]:
+        """The settings of every agent."""
+        return [self.of(k) for k in range(self.num_agents)]
+
+    def kinds(self) -> list[AgentLora]:
+        """The settings of every agent, or of the first if all are like it."""
+        return self.each() if self.agents else [self.of(0)]
+
+    def common_or_list(self, key: str) -> Any:
+        """The value of `key` as a message says it: one for all agents, or the list of theirs where they differ."""
+        values = [list(value) if isinstance(value := getattr(agent, key), tuple) else value for agent in self.kinds()]
+        return values[0] if all(value == values[0] for value in values) else values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ci_llm_meta_config.json holds them; without `agents` where none has settings of its own."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "agents"}
+        own = {"agents": [to_plain(agent) for agent in self.agents]} if self.agents else {}
+        return to_plain(values) | own
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LoraSettings:
+        """The inverse of `to_dict`."""
+        agents = tuple(from_plain(agent) for agent in values.get("agents", ()))
+        return cls(**{**from_plain(values), "agents": agents})
+
+
+#: What an agent may have of its own.
+OWN: Final = frozenset(field.name for field in fields(AgentLora))
+#: A key of the configuration that an agent may have of its own -> its name here.
+FIELD_OF_KEY: Final = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "dropconnect_p": "dropconnect",
+    "lora_target_modules": "target_modules",
+    "agent_layers": "layers",
+    "use_rslora": "use_rslora",
+    "seed": "seed",
+}
+#: Of these, what gives an adapter its shape and scale.
+SHAPE: Final = {key: FIELD_OF_KEY[key] for key in SHAPE_KEYS}
+
+
+class _FusedLinear(torch.autograd.Function):
+    """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
+
+    It computes in the dtype of `cast`, which holds the numbers of x, and keeps of it all only z and the rank-r product
+    h = z Aᵀ for the backward pass. W is dequantised, or cast, once per pass for all agents, and again in the backward
+    pass: a copy of every layer would otherwise live until then. The gradients have the dtypes of x, of A and of B.
+
+    `dropped` holds z of the groups that drop, one after the other. `parameters` are the same numbers as the groups
+    hold: of each group A agent by agent, then B agent by agent. They are arguments because autograd routes gradients
+    to arguments, and the gradients are returned for them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cast: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor | QuantizedLinear,
+        bias: Tensor | None,
+        groups: Sequence[AgentGroup],
+        *parameters: Tensor,
+    ) -> Tensor:
+        (agents, rows, width), dtype = cast.shape, cast.dtype
+        # One product with W for the rows of all agents: this is where the fused pass saves time.
+        bias = None if bias is None else bias.to(dtype)
+        y = nn.functional.linear(cast.reshape(agents * rows, width), _dense(weight, dtype), bias).view(agents, rows, -1)
+        kept = []
+        for group, z in _inputs(groups, cast, dropped):
+            a, b = group.effective(dtype)
+            h = torch.bmm(z, a.mT)
+            # In place, because y is the largest tensor here and autograd does not need its value before the sum.
+            group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
+            kept += [a, b, h]
+        plain = cast if any(not group.drops for group in groups) else None
+        quantized = isinstance(weight, QuantizedLinear)
+        ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
+        ctx.quantized = weight if quantized else None
+        ctx.groups, ctx.dtypes = groups, (x.dtype, parameters[0].dtype if parameters else None)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cast, dropped, weight, *kept = ctx.saved_tensors
+        agents, rows, _ = grad.shape
+        grad = grad.contiguous()
+        grad_x, grads_z = None, []
+        if ctx.needs_input_grad[0]:
+            weight = _dense(ctx.quantized or weight, grad.dtype)
+            grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
+        gradients: list[Tensor | None] = []
+        for number, (group, z) in enumerate(_inputs(ctx.groups, cast, dropped)):
+            a, b, h = kept[3 * number : 3 * number + 3]
+            grad_a, grad_b, grad_h = _low_rank_gradients(group.of(grad), z, b, h, group.scaling)
+            # Without dropout z is x, so both parts of the gradient belong to the same input.
+            if group.drops:
+                grads_z.append(torch.bmm(grad_h, a))
+            elif grad_x is not None:
+                group.of(grad_x).baddbmm_(grad_h, a)
+            gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
+        grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
+        return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, *gradients
+
+
+class _LowRank(torch.autograd.Function):
+    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear such as Conv1D; z is a group's."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, group: AgentGroup, *parameters: Tensor) -> Tensor:
+        a, b = group.effective(z.dtype)
+        h = torch.bmm(z, a.mT)
+        ctx.save_for_backward(z, a, b, h)
+        ctx.group, ctx.dtype = group, parameters[0].dtype
+        return torch.bmm(h, b.transpose(1, 2)).mul_(group.scaling)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, a, b, h = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.group.scaling)
+        grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
+        return grad_z, None, *ctx.group.parameter_gradients(grad_a, grad_b, ctx.dtype)
+
+
+def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
+
+def _inputs(
+    groups: Sequence[AgentGroup], x: Tensor | None, dropped: Tensor | None
+) -> Iterator[tuple[AgentGroup, Tensor]]:
+    """Every group with the input of its adapters: its part of x [K, N, in], or of `dropped`."""
+    start = 0
+    for group in groups:
+        whole = dropped if group.drops else x
+        assert whole is not None
+        if group.drops:
+            yield group, whole.narrow(group.axis, start, group.extent)
+            start += group.extent
+        else:
+            yield group, group.of(whole)
+
+
+def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
+    """The parts of these groups, one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
+
+
+def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, ...]:
+    """Gradients of A [K, r, in], B [K, out, r] and h [K, N, r], where h = z Aᵀ and the output is s h Bᵀ."""
+    # The longer dimension is the last one, in memory as well: MKL is up to four times slower otherwise.
+    grad_h = torch.bmm(grad, b.mT.contiguous().mT).mul_(scaling)
+    grad_b = torch.bmm(h.mT, grad).mul_(scaling).mT
+    return torch.bmm(grad_h.mT, z), grad_b, grad_h
+
+
+class StackedLoRALinear(nn.Module):
+    """A frozen linear layer with a low-rank adapter for each of K agents, or for some of them.
+
+    Input [K·B, ..., in], agent-major (all rows of agent 0 first); output [K·B, ..., out].
+
+    Args:
+        base_layer: the frozen layer.
+        num_agents: K.
+        dropout: of the adapters' inputs.
+        casts: of the pass under way, for all layers.
+        name: of the layer in the base, for messages.
+
+    Attributes:
+        lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
+        groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
+        active_agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
+        spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
+    """
+
+    def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, casts: Casts, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.base_layer = base_layer
+        self.num_agents, self.dropout, self.casts = num_agents, dropout, casts
+        self.in_features, self.out_features = _features(base_layer)
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+        self.groups: tuple[AgentGroup, ...] = ()
+        self.active_agent: int | None = None
+        self.spans: Sequence[slice] | None = None
+
+    @property
+    def weight(self) -> WeightMetadata:
+        return WeightMetadata(self.base_layer.weight, self.name)  # type: ignore[arg-type]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, agents, groups = 0, self.num_agents, self.groups
+        if self.active_agent is not None:
+            # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
+            first, agents = self.active_agent, 1
+            groups = tuple(group.only(first) for group in groups if group.first <= first < group.end)
+        elif self.spans is not None:
+            agents, groups = 1, tuple(own for group in groups for own in group.on(self.spans))
+        if not self.training:
+            groups = tuple(group.at_rest() for group in groups)
+        y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
+        base, dtype, whole = self.base_layer, compute_dtype(x), x
+        # One tensor for the base and for dropout: their gradients are added before those of other layers.
+        x = x.reshape(rows)
+        self._require_all_tokens(x)
+        if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
+            weight = base if isinstance(base, QuantizedLinear) else base.weight
+            adapted = [group for group in groups if group.stacked is not None]
+            own = [self._parameters_of(group, first) for group in adapted]
+            adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
+            parameters = [each for group in own for each in group]
+            dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
+            return _FusedLinear.apply(  # type: ignore[no-any-return]
+                x, cast, dropped, weight, base.bias, adapted, *parameters
+            )
+        # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
+        x = x.to(dtype)
+        y = base(x)
+        parts = []
+        for group, z in _inputs(groups, x, self._dropped(x, groups, first)):
+            part = group.of(y)
+            if group.stacked is not None:
+                parameters = self._parameters_of(group, first)
+                part = part + _LowRank.apply(z, group.accumulating_in(parameters), *parameters)
+            parts.append(part)
+        return _joined(parts, groups)
+
+    def _dropped(self, x: Tensor, groups: Sequence[AgentGroup], first: int) -> Tensor | None:
+        """The input of the agents that drop, after dropout, one after the other; None if there are none."""
+        dropping = [group for group in groups if group.drops]
+        if not dropping:
+            return None
+        x = x.to(compute_dtype(x))
+        own = x if dropping == list(groups) else _joined([group.of(x) for group in dropping], dropping)
+        agents = [first + k for group in dropping for k in range(group.first, group.end)]
+        lengths = None if self.spans is None else [group.extent for group in dropping]
+        return self.dropout.apply(own, self.name, agents, lengths)
+
+    def _require_all_tokens(self, rows: Tensor) -> None:
+        """A layer that reads other tokens than all of them cannot tell whose they are."""
+        if self.spans is not None and rows.shape[1] != (tokens := max(span.stop for span in self.spans)):
+            raise ModelError(
+                f"{self.name} reads {rows.shape[1]} of {tokens} tokens: it is not known whose they are",
+                where="agents with rows of their own",
+                hint="name the layers to adapt by lora_target_modules, or let all agents train on the same rows",
+            )
+
+    def _parameters_of(self, group: AgentGroup, first: int) -> list[Tensor]:
+        names = [f"agent{k}" for k in range(first + group.first, first + group.end)]
+        return [owner[name] for owner in (self.lora_A, self.lora_B) for name in names]
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    if isinstance(layer, Conv1D):
+        return layer.weight.shape[0], layer.weight.shape[1]
+    assert isinstance(layer, nn.Linear | QuantizedLinear)
+    return layer.in_features, layer.out_features

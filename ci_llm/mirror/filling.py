@@ -1,0 +1,165 @@
+"""From a mirror to this disk: a checkpoint as a folder, and all that a run needs to go on from the newest.
+
+A checkpoint of a mirror as a folder on this disk, for whatever takes a path: kept, and verified at each use.
+
+A disk filled from a mirror: the newest step that verifies, of both, and what the run needs to go on from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ci_llm.checkpoints.catalog import pinned_steps
+from ci_llm.checkpoints.checkpoint import write_files_as
+from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
+from ci_llm.checkpoints.lease import count_on_from
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import FileImage, verify_folder
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
+from ci_llm.mirror.head import UNFILLED, UNKNOWN_RUN, Entry, Found, Head, Token, is_checkpoint, read_token, write_token
+from ci_llm.mirror.objects import open_objects
+from ci_llm.mirror.reader import MirrorReader
+from ci_llm.mirror.sender import restore_files
+from ci_llm.mirror.writer import another_run
+
+logger = logging.getLogger(__name__)
+
+
+def split_url(url: str) -> tuple[str, str | None]:
+    """The URL of the mirror, and the name of the step that stands behind it, if one does."""
+    base, _, name = url.rstrip("/").rpartition("/")
+    return (base, name) if is_checkpoint(name) else (url.rstrip("/"), None)
+
+
+def open_mirror(url: str, where: str) -> tuple[MirrorReader, Head, str | None]:
+    """The mirror of a URL, what it holds, and the name of the step in the URL.
+
+    Raises:
+        BadInput: it is no URL of a mirror. CheckpointError: no run has written there. MirrorUnreachable.
+    """
+    base, name = split_url(url)
+    reader = MirrorReader(open_objects(base, where))
+    head = reader.head()
+    if head is None or not head.entries:
+        raise CheckpointError("there is no mirror of a run here", where=reader.url, hint="mirror=URL makes one")
+    return reader, head, name
+
+
+def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
+    """The folder with the checkpoint that a URL means: the step it names, or the newest of a run that verifies.
+
+    Args:
+        where: how the URL was given, for errors.
+        final_first: of a run the `final_checkpoint`, if there is one that verifies.
+
+    Raises:
+        DamagedCheckpoint: the named step does not verify. CheckpointError: there is none. MirrorUnreachable.
+    """
+    reader, head, name = open_mirror(url, where)
+    if name is not None:
+        return _bring(reader, reader.entry(head, name))
+    line = sorted(head.line, key=lambda entry: entry.name != FINAL) if final_first else head.line
+    for entry in line:
+        with contextlib.suppress(DamagedCheckpoint):
+            return _bring(reader, entry)
+    raise CheckpointError("no checkpoint in this mirror verifies", where=reader.url)
+
+
+def _bring(reader: MirrorReader, entry: Entry) -> Path:
+    folder = cache_folder() / Path(entry.record).stem / entry.name
+    with contextlib.suppress(DamagedCheckpoint):
+        verify_folder(folder)
+        return folder
+    write_opened(reader.open(entry), folder)
+    return folder
+
+
+def write_opened(opened: Opened, folder: Path) -> None:
+    """Commit a checkpoint that was read as a folder of its own. Raises CheckpointError: the disk refuses it."""
+    write_files_as(folder, opened.manifest, {name: FileImage((data,)) for name, data in opened.files.items()})
+
+
+def cache_folder() -> Path:
+    """Where copies of mirrors lie: `CI_LLM_CACHE`, or below `XDG_CACHE_HOME`, or `~/.cache`."""
+    if given := os.environ.get("CI_LLM_CACHE"):
+        return Path(given, "mirrors")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ci_llm", "mirrors")
+
+
+def fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str] = ()) -> Found:
+    """Bring the newest step that verifies onto the disk, if the mirror has it and the disk does not. For process 0.
+
+    Args:
+        files: patterns of the files that come with it.
+
+    Raises:
+        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
+        CheckpointError: the disk refuses it.
+    """
+    try:
+        return _fill(reader, manager, files)
+    except OSError as error:
+        what = f"what the mirror has cannot be written here: {error}"
+        hint = "give this folder space and the right to write, and start again"
+        raise CheckpointError(what, where=str(manager.directory), hint=hint) from error
+
+
+def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str]) -> Found:
+    folder = manager.directory
+    token = read_token(folder)
+    try:
+        head = reader.head()
+    except MirrorUnreachable as error:
+        if not committed(folder) or (token is not None and token.generation == UNFILLED):
+            error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
+            raise
+        logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
+        return Found(token.generation if token else None)
+    if head is None or not head.line:
+        return Found(head.generation if head else 0)
+    if (token is None and committed(folder)) or (token is not None and head.run not in (token.run, UNKNOWN_RUN)):
+        raise another_run(reader.url)
+    count_on_from(folder, head.attempt)
+    run = head.run or (token.run if token else secrets.token_hex(16))
+    own = manager.latest_step()
+    found, damage = reader.newest(head, after=-1 if own is None else own)
+    if found is not None:
+        manager.acquire_lease()
+        if token is None:  # a disk with steps and without a token is that of another run
+            write_token(folder, Token(run, UNFILLED))
+        _take(reader, head, found, manager, files)
+    elif own is None:
+        logger.warning(f"mirror    no step in {reader.url} verifies")
+    if token != (now := Token(run, head.generation)):
+        write_token(folder, now)
+    return Found(head.generation, damage, same_run=True)
+
+
+def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
+    """Bring a step, and first what belongs to it: as long as no such step is here, the next start fills again."""
+    restore_files(reader, head, manager.directory, files)
+    for entry in _wanted(head, newest, manager.directory):
+        try:
+            manager.adopt(reader.open(entry))
+        except DamagedCheckpoint as damage:
+            logger.warning(f"mirror    {entry.name} does not come back: {damage.what}")
+    manager.adopt(newest)
+    logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
+
+
+def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:
+    """What a run needs beside its newest step, the oldest first: the best one, and the final one if it is complete."""
+    try:
+        wanted = pinned_steps(folder)
+    except BadInput:  # nobody knows which is the best: all of them
+        wanted = frozenset(entry.step for entry in head.line)
+    here = {f"checkpoint_step_{step}" for step in numbered_steps(folder)}
+    for entry in reversed(head.line):
+        is_end = entry.name == FINAL and entry.step == newest.manifest.step
+        if entry.name not in here | {newest.folder.name} and (entry.step in wanted or is_end):
+            yield entry

@@ -1,0 +1,357 @@
+"""An object store as a mirror needs it: whole objects, a conditional put, a bound on speed; or a folder as one.
+
+How fast a mirror sends and reads: a bound in megabytes per second, and the time between two tries of a store.
+
+`RemoteObjects` speaks to S3, Google Cloud Storage, Azure and memory through obstore. A folder (`file://`) is
+`objects.py`: obstore neither syncs local files nor swaps them conditionally. Nothing here depends on a listing,
+except what looks for leftovers: listings may be stale.
+
+Credentials come from the environment. A URL that carries any is refused, and so none can reach a log.
+
+A folder as an object store, for `file://`: durable writes, and a lock of the operating system for the swap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
+from urllib.parse import unquote, urlsplit
+
+from ci_llm.checkpoints.manifest import digest
+from ci_llm.core.durable import locked, make_folders, write_bytes
+from ci_llm.core.remote import why_no_mirror
+from ci_llm.errors import BadInput, CiLlmError, ConfigError, MirrorUnreachable
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+    from obstore.store import ObjectStore
+
+
+#: After an error the next try comes after so many seconds, twice as many each time, at most the longest.
+FIRST_TRY_S: Final = 1.0
+LONGEST_S: Final = 60.0
+#: When the run is about to end nobody can wait longer.
+HURRY_S: Final = 1.0
+
+
+class RateLimiter:
+    """Spreads bytes over time.
+
+    Args:
+        max_mb_per_s: megabytes per second; None: no bound.
+        clock: seconds, monotonic.
+
+    Attributes:
+        hurry: while set, nothing waits.
+    """
+
+    def __init__(self, max_mb_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = None if max_mb_per_s is None else max_mb_per_s * 1e6
+        self._clock, self._free_at = clock, clock()
+        self.hurry = threading.Event()
+
+    def __call__(self, nbytes: int) -> None:
+        """Wait until `nbytes` may go."""
+        if self._bytes_per_s is None or self.hurry.is_set():
+            return
+        now = self._clock()
+        self._free_at = max(self._free_at, now) + nbytes / self._bytes_per_s
+        self.hurry.wait(self._free_at - now)
+
+
+def backoff_s(failures: int, *, hurry: bool) -> float:
+    """Seconds until the next try after so many failures in a row, with jitter: many runs may share a store."""
+    longest = HURRY_S if hurry else LONGEST_S
+    return min(FIRST_TRY_S * 2.0 ** min(failures - 1, 10), longest) * random.uniform(0.5, 1.0)
+
+
+EXTRA: Final = "pip install 'ci-llm[mirror]'"
+#: One request: an object has a few megabytes at most.
+REQUEST_S: Final = 60
+CONNECT_S: Final = 10
+#: The library repeats a failed request this often by itself; what fails for longer is the mirror's business.
+RETRIES: Final = 3
+RETRY_S: Final = 15
+
+
+class Missing(Exception):
+    """There is no such object."""
+
+
+class Conflict(Exception):
+    """A conditional put found another object than it expected."""
+
+
+#: What a store says about one version of an object: an `e_tag`, a `version`, or both.
+Version: TypeAlias = "Mapping[str, str]"
+#: No object has ever had this version.
+NO_VERSION: Final[Version] = {"e_tag": '"9999999999999999"', "version": "1"}
+
+
+class Objects(Protocol):
+    """One prefix of a store. Every method raises MirrorUnreachable where the store fails or refuses."""
+
+    url: str
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises Missing."""
+
+    def get_version(self, key: str) -> tuple[bytes, Version]:
+        """The whole object, and what `swap` must know to replace this very one. Raises Missing."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object, whatever is there."""
+
+    def swap(self, key: str, data: bytes, version: Version | None) -> None:
+        """Write an object only if it is still that of `version`; with None, only if there is none. Raises Conflict."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None: there is none."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; it is no error if one of them is gone."""
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Key and size of every object below `prefix`, perhaps as things were a while ago.
+
+        In a folder also of what a kill has left of an unfinished put: a name that ends in `PARTIAL`.
+        """
+
+
+def check_url(url: str, where: str) -> str:
+    """The URL of a mirror, without a slash at its end.
+
+    Raises:
+        ConfigError: it is none, or it carries credentials, which must come from the environment.
+    """
+    if problem := why_no_mirror(url):
+        what, hint = problem
+        raise ConfigError(what, where=where, hint=hint)
+    return url.rstrip("/")
+
+
+def open_objects(url: str, where: str = "mirror") -> Objects:
+    """The store of a URL; no request is made.
+
+    Raises:
+        ConfigError: the URL is none of a mirror. BadInput: its library is not installed, or does not take it.
+    """
+    url = check_url(url, where)
+    if urlsplit(url).scheme == "file":
+        return FolderObjects(url)
+    try:
+        import obstore  # noqa: F401
+    except ImportError as error:
+        raise BadInput("a mirror needs the package obstore", where=f"{where}: {url}", hint=EXTRA) from error
+    return RemoteObjects(url, where)
+
+
+_memory: dict[str, Any] = {}
+
+
+def _open_store(url: str) -> ObjectStore:
+    from obstore.store import MemoryStore, from_url
+
+    if url.startswith("memory://"):
+        return cast("ObjectStore", _memory.setdefault(url, MemoryStore()))
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    return from_url(
+        url,
+        client_options={
+            "timeout": timedelta(seconds=REQUEST_S),
+            "connect_timeout": timedelta(seconds=CONNECT_S),
+            "allow_http": endpoint.startswith("http://"),
+        },
+        retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+    )
+
+
+class RemoteObjects:
+    """Objects of S3, Google Cloud Storage, Azure or memory, through obstore."""
+
+    def __init__(self, url: str, where: str) -> None:
+        from obstore.exceptions import BaseError
+
+        self.url = url
+        self._failures = (BaseError, OSError)
+        try:
+            self._store = _open_store(url)
+        except (BaseError, ValueError) as error:
+            raise BadInput(f"this store cannot be opened: {_brief(error)}", where=f"{where}: {url}") from error
+
+    def get(self, key: str) -> bytes:
+        return self.get_version(key)[0]
+
+    def get_version(self, key: str) -> tuple[bytes, Version]:
+        import obstore
+
+        try:
+            found = obstore.get(self._store, key)
+            version = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+            return bytes(found.bytes()), {name: value for name, value in version.items() if value is not None}
+        except FileNotFoundError as error:
+            raise Missing(key) from error
+        except self._failures as error:
+            raise self._unreachable("read", key, error) from error
+
+    def put(self, key: str, data: bytes) -> None:
+        import obstore
+
+        try:
+            obstore.put(self._store, key, data, use_multipart=False)
+        except self._failures as error:
+            raise self._unreachable("write", key, error) from error
+
+    def swap(self, key: str, data: bytes, version: Version | None) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            obstore.put(
+                self._store,
+                key,
+                data,
+                mode="create" if version is None else cast("UpdateVersion", dict(version)),
+                use_multipart=False,
+            )
+        except (AlreadyExistsError, PreconditionError) as error:
+            raise Conflict(key) from error
+        except self._failures as error:  # a store may say 404 where what was to be replaced is gone
+            if version is not None and isinstance(error, FileNotFoundError):
+                raise Conflict(key) from error
+            raise self._unreachable("write", key, error) from error
+
+    def size(self, key: str) -> int | None:
+        import obstore
+
+        try:
+            return int(obstore.head(self._store, key)["size"])
+        except FileNotFoundError:
+            return None
+        except self._failures as error:
+            raise self._unreachable("read", key, error) from error
+
+    def delete(self, keys: Sequence[str]) -> None:
+        import obstore
+
+        try:
+            obstore.delete(self._store, list(keys))
+        except FileNotFoundError:
+            return
+        except self._failures as error:
+            raise self._unreachable("remove", ", ".join(keys), error) from error
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        import obstore
+
+        try:
+            for page in obstore.list(self._store, prefix):
+                yield from ((each["path"], int(each["size"])) for each in page)
+        except self._failures as error:
+            raise self._unreachable("list", prefix, error) from error
+
+    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
+        return MirrorUnreachable(
+            f"the store does not let us {verb} {key}: {_brief(error)}",
+            where=self.url,
+            hint="look at its address (AWS_ENDPOINT_URL), the credentials in the environment, and the network",
+        )
+
+
+def _brief(error: Exception) -> str:
+    """The first line of an error of the library, which goes on with the whole request and its answer."""
+    line = str(error).partition("\n")[0]
+    found = re.search(r"status code: (\d+[^:]*)", line)
+    return found[1].strip() if found else re.sub(r"https?://\S+", "the store", line)[:200]
+
+
+LOCK = ".lock"
+
+
+class FolderObjects:
+    """Objects are files below a folder; see `Objects`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._root = Path(unquote(urlsplit(url).path))
+
+    def get(self, key: str) -> bytes:
+        try:
+            return (self._root / key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Missing(key) from error
+        except OSError as error:
+            raise self._unreachable("read", key, error) from error
+
+    def get_version(self, key: str) -> tuple[bytes, Version]:
+        data = self.get(key)
+        return data, {"e_tag": digest([data])}
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._root / key
+        try:
+            make_folders(path.parent)
+            write_bytes(path, data)
+        except OSError as error:
+            raise self._unreachable("write", key, error) from error
+
+    def swap(self, key: str, data: bytes, version: Version | None) -> None:
+        with self._locked(key):
+            try:
+                now: Version | None = self.get_version(key)[1]
+            except Missing:
+                now = None
+            if now != version:
+                raise Conflict(key)
+            self.put(key, data)
+
+    def size(self, key: str) -> int | None:
+        try:
+            return (self._root / key).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._unreachable("read", key, error) from error
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._delete(key)
+
+    def _delete(self, key: str) -> None:
+        path = self._root / key
+        try:
+            path.unlink(missing_ok=True)
+            for folder in path.relative_to(self._root).parents:
+                (self._root / folder).rmdir()  # as long as they are empty
+        except OSError as error:
+            if path.exists():
+                raise self._unreachable("remove", key, error) from error
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for folder, _, names in os.walk(self._root / prefix):
+            for name in sorted(names):
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    yield str(path.relative_to(self._root)), path.stat().st_size
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            try:
+                make_folders(self._root)
+                held.enter_context(locked(self._root / LOCK, create=True))
+            except OSError as error:
+                raise self._unreachable("lock", key, error) from error
+            yield
+
+    def _unreachable(self, verb: str, key: str, error: OSError) -> CiLlmError:
+        what = f"the folder does not let us {verb} {key}: {error.strerror}"
+        return MirrorUnreachable(what, where=self.url, hint="look at its rights, and at the space on its disk")

@@ -1,0 +1,371 @@
+"""A mirror behind a training: a thread sends what the run's folder has committed, and the files of the run beside it.
+
+The files of a run beside its checkpoints, with which a fresh disk goes on: logs, metrics, scores.
+
+The thread compares the folder with the mirror, and sends what is missing, the newest step first. So it needs no list of
+events: whatever it missed, because the store was away or saves came faster than it sends, it finds in the folder. The
+training never waits for it, except at its end, when the newest step goes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ci_llm.checkpoints.folders import FINAL, committed
+from ci_llm.checkpoints.manifest import MANIFEST, check_name
+from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.remote import without_secrets
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
+from ci_llm.mirror.head import Block, Found, Head, Token, read_token, write_token
+from ci_llm.mirror.objects import RateLimiter, backoff_s, open_objects
+from ci_llm.mirror.reader import MirrorReader
+from ci_llm.mirror.writer import MirrorWriter
+
+logger = logging.getLogger(__name__)
+
+
+#: Small, because logs grow at their end: whole blocks are not sent again.
+BLOCK_BYTES: Final = 1 << 18
+#: A log that outgrows this does not follow.
+MAX_BYTES: Final = 256 << 20
+
+
+def send_files(writer: MirrorWriter, folder: Path, patterns: Collection[str]) -> dict[str, tuple[Block, ...]]:
+    """Send the files of `folder` that match; what the head is to say of them. Raises MirrorUnreachable."""
+    return {name: writer.send_blocks(_cut(data)) for name, data in _files(folder, patterns)}
+
+
+def _files(folder: Path, patterns: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    for path in sorted(paths):
+        if path.is_symlink() or not path.is_file():
+            continue
+        try:
+            name = check_name(path.relative_to(folder).as_posix())
+            if path.stat().st_size <= MAX_BYTES:
+                yield name, path.read_bytes()
+        except (OSError, ValueError):  # gone meanwhile, or no file of ours
+            continue
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
+
+
+def restore_files(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
+    """Write the files of a run as the mirror has them, in the place of what is there.
+
+    Only names that match are written, whatever the head says. A file that is damaged there is named and left out.
+
+    Raises:
+        MirrorUnreachable, OSError.
+    """
+    for name, blocks in head.files.items():
+        if not _is(name, patterns):
+            continue
+        try:
+            data = reader.file(blocks)
+        except DamagedCheckpoint as damage:
+            logger.warning(f"{name} does not come back from the mirror: {damage.what}")
+            continue
+        path = folder / name
+        make_folders(path.parent)
+        write_bytes(path, data)
+
+
+def _is(name: str, patterns: Collection[str]) -> bool:
+    path = PurePosixPath(name)
+    return any(path.match(pattern) and len(path.parts) == len(PurePosixPath(pattern).parts) for pattern in patterns)
+
+
+#: A mirror that is behind for this long is worth a warning, and one more whenever that has doubled.
+WARN_S: Final = 60.0
+_POLL_S: Final = 5.0  # how often the thread looks at its lag while nothing happens
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """How a mirror stands, for status.json.
+
+    Attributes:
+        step: the newest step that is committed there; None: none.
+        behind_s: seconds for which the folder has had a newer one; 0: it has none.
+        error: why nothing is sent at the moment.
+    """
+
+    url: str
+    step: int | None = None
+    behind_s: float = 0.0
+    sent_bytes: int = 0
+    error: str | None = None
+
+
+class _NewerFirstError(Exception):
+    """The run ends, and a newer step is there than the one that is being sent."""
+
+
+class _ClosedError(Exception):
+    """The mirror was closed while bytes were being sent."""
+
+
+class Mirror:
+    """The mirror of one folder; used by one process.
+
+    Args:
+        url: of the mirror.
+        folder: of the run.
+        keep: numbered steps to keep, as `save_total_limit`; None: all. What the folder keeps beside them stays as well.
+        files: patterns of the other files that follow.
+        max_mb_per_s: a bound on what is sent and read; None: no bound.
+        on_change: called in the thread whenever the state has changed.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        *,
+        keep: int | None = None,
+        files: Collection[str] = (),
+        max_mb_per_s: float | None = None,
+        on_change: Callable[[MirrorState], object] = lambda state: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder, self.files = folder, files
+        self._keep, self._clock, self.on_change = keep, clock, on_change
+        self._limiter = RateLimiter(max_mb_per_s, clock)
+        self._objects = open_objects(url)
+        self.reader = MirrorReader(self._objects, self._limiter)
+        self._writer = MirrorWriter(self._objects, check=self._between_blocks, limiter=self._limiter)
+        self._claim: Callable[[], object] = lambda: None
+        self._claimed, self._swept = False, False
+        self._sending: int | None = None
+        self._passed_over: set[bytes] = set()
+        self._work, self._over, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._idle.set()
+        self._lock = threading.Lock()  # of the three together
+        self._thread: threading.Thread | None = None
+        self._behind_since: float | None = None
+        self._warn_at_s = WARN_S
+        self.state = MirrorState(without_secrets(url))
+
+    # Called by the training
+
+    def begin(self, step: int, attempt: int, found: Found) -> None:
+        """Claim the mirror for this attempt, and begin to send. The lease of the folder must be held.
+
+        Args:
+            step: from which the run goes on; -1: from none.
+            found: what the mirror held when that step was decided.
+
+        Raises:
+            WriterBusy: the mirror holds another run, or another attempt has claimed it since.
+        """
+        token = read_token(self.folder)
+        run = token.run if token else (None if found.same_run else secrets.token_hex(16))
+        self._claim = partial(self._writer.claim, run, attempt, step, found)
+        with contextlib.suppress(MirrorUnreachable, OSError):  # the thread goes on trying
+            self._claim_now()
+        self._thread = threading.Thread(target=self._run, name="ci_llm mirror", daemon=True)
+        self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """The folder has changed: look what is to be sent. Returns at once."""
+        if self._thread is not None and not self._over.is_set():
+            with self._lock:
+                self._behind_since = self._clock() if self._behind_since is None else self._behind_since
+                self._idle.clear()
+                self._work.set()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the mirror holds what the folder holds, the newest step first; False if it does not in time."""
+        if self._thread is None:
+            return True
+        self._limiter.hurry.set()
+        self.wake()
+        done = self._idle.wait(timeout_s)
+        if not self._over.is_set():
+            self._limiter.hurry.clear()
+        return done and self.state.error is None
+
+    def close(self) -> None:
+        """End the thread, whatever it is doing."""
+        self._over.set()
+        self._limiter.hurry.set()
+        self._work.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_POLL_S)
+            self._thread = None
+
+    @property
+    def sending(self) -> frozenset[int]:
+        """The step that is being sent, which the folder should not prune meanwhile."""
+        step = self._sending  # read once: the thread may change it
+        return frozenset() if step is None else frozenset({step})
+
+    def metrics(self) -> dict[str, float]:
+        """For a line of metrics."""
+        if self._thread is None:
+            return {}
+        state = self._look()
+        return {"mirror/behind_s": round(state.behind_s, 3), "mirror/sent_bytes": state.sent_bytes}
+
+    # In the thread
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._over.is_set():
+            if not self._work.wait(_POLL_S):
+                self._change()
+                continue
+            self._work.clear()
+            try:
+                self._pass()
+                failures = 0
+            except _ClosedError:
+                return
+            except (MirrorUnreachable, OSError) as error:
+                failures += 1
+                self._fail(error, failures)
+            except CheckpointError as error:
+                if isinstance(error.__cause__, OSError) and not isinstance(error, DamagedCheckpoint | WriterBusy):
+                    failures += 1
+                    self._fail(error, failures)  # of this machine, which may have too many open files for a moment
+                else:
+                    self._give_up(error)
+            except Exception as error:  # noqa: BLE001 - a mirror that stops without a word is worse than none
+                self._give_up(CheckpointError(f"the mirror has failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: Exception, failures: int) -> None:
+        if self._over.is_set():
+            return
+        what = error.what if isinstance(error, CheckpointError) else str(error)
+        if failures == 1:
+            logger.warning(f"mirror    {what}; it is tried again, and the training goes on")
+        self._change(error=what)
+        hurry = self._limiter.hurry  # a flush, or the end, wakes a thread that waits
+        (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
+        self._work.set()
+
+    def _give_up(self, error: CheckpointError) -> None:
+        logger.error(f"mirror    {error}")
+        self._change(error=error.what)
+        self._over.set()
+        self._idle.set()
+
+    def _claim_now(self) -> None:
+        if not self._claimed:
+            self._claim()
+            write_token(self.folder, Token(self._writer.head.run, self._writer.head.generation))
+            self._claimed = True
+
+    def _pass(self) -> None:
+        """Bring the mirror to what the folder holds now."""
+        self._claim_now()
+        while (found := self._next()) is not None:
+            self._send(*found)
+        self._commit(self._writer.head)
+        self._sweep()
+        with self._lock:
+            caught_up = not self._work.is_set()  # else the folder has changed meanwhile
+            self._behind_since = None if caught_up else self._clock()
+            if caught_up:
+                self._idle.set()
+        self._warn_at_s = WARN_S
+        self._change(error=None)
+
+    def _next(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest commit that the mirror lacks."""
+        for step, folder in committed(self.folder):
+            with contextlib.suppress(OSError):  # pruned meanwhile
+                manifest = (folder / MANIFEST).read_bytes()
+                if manifest not in self._passed_over and not self._writer.holds(folder):
+                    return step, folder
+        return None
+
+    def _send(self, step: int, folder: Path) -> None:
+        manifest = b""
+        try:
+            manifest = (folder / MANIFEST).read_bytes()
+            self._sending = step
+            before, began = self._writer.sent_bytes, time.perf_counter()
+            entry = self._writer.send_step(folder)
+            self._commit(self._writer.head.with_step(entry))
+        except _NewerFirstError:
+            return
+        except (DamagedCheckpoint, FileNotFoundError) as damage:
+            self._passed_over.add(manifest)
+            if folder.is_dir():  # else it was pruned, and a newer one is there
+                logger.warning(f"mirror    {folder.name} is not sent: {damage}")
+            return
+        finally:
+            self._sending = None
+        sent = (self._writer.sent_bytes - before) / 1e6
+        logger.info(f"mirror    {folder.name}, {sent:.3g} MB sent in {time.perf_counter() - began:.2g} s")
+
+    def _commit(self, head: Head) -> None:
+        """Make a head count, with the other files as they are now, and without the steps that are beyond the limit."""
+        files = send_files(self._writer, self.folder, self.files)
+        head = replace(head, files=files)
+        self._writer.commit(head.without(self._beyond(head)))
+        self._change(error=None)
+
+    def _beyond(self, head: Head) -> list[str]:
+        """The names of the steps that go: older than those to be kept, and not in the folder."""
+        here = {folder.name for _, folder in committed(self.folder)}
+        numbered = [entry.name for entry in head.line if entry.name != FINAL]
+        if self._keep is None or not here:
+            return []
+        return [name for name in numbered[self._keep :] if name not in here]
+
+    def _sweep(self) -> None:
+        """Once: remove what dead writers left, and find what is missing of the steps that count."""
+        if self._swept:
+            return
+        damage = self._writer.sweep()
+        self._swept = True
+        if damage:
+            logger.warning(f"mirror    not whole, set aside there: {'; '.join(damage.values())}")
+            self._writer.commit(self._writer.head.quarantined(damage))
+            self._work.set()  # what the folder still has is sent anew
+
+    def _between_blocks(self) -> None:
+        if self._over.is_set():
+            raise _ClosedError
+        self._change()
+        if self._limiter.hurry.is_set() and self._sending is not None:
+            newest = self._next()
+            if newest is not None and newest[0] > self._sending:
+                raise _NewerFirstError
+
+    # The state
+
+    def _look(self) -> MirrorState:
+        newest = self._writer.head.newest
+        since = self._behind_since  # read once: the other thread may change it
+        behind_s = 0.0 if since is None else self._clock() - since
+        step = None if newest is None else newest.step
+        return replace(self.state, step=step, behind_s=behind_s, sent_bytes=self._writer.sent_bytes)
+
+    def _change(self, **values: Any) -> None:
+        self.state = replace(self._look(), **values)
+        if self.state.behind_s >= self._warn_at_s:
+            self._warn_at_s = 2 * self.state.behind_s
+            newest = max((step for step, _ in committed(self.folder)), default=None)
+            why = f" ({self.state.error})" if self.state.error else ""
+            logger.warning(
+                f"mirror    {self.state.behind_s:.0f} s behind{why}: the newest step here is {newest},"
+                f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
+            )
+        self.on_change(self.state)

@@ -1,0 +1,353 @@
+"""The drawings of a report, as SVG. Their fonts and colours are left to the page, which is light, dark or printed.
+
+Small plots as SVG. The page gives them their font, and their colours as variables of its style sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from html import escape
+from itertools import groupby, pairwise
+from typing import Final
+
+from ci_llm.report.facts import Attempt, Metrics, Points, Span
+from ci_llm.report.scores import Score
+
+#: Width of a character of a label, about, and height of a line, in the units of a plot: CSS pixels at its full size.
+_CHARACTER, _LINE = 6.7, 17.0
+_ROUND: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
+_SUPERSCRIPT: Final = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows.
+
+    Attributes:
+        low, high: the ends of what is drawn.
+        title: what it shows, or the unit.
+        log: whether it is logarithmic; `low` is then above 0.
+        whole: whether only whole numbers are marked.
+        names: marks with words, in place of numbers.
+    """
+
+    low: float
+    high: float
+    title: str = ""
+    log: bool = False
+    whole: bool = False
+    names: Mapping[float, str] = field(default_factory=dict)
+
+    @classmethod
+    def around(
+        cls, values: Iterable[float], title: str = "", *, margin: float = 0.05, log: bool = False, whole: bool = False
+    ) -> Axis:
+        """An axis that shows the values that are finite, with a margin at both ends, as a share of its length."""
+        finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
+        low, high = (math.log10(end) if log else end for end in (min(finite), max(finite)))
+        rim = margin * (high - low) or (0.5 if log else 0.05 * abs(high) or 0.5)
+        low, high = low - rim, high + rim
+        return cls(10**low if log else low, 10**high if log else high, title, log, whole)
+
+    def share(self, value: float) -> float:
+        """Where a value lies: 0 at the low end, 1 at the high one."""
+        low, high, at = (math.log10(each) if self.log else each for each in (self.low, self.high, value))
+        return (at - low) / (high - low)
+
+    def marks(self, most: int) -> tuple[dict[float, str], str]:
+        """Round values with their labels, about `most`; and the power of ten that they are to be multiplied with."""
+        if self.names:
+            return dict(self.names), ""
+        if self.log:
+            return {value: f"{value:,.10g}" for value in _round_on_log(self.low, self.high)}, ""
+        return _labelled(_round_values(self.low, self.high, most, whole=self.whole))
+
+
+@dataclass
+class Plot:
+    """A plot that grows by what is added to it.
+
+    Attributes:
+        width, height: in CSS pixels at its full size; a page scales it.
+        label: what it shows, for those who do not see it.
+    """
+
+    width: float
+    height: float
+    label: str
+    across: Axis
+    up: Axis
+    _parts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._up_marks, power = self.up.marks(6)
+        self._left = max(map(len, self._up_marks.values()), default=0) * _CHARACTER + 10
+        self._right = self.width - 8
+        self._top = 6.0 + _LINE * bool(self.up.title or power)
+        self._bottom = self.height - 1.2 * _LINE - _LINE * bool(self.across.title)
+        self._frame(power)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, name: str, *, width: float = 1.6) -> None:
+        """Points joined by a line; one that is not finite is a gap, and one alone is a dot."""
+        finite = groupby(points, key=lambda point: math.isfinite(point[1]))
+        for run in (list(group) for is_finite, group in finite if is_finite):
+            if len(run) == 1:
+                self.dot(*run[0], colour, name, radius=1 + width)
+                continue
+            path = "L".join(f"{self._x(x):.1f} {self._y(y):.1f}" for x, y in run)
+            self._add("path", name, f'd="M{path}" style="stroke:var(--{colour});stroke-width:{width}"')
+
+    def dot(self, x: float, y: float, colour: str, name: str, *, radius: float = 3.5) -> None:
+        """A point."""
+        place = f'cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="{radius:.1f}"'
+        self._add("circle", name, f'{place} style="fill:var(--{colour})"')
+
+    def bar(self, start: float, end: float, y: float, colour: str, name: str, *, thickness: float) -> None:
+        """A bar that lies; its thickness is in the units of the axis."""
+        left, right = self._x(start), self._x(end)
+        above, below = self._y(y + thickness / 2), self._y(y - thickness / 2)
+        size = f'width="{max(0.5, right - left):.1f}" height="{below - above:.1f}"'
+        self._add("rect", name, f'x="{left:.1f}" y="{above:.1f}" {size} style="fill:var(--{colour})"')
+
+    def mark(self, x: float) -> None:
+        """A dotted line from bottom to top."""
+        self._parts.append(f'<path class="mark" d="M{self._x(x):.1f} {self._bottom:.1f}V{self._top:.1f}"/>')
+
+    def svg(self) -> str:
+        """The plot for a page."""
+        head = f'<svg class="plot" viewBox="0 0 {self.width:g} {self.height:g}" role="img"'
+        return f'{head} aria-label="{escape(self.label)}">{"".join(self._parts)}</svg>'
+
+    def _frame(self, power: str) -> None:
+        """Grid, marks and titles."""
+        for value, label in self._up_marks.items():
+            y = self._y(value)
+            if not self.up.names:
+                self._parts.append(f'<path class="grid" d="M{self._left:.1f} {y:.1f}H{self._right:.1f}"/>')
+            self._text(label, self._left - 7, y + 4, "end")
+        for value, label in self.across.marks(round(self.width / 62))[0].items():
+            x = self._x(value)
+            self._parts.append(f'<path class="grid" d="M{x:.1f} {self._bottom:.1f}V{self._top:.1f}"/>')
+            self._text(label, x, self._bottom + _LINE, "middle")
+        self._parts.append(f'<path class="axis" d="M{self._left:.1f} {self._bottom:.1f}H{self._right:.1f}"/>')
+        self._text(f"{power} {self.up.title}".strip(), 0, 12, "start")
+        self._text(self.across.title, (self._left + self._right) / 2, self.height - 4, "middle")
+
+    def _text(self, text: str, x: float, y: float, anchor: str) -> None:
+        if text:
+            self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def _add(self, kind: str, name: str, attributes: str) -> None:
+        """A shape that says its name when the mouse is on it."""
+        self._parts.append(f"<{kind} {attributes}><title>{escape(name)}</title></{kind}>")
+
+    def _x(self, value: float) -> float:
+        return self._left + (self._right - self._left) * self.across.share(value)
+
+    def _y(self, value: float) -> float:
+        return self._bottom + (self._top - self._bottom) * self.up.share(value)
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """Names with their colours, as HTML."""
+    keys = (
+        f'<span><span class="key" style="background:var(--{colour})"></span>{escape(name)}</span>'
+        for name, colour in colours.items()
+    )
+    return f'<p class="soft legend">{"".join(keys)}</p>'
+
+
+def _round_values(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """At most `most` round values from low to high, evenly spread."""
+    power = 10 ** math.floor(math.log10((high - low) / most))
+    steps = (digit * power for digit in _ROUND)
+    step = next(step for step in steps if step * most >= high - low and (not whole or step % 1 == 0 or step < 1))
+    step = max(1.0, step) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)  # 3e-4 / 5e-5 is a little less than 6
+    return [number * step for number in range(first, last + 1)]
+
+
+def _round_on_log(low: float, high: float) -> Iterator[float]:
+    """Powers of ten; between them twice and five times as much, where they are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if math.log10(high / low) < 2 else (1,)
+    return (value for power in powers for digit in digits if low <= (value := digit * 10.0**power) <= high)
+
+
+def _labelled(values: Sequence[float]) -> tuple[dict[float, str], str]:
+    """The values with labels of equally many decimals, and the power of ten taken out of very small or large ones."""
+    power = math.floor(math.log10(max(map(abs, values)))) if any(values) else 0
+    power = power if not -4 < power < 6 else 0
+    scaled = [value / 10.0**power for value in values]
+    step = min((abs(b - a) for a, b in pairwise(scaled)), default=abs(scaled[0]) if scaled else 1)
+    decimals = next((d for d in range(12) if all(abs(round(v, d) - v) < 1e-3 * step for v in scaled)), 12)
+    labels = {value: f"{each:,.{decimals}f}".replace("-", "−") for value, each in zip(values, scaled, strict=True)}
+    return labels, f"×10{str(power).translate(_SUPERSCRIPT)}" if power else ""
+
+
+#: Points a curve is drawn with: what the eye can tell apart, and what keeps a long run's page small.
+MOST_POINTS: Final = 400
+#: Attempts that a timeline can show one below the other.
+MOST_LANES: Final = 24
+
+#: Colours of agents that the style sheet has.
+NUM_COLOURS: Final = 8
+_WIDTH, _HEIGHT = 440, 270
+
+#: Title, key of the agent {}, keys of what is of all agents together, unit.
+_CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
+    ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "nats per token"),
+    ("Held-out loss", "eval/{}/nll", {"crowd": "eval/crowd/nll"}, "nats per token"),
+    ("Held-out exact match", "eval/{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
+    ("Gradient norm before clipping", "train/{}/grad_norm", {}, "norm"),
+    ("Learning rate", "", {"learning rate": "train/learning_rate"}, ""),
+    ("Speed", "", {"tokens/s": "tokens_per_s"}, "tokens per second"),
+)
+
+
+def draw_curves(
+    metrics: Metrics, resumed: Sequence[int] = (), names: Mapping[str, str] | None = None
+) -> list[tuple[str, str]]:
+    """(title, drawing) of every curve that the run has left, agents beside the crowd.
+
+    Args:
+        resumed: steps after which a later attempt went on; a dotted line stands at each.
+        names: those that people gave the agents, by the names that metrics have.
+    """
+    drawings = []
+    for title, agent_key, together, unit in _CURVES:
+        keys = {name: agent_key.format(name) for name in metrics.agents} if agent_key else {}
+        lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
+        if any(lines.values()):
+            drawings.append((title, _steps(title, lines, unit, resumed, names or {})))
+    return drawings
+
+
+def draw_lines(
+    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, across: str, unit: str, log: bool = False
+) -> str:
+    """Any curves over a common axis, each with its name.
+
+    Args:
+        across: what the axis from left to right shows.
+        unit: of the values.
+        log: whether that axis is logarithmic.
+    """
+    colours = {name: _agent(number) for number, name in enumerate(lines)}
+    plot = _plot(title, Axis.around((x for line in lines.values() for x, _ in line), across, log=log), lines, unit)
+    for name, points in lines.items():
+        plot.line(points, colours[name], name)
+        for x, y in points:
+            plot.dot(x, y, colours[name], name, radius=2.5)
+    return _with_legend(colours, plot)
+
+
+def draw_scores(scores: Sequence[Score]) -> str:
+    """Exact match of everyone, with intervals."""
+    places = {float(place): score for place, score in enumerate(reversed(scores))}
+    right = min(1.0, 1.05 * max(score.high or score.exact_match for score in scores)) or 1.0
+    names = {place: score.who for place, score in places.items()}
+    plot = Plot(
+        _WIDTH,
+        60 + 26 * len(scores),
+        "exact match with intervals",
+        Axis(0, right, "exact match"),
+        Axis(-0.6, len(scores) - 0.4, names=names),
+    )
+    for place, score in places.items():
+        colour = "crowd" if score.who == "crowd" else "ink"
+        label = f"{score.who}: {score.exact_match:.3f}"
+        if score.low is not None and score.high is not None:
+            plot.line([(score.low, place), (score.high, place)], colour, label, width=2.5)
+        plot.dot(score.exact_match, place, colour, label)
+    return plot.svg()
+
+
+def draw_timeline(attempts: Sequence[Attempt]) -> str:
+    """One lane for each of the last attempts, coloured by what its time went into."""
+    lanes = {float(place): attempt for place, attempt in enumerate(reversed(attempts[-MOST_LANES:]))}
+    begin = min(attempt.launched for attempt in lanes.values())
+    scale, unit = _scale(max(attempt.ended for attempt in lanes.values()) - begin)
+    end = max((span.end for attempt in lanes.values() for span in _merged(attempt)), default=begin + scale)
+    plot = Plot(
+        900,
+        60 + 28 * len(lanes),
+        "what the time of every attempt went into",
+        Axis(0, 1.02 * (end - begin) / scale, f"{unit} since {datetime.fromtimestamp(begin):%Y-%m-%d %H:%M:%S}"),
+        Axis(-0.6, len(lanes) - 0.4, names={place: f"attempt {attempt.number}" for place, attempt in lanes.items()}),
+    )
+    for place, attempt in lanes.items():
+        for span in _merged(attempt):
+            start, stop = ((each - begin) / scale for each in (span.start, span.end))
+            label = f"{span.kind}: {stop - start:.3g} {unit}"
+            plot.bar(start, stop, place, f"kind-{span.kind.replace(' ', '-')}", label, thickness=0.62)
+    return plot.svg()
+
+
+def thinned(points: Points) -> Points:
+    """At most about `MOST_POINTS` points; of each stretch the lowest and the highest stay, so that no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return points
+    width = math.ceil(2 * len(points) / MOST_POINTS)
+    kept: Points = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        finite = [point for point in stretch if math.isfinite(point[1])] or stretch[:1]
+        ends = {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence[int], names: Mapping[str, str]) -> str:
+    """Curves over the steps of a run."""
+    known = {name: thinned(points) for name, points in lines.items() if points}
+    agents = [name for name in known if name.startswith("agent")]
+    colours = {name: _agent(agents.index(name)) if name in agents else "crowd" for name in known}
+    if not agents:
+        colours = dict.fromkeys(known, _agent(0))
+    steps = (step for points in known.values() for step, _ in points)
+    plot = _plot(title, Axis.around(steps, "optimizer step", margin=0.02, whole=True), known, unit)
+    for step in resumed[-MOST_LANES:]:
+        if plot.across.low <= step <= plot.across.high:
+            plot.mark(step + 0.5)
+    for name, points in known.items():
+        plot.line(points, colours[name], names.get(name, name), width=1.4 if name in agents else 2.4)
+    if len(agents) > NUM_COLOURS:  # more than colours: one entry for all
+        colours = {f"{len(agents)} agents": _agent(0)} | {name: colours[name] for name in known if name not in agents}
+    return _with_legend({names.get(name, name): colour for name, colour in colours.items()}, plot)
+
+
+def _plot(title: str, across: Axis, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> Plot:
+    """A plot that has room for these lines."""
+    return Plot(_WIDTH, _HEIGHT, title, across, Axis.around((y for line in lines.values() for _, y in line), unit))
+
+
+def _with_legend(colours: Mapping[str, str], plot: Plot) -> str:
+    """The plot below its legend, which a single line does not need."""
+    return legend(colours) + plot.svg() if len(colours) > 1 else plot.svg()
+
+
+def _agent(number: int) -> str:
+    return f"agent{number % NUM_COLOURS}"
+
+
+def _merged(attempt: Attempt) -> list[Span]:
+    """Its time, neighbours of one kind in one piece, without that after its end."""
+    merged: list[Span] = []
+    for span in attempt.spans:
+        if span.kind == "no process":
+            continue
+        if merged and merged[-1].kind == span.kind:
+            merged[-1] = replace(merged[-1], end=span.end)
+        else:
+            merged.append(span)
+    return merged
+
+
+def _scale(seconds: float) -> tuple[float, str]:
+    if seconds < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")

@@ -1,0 +1,405 @@
+"""What the files of a run say about it now, as values and in words: state, progress, speed, losses, SLURM job.
+
+metrics.jsonl as it grows: each look reads only what was written since the look before.
+
+A reading of a run in words, for `ci-llm status` and for the panels of `ci-llm watch`.
+
+Where a width is given, the longest form that fits is taken, else the shortest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from glob import escape, glob, has_magic
+from os.path import exists, isfile
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeAlias
+
+from ci_llm.core.durable import read_json
+from ci_llm.core.run_folder import attempt_folder
+from ci_llm.core.run_status import Status, read_status
+
+Record: TypeAlias = Mapping[str, Any]
+
+_AT_MOST_BYTES: Final = 8 << 20  # of a file that is there already: thousands of lines, parsed in a tenth of a second
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line about training: step, unix seconds, number of the attempt, and the mean loss of the agents."""
+
+    step: int
+    time: float
+    attempt: int
+    loss: float
+
+
+@dataclass
+class MetricsTail:
+    """What the lines of one metrics.jsonl say so far.
+
+    The last line may be half written: it is read once it is whole. A run that resumes replaces the file by a shorter
+    one, and a folder may vanish or appear: then everything begins anew.
+
+    Attributes:
+        path: of the file.
+        at_most: bytes that are read of a file that is there already: its end.
+        training, evaluation: the latest line of each kind; empty before the first.
+        points: of the lines about training, in order.
+    """
+
+    path: Path
+    at_most: int = _AT_MOST_BYTES
+    training: Record = field(default_factory=dict)
+    evaluation: Record = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    _file: tuple[int, int] | None = None  # device and inode
+    _offset: int = 0
+
+    def look(self) -> None:
+        """Take in the lines that are new."""
+        try:
+            with self.path.open("rb") as file:
+                self._find_place(file)
+                new = file.read()
+        except OSError:  # there is none yet, or no more
+            self._begin_anew()
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._take(line)
+
+    def _find_place(self, file: BinaryIO) -> None:
+        """Stand behind the last line that was taken in."""
+        about = os.fstat(file.fileno())
+        if (about.st_dev, about.st_ino) != self._file or about.st_size < self._offset:
+            self._begin_anew()
+            self._file = about.st_dev, about.st_ino
+            if about.st_size > self.at_most:
+                file.seek(about.st_size - self.at_most)
+                self._offset = about.st_size - self.at_most + len(file.readline())
+        file.seek(self._offset)
+
+    def _begin_anew(self) -> None:
+        self.training, self.evaluation, self.points = {}, {}, []
+        self._file, self._offset = None, 0
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a crash or a full disk
+            return
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            return
+        if "eval/crowd/nll" in record:
+            self.evaluation = record
+        if "epoch" in record:
+            self.training = record
+            loss = number(record.get("train/task_loss"))
+            self.points.append(Point(record["step"], number(record.get("time")), record.get("attempt", 1), loss))
+
+
+def number(value: object) -> float:
+    """A value of metrics.jsonl, where "nan" and "inf" are words; NaN for one that is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+_SPEED_POINTS: Final = 20  # lines of metrics over which the present speed is a mean
+
+
+@dataclass(frozen=True)
+class Scores:
+    """An evaluation: the crowd and the mean of its agents.
+
+    Attributes:
+        step: the optimizer step after which it was made.
+        crowd_nll: nats per target token.
+        crowd_exact_match: share of rows.
+        agents_exact_match: the mean over agents.
+        is_final: it is the result of the run.
+    """
+
+    step: int
+    crowd_nll: float
+    crowd_exact_match: float
+    agents_exact_match: float
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a run. What is not known is None, empty or NaN.
+
+    Attributes:
+        now: unix seconds of the look.
+        loss, losses: in nats per target token, the mean over agents and each agent: means since the line before.
+        losses_step: the step of that line.
+        left_s: seconds until the last step, at the present speed; evaluations and saves count.
+        scores: of the last evaluation.
+        points: of the curve, in order.
+        slurm_job: the id of the job of the present attempt.
+        is_supervised: a supervisor has started it, and may start it again.
+    """
+
+    folder: Path
+    status: Status
+    now: float
+    loss: float = math.nan
+    losses: tuple[float, ...] = ()
+    losses_step: int | None = None
+    learning_rate: float = math.nan
+    tokens_per_s: float = math.nan
+    steps_per_s: float = math.nan
+    left_s: float | None = None
+    scores: Scores | None = None
+    points: Sequence[Point] = ()
+    slurm_job: str | None = None
+    is_supervised: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.status.status == "running"
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Clocks of two machines may disagree by more than it is."""
+        return max(0.0, self.now - self.status.heartbeat)
+
+    @property
+    def is_concluding(self) -> bool:
+        """Whether the run has taken its last step and is not over: it makes the final evaluation."""
+        return self.is_running and self.status.total_steps is not None and self.status.step >= self.status.total_steps
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for `--json`; what is not known is null."""
+        status, scores = self.status, self.scores
+        return {
+            "folder": str(self.folder),
+            "status": status.status,
+            "reason": status.reason,
+            "exit_code": status.exit_code,
+            "step": status.step,
+            "total_steps": status.total_steps,
+            "agent_steps": status.agent_steps,
+            "left_s": None if self.left_s is None else round(self.left_s, 1),
+            "steps_per_s": _known(self.steps_per_s),
+            "tokens_per_s": _known(self.tokens_per_s),
+            "learning_rate": _known(self.learning_rate),
+            "losses": {
+                "step": self.losses_step,
+                "mean": _known(self.loss),
+                "agents": [_known(loss) for loss in self.losses],
+            },
+            "evaluation": scores and {key: _known(value) for key, value in vars(scores).items()},
+            "best_step": status.best_step,
+            "attempt": status.attempt,
+            "pid": status.pid,
+            "host": status.host,
+            "heartbeat_age_s": round(self.heartbeat_age_s, 1),
+            "slurm_job": self.slurm_job,
+            "warning": status.warning,
+            "choice": status.choice,
+            "next_command": status.next_command,
+        }
+
+
+class RunReader:
+    """Looks at one run again and again, and reads of its metrics only what is new.
+
+    Args:
+        folder: of the run; it may not exist yet.
+        tail_bytes: how much of a metrics.jsonl that is there already is read; None: enough for a curve.
+    """
+
+    def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:
+        self.folder = folder
+        path = folder / "metrics.jsonl"
+        self._tail = MetricsTail(path) if tail_bytes is None else MetricsTail(path, tail_bytes)
+
+    def look(self) -> Reading:
+        """The run as it is now.
+
+        Raises:
+            BadInput: there is no run in the folder, or its status.json was not written by this program.
+        """
+        now = time.time()
+        status = read_status(self.folder, now=now)
+        self._tail.look()
+        training, place = self._tail.training, _place(self.folder, status.attempt)
+        own = [point for point in self._tail.points if point.attempt == status.attempt]
+        if own and status.status == "running" and own[-1].step > status.step:  # younger than the last heartbeat
+            status = replace(status, step=own[-1].step, agent_steps=training.get("agent_steps", status.agent_steps))
+        steps_per_s = _steps_per_s(own, training)
+        left = None if status.total_steps is None else (status.total_steps - status.step) / steps_per_s
+        return Reading(
+            folder=self.folder,
+            status=status,
+            now=now,
+            loss=number(training.get("train/task_loss")),
+            losses=tuple(_of_agents(training, "train", "loss")),
+            losses_step=training.get("step"),
+            learning_rate=number(training.get("train/learning_rate")),
+            tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
+            steps_per_s=steps_per_s,
+            left_s=left if status.status == "running" and left is not None and math.isfinite(left) else None,
+            scores=_result(self.folder) if status.status == "completed" else _scores(self._tail.evaluation),
+            points=self._tail.points,
+            slurm_job=str(place["slurm_job"]) if "slurm_job" in place else None,
+            is_supervised=bool(place.get("supervised")),
+        )
+
+
+def _steps_per_s(points: Sequence[Point], training: Record) -> float:
+    """Of the attempt whose points these are, by the clock; by its only line, if there is no second one."""
+    recent = points[-_SPEED_POINTS:]
+    if len(recent) > 1 and (elapsed := recent[-1].time - recent[0].time) > 0:
+        return (recent[-1].step - recent[0].step) / elapsed or math.nan
+    return 1 / (number(training.get("step_time_s")) or math.nan) if recent else math.nan
+
+
+def _of_agents(record: Record, group: str, measure: str) -> Iterator[float]:
+    """The values of `GROUP/agent<k>/MEASURE`, in the order of k; a crowd that has changed has gaps."""
+    pattern = re.compile(rf"{group}/agent(\d+)/{measure}")
+    found = {int(match[1]): value for key, value in record.items() if (match := pattern.fullmatch(key))}
+    yield from (number(found[k]) for k in sorted(found))
+
+
+def _scores(line: Record) -> Scores | None:
+    """Of a line of metrics about an evaluation."""
+    if not line:
+        return None
+    agents = [*_of_agents(line, "eval", "exact_match")]
+    nll, exact = (number(line.get(f"eval/crowd/{measure}")) for measure in ("nll", "exact_match"))
+    return Scores(line["step"], nll, exact, statistics.fmean(agents) if agents else math.nan)
+
+
+def _result(folder: Path) -> Scores | None:
+    """Of evaluation.json; None if it is not there, or not of this program."""
+    try:
+        record: Any = read_json(folder / "evaluation.json")
+        exact, agents = record["exact_match"], [number(value) for value in record["exact_match"]["agents"]]
+        nll = number(record["nll"]["crowd"])
+        return Scores(int(record["step"]), nll, number(exact["crowd"]), statistics.fmean(agents), is_final=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _place(folder: Path, attempt: int) -> Mapping[str, Any]:
+    """Where the attempt runs, as it has recorded; empty if it has not."""
+    try:
+        began = read_json(attempt_folder(folder, attempt) / "began.json")
+    except (OSError, ValueError):
+        return {}
+    return began if isinstance(began, dict) else {}
+
+
+def _known(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def find_runs(words: Sequence[str]) -> list[Path]:
+    """The folders that the words of a call mean, as they are now.
+
+    A word is the folder of a run, a folder that holds runs, or a pattern. A folder without a run stays in the list:
+    the run may begin later.
+    """
+    found: dict[Path, None] = {}
+    for word in words:
+        is_pattern = not exists(word) and has_magic(word)
+        for path in sorted(map(Path, glob(word))) if is_pattern else [Path(word)]:
+            found |= dict.fromkeys(_runs_at(path, is_named=not is_pattern))
+    return [*found]
+
+
+def _runs_at(path: Path, *, is_named: bool) -> list[Path]:
+    if isfile(path / "status.json"):
+        return [path]
+    inside = [Path(found).parent for found in sorted(glob(f"{escape(str(path))}/*/status.json"))]
+    return inside or ([path] if is_named and not isfile(path) else [])
+
+
+_FEW_AGENTS: Final = 8  # so many are listed, of more there is the range
+
+
+def progress(reading: Reading) -> str:
+    """`120 of 260 steps, 46 %`; how many steps there are is not known of a run of an older release."""
+    step, total = reading.status.step, reading.status.total_steps
+    return f"{step} of {total} steps, {100 * step / total:.0f} %" if total else f"{step} steps"
+
+
+def speed(reading: Reading) -> str:
+    """`2.1 steps/s, 5310 tokens/s`, as far as it is known."""
+    rates = [_rate(reading.steps_per_s)] if math.isfinite(reading.steps_per_s) else []
+    if math.isfinite(reading.tokens_per_s):
+        rates.append(f"{reading.tokens_per_s:.0f} tokens/s")
+    return ", ".join(rates)
+
+
+def time_left(reading: Reading) -> str:
+    """`0:01:06 left`, or what the run does after its last step; nothing where it is not known."""
+    if reading.is_concluding:
+        return "evaluating"
+    return "" if reading.left_s is None else f"{timedelta(seconds=round(reading.left_s))} left"
+
+
+def losses(reading: Reading, width: int | None = None) -> str:
+    """`loss 1.23 (1.21 1.25)`: the mean and each agent; of many, or where there is no room, the range."""
+    if not reading.losses:
+        return ""
+    each, mean = [f"{loss:.3g}" for loss in reading.losses], f"loss {reading.loss:.4g}"
+    if len(each) == 1:
+        return mean
+    finite = [loss for loss in reading.losses if math.isfinite(loss)]
+    span = f"{min(finite):.3g} to {max(finite):.3g}" if finite else "none finite"
+    odd = f", {len(each) - len(finite)} not finite" if 0 < len(finite) < len(each) else ""
+    listed = [f"{mean} ({' '.join(each)})"] if len(each) <= _FEW_AGENTS else []
+    return _fitting(width, *listed, f"{mean} ({len(each)} agents: {span}{odd})", f"{mean} ({span}{odd})")
+
+
+def scores(reading: Reading, width: int | None = None) -> str:
+    """`evaluation after step 100: crowd nll 0.512, exact match 0.310 (agents 0.250)`."""
+    if (found := reading.scores) is None:
+        return ""
+    nll, exact = f"{found.crowd_nll:.3g}", f"{found.crowd_exact_match:.3f}"
+    what = f"result, step {found.step}" if found.is_final else f"evaluation after step {found.step}"
+    long = f"{what}: crowd nll {nll}, exact match {exact} (agents {found.agents_exact_match:.3f})"
+    return _fitting(width, long, f"at {found.step}: nll {nll}, exact {exact}")
+
+
+def whereabouts(reading: Reading, width: int | None = None) -> str:
+    """`attempt 1 on node017, heartbeat 3 s ago`."""
+    attempt, beat = f"attempt {reading.status.attempt}", f"heartbeat {_ago(reading.heartbeat_age_s)}"
+    place = f"{attempt} on {reading.status.host}"
+    if reading.status.status not in ("running", "vanished"):
+        return _fitting(width, place, attempt)
+    return _fitting(width, f"{place}, {beat}", f"{attempt}, {beat}")
+
+
+def _fitting(width: int | None, *forms: str) -> str:
+    return next((form for form in forms if width is None or len(form) <= width), forms[-1])
+
+
+def _ago(seconds: float) -> str:
+    """`3 s ago`, `2 min ago`, `5 h ago`, `3 d ago`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _rate(steps_per_s: float) -> str:
+    """Steps per second, or seconds per step where these are more than one."""
+    return f"{steps_per_s:.3g} steps/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.3g} s/step"

@@ -1,0 +1,239 @@
+"""Signs of life of a run's main thread, and the watchdog that ends a run without progress: the reason is `hanging`.
+
+Signs of life of a run's main thread, and how long it may be silent before it counts as hanging.
+
+The watchdog ends a run without progress; the stacks of all its processes go into the log, the reason is `hang`.
+
+Every process watches its own main thread: its micro-steps, the batches of its evaluations, the tokens it generates.
+The first process that is stuck creates a folder in that of the attempt. The others see it, write their stacks there,
+and all of them end. A process that waits in a collective can only be ended from another thread.
+
+`faulthandler` writes the stacks in C, so it works even when Python is stuck. A fork inherits its handler and its file:
+loader workers that start later write into the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from ci_llm.cluster.deadline import Pace
+from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.run_folder import Failure, write_failure
+from ci_llm.errors import Hang
+from ci_llm.interrupts import STACKS_SIGNAL
+from ci_llm.logs.run_log import LOG_NAME
+from ci_llm.run.shutdown import Attempt, command_line
+
+#: The limit until a step was measured: as long as a collective waits for a machine that went silent.
+FIRST_S: Final = 1800.0
+#: The learned limit: this many times the longest silence that a sign of life followed, and never less than LEAST_S.
+TIMES: Final = 10.0
+LEAST_S: Final = 300.0
+
+
+class Heartbeat:
+    """Counts signs of life. Written by the main thread, read by any; costs nothing."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._rests = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the limit on silence is suspended."""
+        return self._rests > 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Suspend the limit within the block: the run waits for a full disk, for instance."""
+        self._rests += 1
+        try:
+            yield
+        finally:
+            self._rests -= 1
+            self.ticks += 1
+
+
+class SilenceTimer:
+    """How long a heartbeat has been silent. It adds up its own looks, so time in which the process was stopped does not
+    count.
+
+    Args:
+        timeout_s: the limit on silence; None: learned.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, timeout_s: float | None = None) -> None:
+        self._heartbeat, self._timeout_s = heartbeat, timeout_s
+        self._ticks = heartbeat.ticks
+        self._longest_s = 0.0
+        self.seconds = 0.0
+
+    def advance(self, seconds: float) -> None:
+        """Count the seconds since the last look, unless there was a sign of life."""
+        if self._heartbeat.is_resting or self._heartbeat.ticks != self._ticks:
+            self._longest_s = max(self._longest_s, 0.0 if self._heartbeat.is_resting else self.seconds)
+            self._ticks, self.seconds = self._heartbeat.ticks, 0.0
+        else:
+            self.seconds += seconds
+
+    def limit_s(self, *, step_measured: bool) -> float:
+        """Seconds of silence that are a hang."""
+        if self._timeout_s is not None:
+            return self._timeout_s
+        return max(LEAST_S, TIMES * self._longest_s) if step_measured else FIRST_S
+
+
+TICK_S: Final = 1.0
+#: How long a process that ends waits for the stacks of the others.
+OTHERS_S: Final = 10.0
+
+
+class Watchdog:
+    """Watches a run from its own thread; a context manager around everything that trains.
+
+    Args:
+        heartbeat: of the main thread.
+        pace: until it has measured a step, a longer silence is allowed.
+        step: returns the optimizer steps taken.
+        stacks: made before the workers of the data loader, whose stacks it takes as well.
+    """
+
+    def __init__(
+        self, attempt: Attempt, heartbeat: Heartbeat, pace: Pace, step: Callable[[], int], stacks: Stacks
+    ) -> None:
+        self._attempt, self._pace, self._step, self._stacks = attempt, pace, step, stacks
+        self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
+        self._silence = SilenceTimer(heartbeat, attempt.config.hang_timeout)
+        self._meeting = attempt.folder / "hang"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(TICK_S):
+            # The nominal second, not a clock: time in which a whole machine was suspended is no silence.
+            self._silence.advance(TICK_S)
+            limit_s = self._silence.limit_s(step_measured=bool(self._pace.steps_s))
+            if self._silence.seconds >= limit_s:
+                self._end(f"no progress for {limit_s:.0f} s")
+            elif self._meeting.exists():
+                self._end("another process of this run makes no progress")
+
+    def _end(self, what: str) -> None:
+        """End this process, whatever its main thread is doing; a disk that hangs or is full cannot prevent it."""
+        threading.Thread(target=self._exit_at_the_latest, name="ci_llm exit", daemon=True).start()
+        try:
+            self._report(what)
+            self._wait_for_others()
+        finally:
+            os._exit(1)
+
+    def _exit_at_the_latest(self) -> None:
+        time.sleep(2 * OTHERS_S)
+        os._exit(1)
+
+    def _report(self, what: str) -> None:
+        for write in self._reports(what):
+            with contextlib.suppress(OSError):  # terminal and disk may be what fails: each is tried on its own
+                write()
+
+    def _reports(self, what: str) -> Iterator[Callable[[], object]]:
+        index, step = self._processes.process_index, self._step()
+        error = Hang(
+            what,
+            where=f"process {index}, step {step + 1}; the stacks of all processes are in {LOG_NAME}",
+            hint="see where the main thread stands; a hang_timeout that is longer if it was only slow",
+        )
+        yield partial(os.write, 2, f"error: {error}\n".encode())
+        yield partial(make_folders, self._meeting)  # from now on the other processes see that this one hangs
+        failure = Failure.of(error, error.reason, index, step)
+        yield partial(write_failure, self._run_folder, self._attempt.number, index, failure)
+        stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
+        yield partial(self._append_to_log, stacks)
+        yield partial(write_bytes, self._meeting / f"process_{index}.txt", stacks.encode())
+        command = command_line(self._processes.launch)
+        yield partial(self._attempt.status.finish, "failed", error.reason, command)
+
+    def _append_to_log(self, text: str) -> None:
+        """Append without `RunLog`: it writes on the main process only, and the main thread may hold its lock."""
+        with Path(self._run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
+            log.write(text)
+
+    def _wait_for_others(self) -> None:
+        # A launcher kills the others as soon as one process exits, and their stacks would be lost.
+        until = time.monotonic() + OTHERS_S
+        while len(list(self._meeting.glob("*.txt"))) < self._processes.num_processes and time.monotonic() < until:
+            time.sleep(TICK_S / 10)
+
+
+#: For all children together. They are asked one after the other: they write into one file, where lines would mix.
+_ANSWERS_S: Final = 4.0
+#: A process that writes nothing for this long has written everything. On a busy machine it may pause between two lines.
+_LOOK_S: Final = 0.2
+
+
+class Stacks:
+    """Stacks on demand. Make it before the workers are forked; a context manager."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as this does
+        faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True, chain=False)
+
+    def __enter__(self) -> Stacks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._file.close()
+
+    def take(self) -> str:
+        """The stacks of all threads, here and in every child process that answers within its share of a moment."""
+        end = self._end()
+        faulthandler.dump_traceback(self._file)
+        stacks = [f"process {os.getpid()}:", self._since(end)]
+        until, children = time.monotonic() + _ANSWERS_S, psutil.Process().children(recursive=True)
+        for left, child in zip(range(len(children), 0, -1), children, strict=True):
+            end, now = self._end(), time.monotonic()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(STACKS_SIGNAL)
+            if self._has_answered(end, now + (until - now) / left):
+                stacks += [f"its child process {child.pid}:", self._since(end)]
+        return "\n".join(stacks)
+
+    def _has_answered(self, end: int, until: float) -> bool:
+        """Whether the file has grown beyond `end` in time; returns when it grows no more."""
+        seen = end
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            before, seen = seen, self._end()
+            if end < seen == before:
+                break
+        return seen > end
+
+    def _end(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _since(self, end: int) -> str:
+        return os.pread(self._file.fileno(), self._end() - end, end).decode(errors="replace").rstrip()

@@ -1,1 +1,0 @@
-"""`ci-llm simulate`: the policies of this project, driven through years of failures in seconds."""

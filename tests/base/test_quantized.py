@@ -1,0 +1,258 @@
+"""A base in 4 or 8 bits: the loss and gradients of its dequantised twin and of PEFT, its bytes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from ci_llm.base import quantized
+from ci_llm.base.load import fingerprint_of, load_base
+from ci_llm.base.quantized import QuantizedLinear, stored_bytes
+from ci_llm.base.targets import Layers
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.batches import Batch
+from ci_llm.errors import CiLlmError, ConfigError, ModelError
+from ci_llm.lora.layer import LoraSettings
+from tests.support.peft_twins import peft_loss, with_weights_of
+from tools.testbed.tiny import FAMILIES, batch
+from tools.testbed.tiny import base as toy
+
+pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
+
+KINDS = ("nf4", "int8")
+SETTINGS = LoraSettings(num_agents=3, rank=4, alpha=8)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose layers are much larger than its embedding."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    config = FAMILIES["llama"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = 128, 256, 32
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    from ci_llm.embedded import BASE_FOLDER
+
+    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(folder)
+    return folder
+
+
+def crowd_on(folder: Path, kind: Any, settings: LoraSettings = SETTINGS) -> Crowd:
+    base = load_base(str(folder), "fp32", "cpu", kind)
+    crowd = Crowd(base.model, settings, str(folder))
+    generator = torch.Generator().manual_seed(1)
+    crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.05)
+    return crowd.train()
+
+
+def gradients(crowd: Crowd, packed: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    crowd.agents.begin_step(0)
+    loss = crowd(packed).loss
+    loss.backward()
+    return loss.detach(), crowd.agents.gradients.clone()
+
+
+def dense_twin(folder: Path, crowd: Crowd) -> Crowd:
+    """A crowd with the same agents on a plain base whose weights are the dequantised ones."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, layer in crowd.model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            model.get_submodule(name.removesuffix(".base_layer")).weight.data = layer.weight.clone()
+    twin = Crowd(model, crowd.settings, str(folder))
+    twin.agents.weights.copy_(crowd.agents.weights)
+    return twin.train()
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [("all-linear", "all"), (("q_proj",), "all"), ("all-linear", "upper_half")],
+    ids=["all", "q_proj", "upper half"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_dequantised_base_to_the_bit(
+    folder: Path, kind: str, targets: str | tuple[str, ...], layers: Layers
+) -> None:
+    """An evaluation in between makes bitsandbytes' own 4-bit layers pack their weights for inference."""
+    settings = LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets, layers=layers)
+    crowd, packed = crowd_on(folder, kind, settings), batch()
+    wanted = gradients(dense_twin(folder, crowd), packed)
+    assert wanted[1].abs().amax(1).min() > 0
+    for _ in range(2):
+        for found, expected in zip(gradients(crowd, packed), wanted, strict=True):
+            assert torch.equal(found, expected)
+        with torch.no_grad():
+            crowd.eval()(packed)
+            with crowd.active_agent(0) as model:
+                model(input_ids=packed.input_ids[None, :5], use_cache=True)
+        crowd.train()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder: Path, kind: str) -> None:
+    crowd, packed = crowd_on(folder, kind), batch()
+    loss, found = gradients(crowd, packed)
+    total = 0.0
+    for k in range(SETTINGS.num_agents):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=kind == "nf4",
+                load_in_8bit=kind == "int8",
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.float32,
+            ),
+        )
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        twin = with_weights_of(peft.get_peft_model(model, config), crowd, k)
+        own = peft_loss(twin, packed)
+        own.backward()
+        total += own.item()
+        ours = {
+            f"base_model.model.{n}.{kind}.default.weight": getattr(m, kind)[f"agent{k}"].grad
+            for n, m in crowd.agents.layers.items()
+            for kind in ("lora_A", "lora_B")
+        }
+        theirs = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+        assert ours.keys() == theirs.keys()
+        off = sum(float((ours[n] - theirs[n]).square().sum()) for n in ours) ** 0.5
+        norm = sum(float(t.square().sum()) for t in theirs.values()) ** 0.5
+        # int8 of bitsandbytes also rounds the activations; its own gradient is that of the dequantised weight.
+        assert off / norm < (1e-5 if kind == "nf4" else 0.05)
+    assert total == pytest.approx(float(loss), rel=1e-5 if kind == "nf4" else 1e-2)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_makes_each_weight_dense_once_per_pass_for_all_agents(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = crowd_on(folder, kind)
+    made: list[QuantizedLinear] = []
+    dequantize = QuantizedLinear.dequantize
+
+    def counted(self: QuantizedLinear, dtype: torch.dtype) -> torch.Tensor:
+        made.append(self)
+        return dequantize(self, dtype)
+
+    monkeypatch.setattr(QuantizedLinear, "dequantize", counted)
+    layers = len(crowd.agents.layers)
+    crowd.agents.begin_step(0)
+    loss = crowd(batch()).loss
+    assert len(made) == layers
+    loss.backward()
+    assert layers < len(made) <= 2 * layers  # the first layer's input needs no gradient
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("nf4", 7.0), ("int8", 3.5)])
+def test_layers_take_a_seventh_of_their_bytes_in_4_bits(folder: Path, kind: Any, ratio: float) -> None:
+    """Counted over the living tensors of the layers: numbers and scales."""
+    model = crowd_on(folder, kind).model
+    found = dense = predicted = 0
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            found += layer.stored.nbytes
+            if kind == "nf4":
+                state = layer.stored.quant_state
+                found += state.absmax.nbytes + state.state2.absmax.nbytes
+            else:
+                found += layer.scale.nbytes
+            dense += layer.in_features * layer.out_features * 4
+            predicted += stored_bytes(kind, layer.out_features, layer.in_features)
+    assert dense / found >= ratio
+    assert found == predicted
+
+
+def test_the_fingerprint_is_that_of_the_checkpoint_and_the_way_it_is_stored(folder: Path) -> None:
+    prints = {kind: load_base(str(folder), "fp32", "cpu", kind).fingerprint for kind in (None, *KINDS)}
+    assert len({*prints.values()}) == 3
+    assert load_base(str(folder), "fp32", "cpu", "nf4").fingerprint == prints["nf4"]
+    assert load_base(str(folder), "bf16", "cpu", "nf4").fingerprint != prints["nf4"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_that_is_quantised_already_is_recognised(folder: Path, kind: Any, tmp_path: Path) -> None:
+    first = load_base(str(folder), "fp32", "cpu", kind)
+    first.model.save_pretrained(tmp_path / "stored")
+    first.tokenizer.save_pretrained(tmp_path / "stored")
+    packed = batch()
+    wanted = gradients(crowd_on(folder, kind), packed)
+    for found, expected in zip(gradients(crowd_on(tmp_path / "stored", None), packed), wanted, strict=True):
+        assert torch.equal(found, expected)
+    other = "int8" if kind == "nf4" else "nf4"
+    with pytest.raises(ConfigError, match=f"quantised already, as {kind}"):
+        load_base(str(tmp_path / "stored"), "fp32", "cpu", other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_crowd_generates_what_the_dequantised_one_does(folder: Path, kind: str) -> None:
+    crowd = crowd_on(folder, kind)
+    from ci_llm.crowd.decoding import Decoding
+
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    decoding = Decoding(max_new_tokens=8)
+    assert crowd.generate_ids(prompts, decoding) == dense_twin(folder, crowd).generate_ids(prompts, decoding)
+
+
+def test_a_quantised_crowd_moves_and_keeps_its_precision(folder: Path) -> None:
+    crowd = crowd_on(folder, "nf4")
+    crowd.to("cpu")
+    with pytest.raises(ModelError, match="keeps its precision"):
+        crowd.to(torch.float64)
+
+
+# What would train wrongly is refused.
+
+
+class OtherWeight(nn.Parameter):
+    """Stands for the tensor subclasses of other libraries, whose products have gradients of their own."""
+
+
+def test_a_base_with_weights_of_another_library_is_refused() -> None:
+    model = toy("llama", torch.float32)
+    model.model.layers[0].mlp.up_proj.weight = OtherWeight(model.model.layers[0].mlp.up_proj.weight.data)
+    with pytest.raises(ModelError, match=r"up_proj is stored as OtherWeight.*wrong gradients"):
+        Crowd(model, SETTINGS, "toy")
+
+
+def test_a_base_quantised_by_another_method_is_refused() -> None:
+    model = toy("llama", torch.float32)
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ModelError, match="quantised by gptq"):
+        Crowd(model, SETTINGS, "toy")
+
+
+@pytest.mark.parametrize("places", [{"": "disk"}, {"a": "cpu", "b": 0}, {"a": 0, "b": "disk"}])
+def test_an_offloaded_base_is_refused(places: dict[str, Any]) -> None:
+    model = toy("llama", torch.float32)
+    model.hf_device_map = places
+    with pytest.raises(ModelError, match="loaded for each pass"):
+        Crowd(model, SETTINGS, "toy")
+
+
+def test_a_base_without_numbers_is_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(toy("llama").config)
+    with pytest.raises(CiLlmError, match="loaded for each pass"):
+        Crowd(model, SETTINGS, "toy")
+
+
+def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"pip install 'ci-llm\[quantization\]'"):
+        load_base(str(folder), "fp32", "cpu", "nf4")
+
+
+def test_a_quantised_base_with_agents_has_the_fingerprint_that_it_was_loaded_with(folder: Path) -> None:
+    base = load_base(str(folder), "fp32", "cpu", "nf4")
+    Crowd(base.model, SETTINGS, str(folder))
+    assert fingerprint_of(base.model) == base.fingerprint

@@ -1,0 +1,478 @@
+"""K agents in one fused pass equal K PEFT models trained alone: losses, gradients, optimizer steps, files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ci_llm.base import targets
+from ci_llm.crowd.model import Crowd
+from ci_llm.data.batches import Batch
+from ci_llm.errors import ForeignCheckpoint, ModelError
+from ci_llm.lora.layer import AgentGroup, LoraSettings, _FusedLinear, _LowRank
+from ci_llm.lora.passes import Passes
+from tests.support.peft_twins import peft_loss, with_weights_of
+from tools.testbed.tiny import base, batch
+
+K = 3
+# Gemma 2, Bloom and Mamba compute in fp32 in places, whatever the dtype is; routing adds its own rounding in fp32.
+COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5, "phimoe": 1e-5, "mamba": 1e-6}
+
+
+def crowd_of(model: Any, **settings: Any) -> Crowd:
+    crowd = Crowd(model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy")
+    crowd.choose_route()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.1)
+    return crowd
+
+
+def peft_twin(model: Any, crowd: Crowd, agent: int) -> Any:
+    """The same agent as a PEFT model on a copy of the base, configured by the settings and by nothing that we write."""
+    targets = sorted({name.rpartition(".")[2] for name in crowd.agents.layers})
+    settings = crowd.settings
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        use_rslora=settings.use_rslora,
+    )
+    return with_weights_of(
+        peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False), crowd, agent
+    )
+
+
+def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:
+    """|ours - theirs| / |theirs| over all of one agent's gradient."""
+    grads = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    off = norm = 0.0
+    for name, module in crowd.agents.layers.items():
+        for kind in ("lora_A", "lora_B"):
+            wanted = grads[f"base_model.model.{name}.{kind}.default.weight"]
+            found = getattr(module, kind)[f"agent{agent}"].grad
+            off, norm = off + float((found - wanted).square().sum()), norm + float(wanted.square().sum())
+    return (off / norm) ** 0.5
+
+
+#: Families whose like is in `make check`.
+SPARE = {"qwen3", "gpt_neox", "phi", "gpt2", "mistral", "gemma3", "granite", "cohere", "gpt_oss", "phimoe"}
+PACKED = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "phi",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "cohere",
+]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(
+    ("family", "dtype", "route"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SPARE else [])
+        for case in [
+            *[(f, torch.float64, "packed") for f in PACKED],
+            ("bloom", torch.float64, "padded"),
+            ("mixtral", torch.float32, "packed"),
+            ("gpt_oss", torch.float32, "padded"),
+            ("mamba", torch.float64, "padded"),
+            ("phimoe", torch.float32, "packed"),
+            *[(f, torch.float32, "packed") for f in ("llama", "qwen2", "gpt_neox")],
+        ]
+    ],
+)
+def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: str) -> None:
+    model = base(family, dtype)
+    crowd = crowd_of(copy.deepcopy(model))
+    assert crowd.route == route
+    compare_with_peft(crowd, model, batch(), COARSE.get(family, 1e-6 if dtype == torch.float32 else 1e-12))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+def test_the_padded_route_equals_peft(family: str) -> None:
+    model = base(family)
+    crowd = crowd_of(copy.deepcopy(model))
+    crowd.route = "padded"
+    compare_with_peft(crowd, model, batch(), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "route"),
+    [
+        ("phimoe", {"num_local_experts": 4}, "padded"),
+        ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "padded"),
+        ("qwen2_moe", {"use_sliding_window": False}, "packed"),
+        ("mistral", {}, "packed"),
+        ("qwen2", {"max_window_layers": 1}, "packed"),
+        ("qwen2", {"max_window_layers": 2}, "packed"),
+        ("qwen2", {"use_sliding_window": False}, "packed"),
+    ],
+)
+def test_a_window_longer_than_the_rows_of_the_trial_is_not_lost(
+    family: str, changed: dict[str, Any], route: str
+) -> None:
+    """Some families apply it by their mask alone, which the packed route does not make."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}
+    window = {"sliding_window": 70, "use_sliding_window": True, "num_experts": 4, "moe_intermediate_size": 16}
+    config = AutoConfig.for_model(family, **{**sizes, **window, **changed})
+    torch.manual_seed(0)
+    crowd = crowd_of(AutoModelForCausalLM.from_config(config).float())
+    assert crowd.route == route
+    long = batch((100, 5))
+    with torch.no_grad(), crowd.eval().active_agent(1) as model:
+        wanted = model(input_ids=long.input_ids[None, :100], use_cache=False).logits[0]
+    with torch.no_grad():
+        torch.testing.assert_close(crowd.head.logits(crowd.states(long))[1, :100], wanted, rtol=1e-4, atol=1e-4)
+
+
+def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float) -> None:
+    crowd.train()
+    crowd.agents.begin_step(0)
+    output = crowd(packed)
+    output.loss.backward()
+    for agent in range(K):
+        twin = peft_twin(model, crowd, agent)
+        loss = peft_loss(twin, packed)
+        loss.backward()
+        assert -output.log_probs[agent].mean().item() == pytest.approx(loss.item(), rel=tolerance, abs=tolerance)
+        assert gradient_error(crowd, twin, agent) < tolerance
+
+
+def test_three_optimizer_steps_equal_peft() -> None:
+    model = base()
+    crowd = crowd_of(copy.deepcopy(model), use_rslora=True)
+    twins = [peft_twin(model, crowd, k) for k in range(K)]
+    options = {"lr": 1e-2, "weight_decay": 0.01}
+    ours = torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True, **options)
+    theirs = [torch.optim.AdamW([p for p in t.parameters() if p.requires_grad], **options) for t in twins]
+    for step in range(3):
+        packed = batch((8 + step, 15, 21 - step))
+        crowd.agents.begin_step(step)
+        crowd(packed).loss.backward()
+        ours.step()
+        for twin, optimizer in zip(twins, theirs, strict=True):
+            optimizer.zero_grad()
+            peft_loss(twin, packed).backward()
+            optimizer.step()
+    for agent, twin in enumerate(twins):
+        wanted = dict(twin.named_parameters())
+        for name, tensor in crowd.agents.agent_tensors(agent).items():
+            torch.testing.assert_close(
+                tensor, wanted[name.replace(".weight", ".default.weight")].data, rtol=0, atol=1e-12
+            )
+
+
+def test_peft_opens_what_is_exported_with_the_same_logits(tmp_path: Path) -> None:
+    model = base(dtype=torch.float32)
+    crowd = crowd_of(copy.deepcopy(model), target_modules=("q_proj", "down_proj")).eval()
+    packed = batch((12,))
+    with torch.no_grad():
+        ours = crowd.head.logits(crowd.states(packed))
+    files = crowd.adapter_files()
+    for agent in range(K):
+        folder = tmp_path / f"agent{agent}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(files[f"agent{agent}/adapter_config"]))
+        tensors = {n: t.contiguous() for n, t in files[f"agent{agent}/adapter_model"].items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        opened = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+        with torch.no_grad():
+            theirs = opened(input_ids=packed.input_ids[None]).logits[0]
+        torch.testing.assert_close(ours[agent], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_load_agent_refuses_other_names_and_shapes() -> None:
+    crowd = crowd_of(base())
+    tensors = {n: t.clone() for n, t in crowd.agents.agent_tensors(1).items()}
+    crowd.agents.load_agent(0, tensors, "here")
+    assert torch.equal(crowd.agents.weights[0], crowd.agents.weights[1])
+    tensors.popitem()
+    with pytest.raises(ForeignCheckpoint, match="1 tensors differ"):
+        crowd.agents.load_agent(0, tensors, "here")
+
+
+def test_agents_live_in_one_storage_also_after_moving() -> None:
+    crowd = crowd_of(base()).to(torch.float32)
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    storage = crowd.agents.weights.untyped_storage().data_ptr()
+    trainable = [p for p in crowd.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trainable) == crowd.agents.weights.numel()
+    assert {p.untyped_storage().data_ptr() for p in trainable} == {storage}
+    assert {p.grad.untyped_storage().data_ptr() for p in trainable} == {
+        crowd.agents.gradients.untyped_storage().data_ptr()
+    }
+    assert crowd.agents.gradients.abs().sum(1).min() > 0
+
+
+def test_an_agent_without_gradient_keeps_its_bits() -> None:
+    crowd = crowd_of(base())
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], lr=0.1, fused=True)
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    crowd.agents.gradients[1, 5] = float("nan")
+    before = crowd.agents.weights.clone()
+    norms = crowd.agents.clip([1e-3] * K)
+    assert norms.isfinite().tolist() == [k != 1 for k in range(len(norms))]
+    crowd.agents.leave_out([1])
+    clipped = crowd.agents.gradients.norm(dim=1)
+    assert clipped[0].item() == pytest.approx(1e-3, rel=1e-2)
+    optimizer.step()
+    assert torch.equal(crowd.agents.weights[1], before[1])
+    assert not torch.equal(crowd.agents.weights[0], before[0])
+
+
+def test_an_agent_starts_the_same_whatever_k_is() -> None:
+    few = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").agents.weights
+    many = Crowd(base(), LoraSettings(num_agents=5, rank=4), "toy").agents.weights
+    assert torch.equal(few, many[:2])
+    assert not torch.equal(many[0], many[1])
+    same = Crowd(base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy").agents.weights
+    assert torch.equal(same[0], same[1])
+
+
+def test_dropconnect_masks_belong_to_step_and_agent_and_reach_the_gradient() -> None:
+    def gradient(step: int) -> Tensor:
+        crowd = crowd_of(base(), dropconnect=0.5).train()
+        crowd.agents.begin_step(step)
+        crowd(batch()).loss.backward()
+        return crowd.agents.gradients.clone()
+
+    first = gradient(3)
+    dropped = first == 0
+    assert 0.4 < dropped.double().mean() < 0.6
+    assert torch.equal(first, gradient(3))
+    assert not torch.equal(dropped, gradient(4) == 0)
+    assert not torch.equal(dropped[0], dropped[1])
+
+
+def test_dropout_is_independent_per_agent_and_off_in_evaluation() -> None:
+    crowd = crowd_of(base(), dropout=0.5)
+    crowd.agents.weights[:] = crowd.agents.weights[:1].clone()
+    crowd.train()
+    noisy = crowd(batch()).log_probs
+    assert not torch.equal(noisy[0], noisy[1])
+    crowd.eval()
+    quiet = crowd(batch()).log_probs
+    torch.testing.assert_close(quiet[0], quiet[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_own_functions_pass_gradcheck(masked: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    a, b = random(2, 3, 5), random(2, 4, 3)
+    masks = ((random(2, 3, 5) > 0).double() * 2, (random(2, 4, 3) > 0).double() * 2) if masked else None
+    parameters = [t.requires_grad_() for t in (*a.unbind(0), *b.unbind(0))]
+    weight, bias = random(4, 5), random(4)
+    x, dropped = random(2, 6, 5).requires_grad_(), random(2, 6, 5).requires_grad_()
+
+    def fused(x: Tensor, *p: Tensor) -> Tensor:
+        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [group_of(p)], *p)
+
+    def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
+        return _FusedLinear.apply(x, x.detach(), z, weight, None, [group_of(p, drops=True)], *p)
+
+    def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
+        """Agent 0 without dropout, agent 1 with it; they have other scalings."""
+        groups = [group_of((p[0], p[2])), replace(group_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)]
+        return _FusedLinear.apply(x, x.detach(), z[1:], weight, bias, groups, p[0], p[2], p[1], p[3])
+
+    def low_rank(x: Tensor, *p: Tensor) -> Tensor:
+        return _LowRank.apply(x, group_of(p), *p)
+
+    def group_of(p: tuple[Tensor, ...], *, drops: bool = False) -> AgentGroup:
+        n = len(p) // 2
+        stacked = torch.stack(p[:n]).detach(), torch.stack(p[n:]).detach()
+        own = masks and (masks[0][:n], masks[1][:n])
+        return AgentGroup(0, n, scaling=0.7, drops=drops, stacked=stacked, masks=own)
+
+    assert torch.autograd.gradcheck(fused, (x, *parameters))
+    assert torch.autograd.gradcheck(fused_dropped, (x, dropped, *parameters))
+    assert torch.autograd.gradcheck(fused_of_two_kinds, (x, dropped, *parameters))
+    assert torch.autograd.gradcheck(low_rank, (x, *parameters))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_exact_ones(family: str) -> None:
+    crowd = crowd_of(base(family, torch.float32)).train()
+    crowd.agents.begin_step(0)
+    crowd(batch()).loss.backward()
+    exact = crowd.agents.gradients.clone()
+    crowd.agents.begin_step(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = crowd(batch()).loss
+    loss.backward()
+    assert crowd.agents.gradients.dtype == torch.float32
+    similarity = torch.nn.functional.cosine_similarity(exact, crowd.agents.gradients, dim=1)
+    assert similarity.min() > 0.99
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    def gradient(checkpointing: bool) -> Tensor:
+        crowd = crowd_of(base(), dropconnect=0.3, dropout=0.2).train()
+        if checkpointing:
+            crowd.gradient_checkpointing_enable()
+        torch.manual_seed(5)
+        crowd.agents.begin_step(1)
+        crowd(batch()).loss.backward()
+        return crowd.agents.gradients
+
+    assert torch.equal(gradient(False), gradient(True))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [(("nowhere",), "matches nothing"), (("self_attn",), "cannot carry"), ("lm_head", "cannot carry")],
+)
+def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        Crowd(base(), LoraSettings(target_modules=targets), "toy")
+    assert "q_proj" in str(caught.value)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_deep_copy_learns_as_the_crowd_does(checkpointing: bool) -> None:
+    crowd = crowd_of(base(), target_modules=("q_proj", "down_proj")).train()
+    if checkpointing:
+        crowd.gradient_checkpointing_enable()
+    average = AveragedModel(crowd)
+    begun, copied = crowd.agents.weights.clone(), copy.deepcopy(crowd)
+    for each in (crowd, copied):
+        optimizer = torch.optim.SGD(each.agents.rows, lr=0.5)
+        for step in range(2):
+            each.agents.begin_step(step)
+            each(batch()).loss.backward()
+            optimizer.step()
+        if each is crowd:
+            assert torch.equal(copied.agents.weights, begun)
+    assert torch.equal(copied.agents.weights, crowd.agents.weights)
+    assert torch.equal(copied(batch()).log_probs, crowd(batch()).log_probs)
+    average.update_parameters(crowd)  # the first one copies
+    assert torch.equal(average.module.agents.weights, crowd.agents.weights)
+    assert torch.equal(average(batch()).log_probs, crowd(batch()).log_probs)
+
+
+def test_target_modules_as_in_peft() -> None:
+    everything = Crowd(base(), LoraSettings(), "toy").agents.layers
+    assert len(everything) == 14
+    assert not any("lm_head" in name for name in everything)
+    assert len(Crowd(base(), LoraSettings(target_modules=("q_proj", "v_proj")), "toy").agents.layers) == 4
+    assert len(Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.layers) == 3
+
+
+def test_a_non_causal_base_is_refused() -> None:
+    with pytest.raises(ModelError, match="no causal language model"):
+        Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()
+
+
+def test_a_base_with_a_weight_that_is_not_finite_is_refused() -> None:
+    model = base()
+    next(model.parameters()).data[:, 0] = torch.nan
+    with pytest.raises(ModelError, match="gives NaN for logits: some of its weights are not finite"):
+        Crowd(model, LoraSettings(), "toy").choose_route()
+
+
+def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
+    model = base("mamba")
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, alpha=8), "toy")
+    assert sorted(crowd.agents.layers) == [f"backbone.layers.{n}.mixer.in_proj" for n in range(2)]
+    opened = peft.LoraConfig(**crowd.adapter_files()["agent0/adapter_config"])  # its all-linear would match more
+    peft.get_peft_model(model, opened)
+    with pytest.raises(ModelError, match="dt_proj, which cannot carry an adapter"):
+        Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        (("v_proj", "q_proj"), ["q_proj", "v_proj"]),
+        (r".*\.1\.mlp\..*_proj", ["down_proj", "gate_proj", "up_proj"]),
+        (r".*(1\.mlp\.up|0\.mlp\.down)_proj", ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"]),
+    ],
+)
+def test_an_adapter_names_its_layers_in_a_list(wanted: Any, told: list[str]) -> None:
+    """Servers such as vLLM and SGLang read neither all-linear nor a pattern."""
+    model = base()
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, target_modules=wanted), "toy")
+    config = crowd.adapter_files()["agent0/adapter_config"]
+    assert config["target_modules"] == told
+    opened = peft.get_peft_model(model, peft.LoraConfig(**config))
+    assert {name for name, _ in peft.get_peft_model_state_dict(opened).items()} == set(crowd.agents.agent_tensors(0))
+
+
+def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "linear_layers", lambda _: {})
+    with pytest.raises(ModelError, match="no layer that could carry an adapter"):
+        Crowd(base(), LoraSettings(), "toy")
+
+
+def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For families whose source code does not show the read."""
+    monkeypatch.setattr(targets, "_passed_by", lambda *_: False)
+    crowd = Crowd(base("mamba"), LoraSettings(), "toy")
+    with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
+        crowd.choose_route()
+
+
+def test_a_base_may_read_dtype_and_shape_of_an_adapted_weight_only() -> None:
+    layer = next(iter(Crowd(base(), LoraSettings(), "toy").agents.layers.values()))
+    assert (layer.weight.dtype, layer.weight.shape) == (torch.float64, layer.base_layer.weight.shape)
+    for read in (lambda: layer.weight.T, lambda: torch.ones(1, 32) @ layer.weight, lambda: layer.weight[0]):
+        with pytest.raises(ModelError, match="itself, past the agents"):
+            read()
+
+
+def test_an_error_of_the_base_in_the_trial_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(base(), LoraSettings(), "toy")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("rope of a kind of its own")
+
+    monkeypatch.setattr(Passes, "_end_to_end", fail)
+    assert crowd.choose_route() == "KeyError: 'rope of a kind of its own'"
+    monkeypatch.setattr(crowd.model, "forward", fail)
+    with pytest.raises(ModelError, match="cannot read a short batch with agents on it") as caught:
+        crowd.choose_route()
+    assert caught.value.where == "model_name: toy"
+
+
+def test_out_of_memory_in_the_trial_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(base(), LoraSettings(), "toy")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Passes, "_end_to_end", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        crowd.choose_route()
+
+
+def test_more_agents_than_any_memory_holds_is_one_message() -> None:
+    with pytest.raises(ModelError, match="1,000,000,000,000 agents do not fit into memory") as caught:
+        Crowd(base(), LoraSettings(num_agents=10**12), "toy")
+    assert "num_agents" in str(caught.value)

@@ -1,0 +1,513 @@
+"""A mirror behind a run: what it sends, what a fresh disk gets back, who may write, and what is said when it lags."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.checkpoints.folders import Opened
+from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
+from ci_llm.mirror import filling, sender
+from ci_llm.mirror.filling import local_copy
+from ci_llm.mirror.head import HEAD, Found, Head, Token, read_token, write_token
+from ci_llm.mirror.sender import MirrorState
+from ci_llm.mirror.writer import LostClaim
+from tests.checkpoints.test_store import flip
+from tests.mirror.conftest import Node, Refusing, entry
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.mirrored import records
+
+Nodes = Callable[..., Node]
+
+
+def objects_of(node: Node, prefix: str = "") -> list[Path]:
+    root = Path(node.url.removeprefix("file://"))
+    return sorted(path for path in (root / prefix).rglob("*") if path.is_file())
+
+
+def test_an_empty_disk_gets_the_newest_step_its_logs_and_its_count_of_attempts(node: Nodes, tmp_path: Path) -> None:
+    first = node("first")
+    assert first.begin() is None
+    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    first.save(1, 2, 3)
+    assert first.line == ["checkpoint_step_3", "checkpoint_step_2"]
+    first.close()
+    shutil.rmtree(first.folder)
+    again = node("first")
+    assert again.begin() == 3
+    assert dict(again.manager.metadata(3).files) == records(3)
+    assert (again.folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert again.manager.acquire_lease() == 2
+    again.save(4)
+    assert again.line == ["checkpoint_step_4", "checkpoint_step_3"]  # the limit counts what the mirror has
+
+
+def test_what_is_there_is_not_sent_again(node: Nodes, refusing: list[Refusing]) -> None:
+    one = node("disk")
+    one.begin()
+    one.save(1)
+    [store] = refusing
+    store.puts.clear()
+    one.save(2)
+    sizes = {record.size for name, record in records(2).items() if "adapter_model" in name or "optimizer" in name}
+    assert {int(key.rsplit("-", 1)[1]) for key in store.puts if key.startswith("blocks")} == sizes
+    one.close()
+    again = node("disk")
+    again.begin()
+    again.save(3)
+    assert {int(key.rsplit("-", 1)[1]) for key in refusing[1].puts if key.startswith("blocks")} == sizes
+
+
+def test_a_pruned_step_takes_its_blocks_with_it_and_no_others(node: Nodes) -> None:
+    one = node("disk")
+    one.begin()
+    one.save(*range(1, 7))
+    assert one.line == ["checkpoint_step_6", "checkpoint_step_5"]
+    one.close()  # a step that the folder lost while it was sent leaves blocks, which the next writer removes
+    again = node("disk")
+    again.begin()
+    assert again.mirror.flush(DEADLINE_S)
+    needed = {block.key for each in again.head.line for block in again.mirror.reader.record(each)[0].all_blocks}
+    root = Path(again.url.removeprefix("file://"))
+    assert {str(path.relative_to(root)) for path in objects_of(again, "blocks")} == needed
+    assert len(objects_of(again, "records")) == 2
+
+
+def test_of_two_writers_the_last_to_claim_wins_and_nothing_mixes(node: Nodes, said: list[str]) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1, 2)
+    other = node("other")
+    assert other.begin() == 2
+    other.save(3)
+    before = other.head
+    one.save(3, flush=False)
+    assert not one.mirror.flush(DEADLINE_S)
+    assert "another writer has claimed this mirror" in str(one.mirror.state.error)
+    assert any("another writer has claimed" in line for line in said)
+    assert other.head == before
+    other.save(4)
+    assert other.line == ["checkpoint_step_4", "checkpoint_step_3"]
+    assert not other.mirror.reader.damage(other.head)
+    assert {each.record.split("/")[1] for each in other.head.line} == {"g2"}
+
+
+def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    late, other = node("late"), node("other")
+    late.fill()
+    other.begin()
+    other.save(2)
+    with pytest.raises(LostClaim, match="another attempt has claimed this mirror since this one read it"):
+        late.claim()
+    assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
+    other.close()
+    assert late.begin() == 2, "called again it goes on from there"
+
+
+def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed_meanwhile(
+    node: Nodes, refusing: list[Refusing], said: list[str]
+) -> None:
+    """The disk knows the generation that it was part of last."""
+    one = node("one")
+    one.begin()
+    one.save(1)
+    one.close()
+    other = node("other")
+    other.begin()
+    other.save(2)
+    again = node("one")
+    refusing[2].refuses = lambda verb, key: True
+    assert again.begin() == 1
+    refusing[2].refuses = lambda verb, key: False
+    assert not again.mirror.flush(DEADLINE_S)
+    assert any("another attempt has claimed this mirror since" in line for line in said), said
+    assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
+
+
+def test_what_a_loser_removes_the_winner_does_not_need(node: Nodes) -> None:
+    """Both send the same bytes: the loser's leftovers go, the winner's blocks are its own."""
+    one = node("one")
+    one.begin()
+    one.save(1, 2)
+    other = node("other")
+    other.begin()
+    one.save(3, flush=False)
+    assert not one.mirror.flush(DEADLINE_S)
+    other.save(3, 4)
+    assert not other.mirror.reader.damage(other.head)
+
+
+def test_the_mirror_of_another_run_is_refused(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    stranger = node("stranger")
+    stranger.manager.save(7, {"w": 1})
+    stranger.manager.wait_until_finished()
+    with pytest.raises(WriterBusy, match="another run"):
+        stranger.begin()
+    assert one.line == ["checkpoint_step_1"]
+
+
+def test_a_damaged_newest_step_is_passed_over_set_aside_and_sent_again(node: Nodes, said: list[str]) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1, 2)
+    [hurt, *_] = one.mirror.reader.record(entry(one, "checkpoint_step_2"))[0].blocks["optimizer.safetensors"]
+    flip(Path(one.url.removeprefix("file://")) / hurt.key, bit=100)
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint_step_2 is damaged: optimizer.safetensors"):
+        one.mirror.reader.open(entry(one, "checkpoint_step_2"))
+    fresh = node("fresh")
+    assert fresh.begin() == 1
+    assert any("checkpoint_step_2 is damaged" in line and "passed over" in line for line in said)
+    assert [each.name for each, _ in fresh.head.quarantine] == ["checkpoint_step_2"]
+    fresh.save(2)
+    assert fresh.line == ["checkpoint_step_2", "checkpoint_step_1"]
+    assert not fresh.mirror.reader.damage(fresh.head)
+
+
+def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1, 2)
+    one.close()
+    for path in objects_of(one, "blocks"):
+        path.unlink()
+    again = node("one")
+    assert again.begin() == 2
+    assert again.mirror.flush(DEADLINE_S), again.mirror.state
+    assert again.line == ["checkpoint_step_2", "checkpoint_step_1"]
+    assert not again.mirror.reader.damage(again.head)
+
+
+def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes) -> None:
+    one = node("one", keep=None)
+    one.begin()
+    one.save(1, 2, 3)
+    one.close()
+    back = node("one", keep=None)
+    back.manager.read(1)
+    back.manager.supersede(1)
+    back.mirror.begin(1, back.manager.acquire_lease(), Found())
+    assert back.mirror.flush(DEADLINE_S), back.mirror.state
+    assert back.line == ["checkpoint_step_1"]
+    assert [each.name for each in back.head.superseded] == ["checkpoint_step_3", "checkpoint_step_2"]
+    assert all(back.mirror.reader.open(each) for each in back.head.superseded)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "emptied"])
+def test_a_damaged_head_is_rebuilt_from_the_records(node: Nodes, damage: str) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1, 2, 3)
+    path = Path(one.url.removeprefix("file://")) / HEAD
+    flip(path, bit=1000) if damage == "flipped" else path.write_bytes(b"")
+    fresh = node("fresh")
+    assert fresh.begin() == 3
+    fresh.save(4)
+    assert fresh.line == ["checkpoint_step_4", "checkpoint_step_3"]
+    assert Head.parse(path.read_bytes()).generation == 2
+
+
+def test_the_final_checkpoint_follows_and_comes_back(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    one.manager.finish({"README.md": b"a card"})
+    assert one.mirror.flush(DEADLINE_S)
+    assert one.line == ["checkpoint_step_1", "final_checkpoint"]
+    fresh = node("fresh")
+    assert fresh.begin() == 1
+    assert verify_folder(fresh.folder / "final_checkpoint").files["README.md"].size == 6
+
+
+# The disk of the reader is safe
+
+
+def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> None:
+    one = node("one")
+    one.begin()
+    (one.folder / "metrics.jsonl").write_text("a line\n")
+    one.save(1)
+    root = Path(one.url.removeprefix("file://"))
+    body = json.loads((root / HEAD).read_text())
+    for name in ("../escaped", "/tmp/escaped", "a/../../escaped"):
+        forged = {**body, "story": {name: body["story"]["metrics.jsonl"]}}
+        with pytest.raises(ValueError, match="must not hold a file"):
+            Head.parse(sealed(forged))
+    forged = {**body, "line": [{**body["line"][0], "name": "../checkpoint_step_1"}]}
+    with pytest.raises(ValueError, match="cannot be"):
+        Head.parse(sealed(forged))
+    # A name that stays inside, but is of no file that follows a run, is not written.
+    (root / HEAD).write_bytes(sealed({**body, "story": {"quarantine/x": body["story"]["metrics.jsonl"]}}))
+    fresh = node("fresh")
+    assert fresh.begin() == 1
+    assert not (fresh.folder / "quarantine").exists()
+    assert not (tmp_path / "escaped").exists()
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    from ci_llm.mirror import head
+
+    return head._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")})
+
+
+# What is said, and when
+
+
+def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: list[Refusing], said: list[str]) -> None:
+    clock = [0.0]
+    states: list[MirrorState] = []
+    refused, away = threading.Event(), threading.Event()
+
+    def watch(state: MirrorState) -> None:
+        states.append(state)
+        if state.error:
+            refused.set()
+            if state.behind_s >= 60:
+                away.set()
+
+    one = node("one", clock=lambda: clock[0], on_change=watch)
+    one.begin()
+    one.save(1)
+    refusing[0].refuses = lambda verb, key: True
+    one.manager.save(2, {"w": 2})
+    one.manager.wait_until_finished()
+    one.mirror.wake()
+    assert refused.wait(DEADLINE_S)
+    clock[0] += 61.0
+    assert away.wait(DEADLINE_S), states[-1]
+    assert any("behind (503 Service Unavailable): the newest step here is 2, there 1" in line for line in said), said
+    refusing[0].refuses = lambda verb, key: False
+    assert one.mirror.flush(DEADLINE_S)
+    assert one.mirror.state.step == 2
+    assert one.mirror.state.error is None
+    assert one.mirror.metrics()["mirror/behind_s"] == 0
+
+
+def test_a_disk_that_is_full_at_the_claim_delays_the_mirror_and_ends_no_run(
+    node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+
+    def full_at_first(folder: Path, token: Token) -> None:
+        for refusal in refusals:
+            raise refusal
+        write_token(folder, token)
+
+    monkeypatch.setattr(sender, "write_token", full_at_first)
+    one = node("one")
+    assert one.begin() is None
+    one.save(1)
+    assert one.line == ["checkpoint_step_1"]
+    token = read_token(one.folder)
+    assert token == Token(one.head.run, one.head.generation)
+
+
+def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[Refusing]) -> None:
+    """The store holds an older step up; the end of the grace asks for the newest, and that one is committed first."""
+    committed: list[int | None] = []
+    one = node("one", keep=None, on_change=lambda state: committed.append(state.step))
+    one.begin()
+    one.save(1)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(verb: str, key: str) -> bool:
+        if verb == "put" and not go_on.is_set():
+            entered.set()
+            go_on.wait(DEADLINE_S)
+        return False
+
+    refusing[0].refuses = hold
+    one.save(2, flush=False)
+    assert entered.wait(DEADLINE_S)
+    one.save(3, flush=False)
+    one.mirror._limiter.hurry.set()
+    go_on.set()
+    assert one.mirror.flush(DEADLINE_S)
+    assert 2 not in committed
+    assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
+
+
+def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Refusing]) -> None:
+    one = node("one", keep=1)
+    one.begin()
+    one.save(1)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(verb: str, key: str) -> bool:
+        if verb == "put":
+            entered.set()
+            go_on.wait(DEADLINE_S)
+        return False
+
+    refusing[0].refuses = hold
+    one.save(2, flush=False)
+    assert entered.wait(DEADLINE_S)
+    assert one.mirror.sending == {2}
+    go_on.set()
+    assert one.mirror.flush(DEADLINE_S)
+    assert one.mirror.sending == frozenset()
+
+
+def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_holds(
+    node: Nodes, refusing: list[Refusing], said: list[str]
+) -> None:
+    one = node("one")
+    refusing[0].refuses = lambda verb, key: True
+    with pytest.raises(MirrorUnreachable) as refused:
+        one.begin()
+    assert "nobody knows where this run goes on" in str(refused.value)
+    one.manager.save(1, {"w": 1})
+    one.manager.wait_until_finished()
+    assert one.begin() == 1  # a disk with checkpoints does not wait for its mirror
+    assert any("goes on from what this disk holds" in line for line in said)
+    refusing[0].refuses = lambda verb, key: False
+    assert one.mirror.flush(DEADLINE_S)
+
+
+@pytest.mark.parametrize("refused", ["count_on_from", "restore_files", "write_token"])
+def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
+    refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    other = node("other")
+    with monkeypatch.context() as full:
+        full.setattr(filling, refused, refuse)
+        with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as told:
+            other.fill()
+    assert told.value.where == str(other.folder)
+    assert other.begin() == 1
+
+
+@pytest.mark.parametrize("is_empty", [True, False], ids=["an empty disk", "a disk with an older step"])
+def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
+    is_empty: bool, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The filling ends at each of its reads from the mirror and each of its commits on the disk."""
+    old = node("old", keep=None)
+    old.begin()
+    old.save(1)
+    old.close()
+    one = node("one", keep=None)
+    one.begin()
+    one.save(2, 3)
+    one.manager.finish({"README.md": b"a card"})
+    assert one.mirror.flush(DEADLINE_S)
+    monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({2}))  # the best one by validation
+    for moment in range(6):
+        if not is_empty:
+            shutil.copytree(old.folder, tmp_path / f"disk{moment}")
+        other = node(f"disk{moment}", keep=None)
+        moments = iter(range(7))
+
+        def ends(act: Callable[[Any], Any], moment: int = moment, moments: Iterator[int] = moments) -> Any:
+            def unless_over(subject: Any) -> Any:
+                if next(moments) == moment:
+                    raise MirrorUnreachable("503 Service Unavailable")
+                return act(subject)
+
+            return unless_over
+
+        with monkeypatch.context() as over:
+            over.setattr(other.mirror.reader, "open", ends(other.mirror.reader.open))
+            over.setattr(other.manager, "adopt", ends(other.manager.adopt))
+            with pytest.raises(MirrorUnreachable):
+                other.fill()
+        other.close()
+        again = node(f"disk{moment}", keep=None)
+        again.fill()
+        assert {2, 3} <= {*again.manager.all_steps()}, f"moment {moment}"
+        assert verify_folder(again.folder / "final_checkpoint").step == 3
+
+
+@pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
+def test_where_nobody_knows_the_best_step_all_of_them_come_back(
+    text: str | None, steps: list[int], node: Nodes
+) -> None:
+    one = node("one", keep=None)
+    one.begin()
+    one.save(1, 2, 3)
+    fresh = node("fresh", keep=None)
+    if text is not None:
+        fresh.folder.mkdir()
+        (fresh.folder / "status.json").write_text(text)
+    fresh.fill()
+    assert fresh.manager.all_steps() == steps
+
+
+def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
+    node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node("one", keep=None)
+    one.begin()
+    one.save(1, 2)
+    monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({1}))
+    other = node("other", keep=None)
+    adopt = other.manager.adopt
+
+    def best_alone(opened: Opened) -> None:
+        if opened.manifest.step == 2:
+            raise MirrorUnreachable("503 Service Unavailable")
+        adopt(opened)
+
+    monkeypatch.setattr(other.manager, "adopt", best_alone)
+    with pytest.raises(MirrorUnreachable):
+        other.fill()
+    refusing[1].refuses = lambda verb, key: True
+    with pytest.raises(MirrorUnreachable, match="nobody knows where this run goes on"):
+        other.fill()
+
+
+def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
+    node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    monkeypatch.setattr(one.mirror._writer, "send_step", lambda folder: 1 / 0)
+    one.save(2, flush=False)
+    assert not one.mirror.flush(DEADLINE_S)
+    assert any("the mirror has failed: ZeroDivisionError" in line for line in said)
+    one.save(3, flush=False)
+    assert one.manager.all_steps() == [2, 3]
+
+
+# A copy for readers
+
+
+def test_a_local_copy_is_verified_and_made_anew_where_it_is_damaged(
+    node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
+    one = node("one")
+    one.begin()
+    one.save(1, 2)
+    copy = local_copy(one.url, "RUN")
+    assert copy.name == "checkpoint_step_2"
+    assert dict(verify_folder(copy).files) == records(2)
+    flip(copy / "optimizer.safetensors", bit=100)
+    assert local_copy(f"{one.url}/checkpoint_step_2", "RUN") == copy
+    verify_folder(copy)
+    with pytest.raises(CheckpointError, match="there is no checkpoint_step_9 in this mirror"):
+        local_copy(f"{one.url}/checkpoint_step_9", "RUN")
+    with pytest.raises(CheckpointError, match="no mirror of a run"):
+        local_copy(f"{one.url}2", "RUN")

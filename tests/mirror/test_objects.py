@@ -1,0 +1,134 @@
+"""The stores of a mirror: what a conditional put decides, what a URL may say, and how fast things may go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ci_llm.core.remote import is_url, without_secrets
+from ci_llm.errors import BadInput, ConfigError, MirrorUnreachable
+from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, check_url, open_objects
+from tests.mirror.conftest import swaps_decide
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_swap_replaces_what_it_knows_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    swaps_decide(open_objects(f"{kind}://{tmp_path}/prefix"))
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_objects_are_put_listed_and_deleted(kind: str, tmp_path: Path) -> None:
+    store = open_objects(f"{kind}://{tmp_path}/other")
+    store.put("blocks/g1/a", b"abc")
+    store.put("blocks/g1/b", b"")
+    assert dict(store.list("blocks")) == {"blocks/g1/a": 3, "blocks/g1/b": 0}
+    assert (store.size("blocks/g1/a"), store.size("blocks/g1/c")) == (3, None)
+    store.delete(["blocks/g1/a", "blocks/g1/b"])
+    assert dict(store.list("blocks")) == {}
+    with pytest.raises(Missing):
+        store.get("blocks/g1/a")
+
+
+@pytest.mark.parametrize("url", ["s3://key:very-secret@bucket/run", "s3://bucket/run?sig=very-secret"])
+def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_url(url, "mirror")
+    assert "very-secret" not in str(refused.value)
+    assert "very-secret" not in without_secrets(url)
+
+
+@pytest.mark.parametrize("text", ["runs/one", "ftp://host/run", "hf://user/name", "https://host/run"])
+def test_what_is_no_url_of_a_mirror_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not the URL of a mirror"):
+        open_objects(text)
+
+
+@pytest.mark.parametrize("url", ["file://scratch/mirror", "file://scratch"])
+def test_a_folder_that_is_no_whole_path_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="'scratch' stands where a file URL has a machine") as refused:
+        open_objects(url)
+    assert "file:///path" in str(refused.value)
+
+
+def test_a_folder_may_be_called_one_of_this_machine(tmp_path: Path) -> None:
+    open_objects(f"file://localhost{tmp_path}/mirror").put("a", b"b")
+    assert (tmp_path / "mirror" / "a").read_bytes() == b"b"
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(BadInput, match="needs the package obstore") as refused:
+        open_objects("s3://bucket/run")
+    assert "ci-llm[mirror]" in str(refused.value)
+
+
+def test_windows_paths_and_plain_names_are_no_urls() -> None:
+    assert [is_url(text) for text in ("a/b", "C:\\runs", "s3://b", "memory:///", 3)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_bound_spreads_bytes_over_time() -> None:
+    now, waited = [0.0], []
+    limiter = RateLimiter(2.0, clock=lambda: now[0])
+    limiter.hurry.wait = lambda timeout=None: bool(waited.append(timeout))  # type: ignore[method-assign]
+    for _ in range(3):
+        limiter(1_000_000)
+    assert waited == [0.5, 1.0, 1.5]
+    now[0] = 10.0
+    limiter(1_000_000)
+    assert waited[-1] == 0.5
+    limiter.hurry.set()
+    limiter(10**9)
+    assert len(waited) == 4
+
+
+def test_tries_come_later_and_later_but_not_before_a_kill() -> None:
+    assert all(0.5 <= backoff_s(1, hurry=False) <= 1.0 for _ in range(20))
+    assert all(LONGEST_S / 2 <= backoff_s(50, hurry=False) <= LONGEST_S for _ in range(20))
+    assert all(backoff_s(50, hurry=True) <= 1.0 for _ in range(20))
+
+
+ASKED = {
+    "get": lambda store: store.get("key"),
+    "put": lambda store: store.put("key", b"1"),
+    "swap": lambda store: store.swap("key", b"1", None),
+    "size": lambda store: store.size("key"),
+    "list": lambda store: list(store.list("key")),
+    "delete": lambda store: store.delete(["key"]),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_store_that_does_not_answer_is_one_error_without_secrets(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.mirror.objects.RETRIES", 0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(MirrorUnreachable, match="the store does not let us") as failed:
+        ASKED[asked](open_objects("s3://bucket/run"))
+    assert "very-secret" not in str(failed.value)
+    assert "AWS_ENDPOINT_URL" in str(failed.value)
+
+
+@pytest.mark.parametrize("asked", ["get", "put", "swap", "delete"])
+def test_a_folder_that_cannot_be_used_is_the_same_error(asked: str, tmp_path: Path) -> None:
+    (tmp_path / "mirror" / "key" / "below").mkdir(parents=True)
+    if asked in ("put", "swap"):
+        (tmp_path / "file").write_text("no folder")
+        store = open_objects(f"file://{tmp_path}/file")
+    else:
+        store = open_objects(f"file://{tmp_path}/mirror")
+    with pytest.raises(MirrorUnreachable, match="the folder does not let us"):
+        ASKED[asked](store)
+
+
+def test_a_url_that_the_library_does_not_take_is_refused() -> None:
+    with pytest.raises(BadInput, match="cannot be opened"):
+        open_objects("az://")

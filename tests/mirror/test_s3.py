@@ -1,0 +1,58 @@
+"""A mirror on a real S3 server on this machine: its conditional put, and a sample of the strikes of the benchmark."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mirror import HARMS, History, Strike, campaign, strikes, table
+from ci_llm.mirror import objects, sender
+from ci_llm.mirror.objects import open_objects
+from tests.mirror.conftest import swaps_decide
+from tests.support import campaign as size
+from tools.testbed import mirrored
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.object_store import BUCKET, CREDENTIALS, FAULTS, FaultProxy, s3_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `mirrored.speak_to` changes in the process that reads is undone after each test."""
+    for owner, name in ((objects, "REQUEST_S"), (objects, "RETRIES"), (objects, "FIRST_TRY_S"), (sender, "_POLL_S")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": ""}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
+
+
+def test_whatever_strikes_a_save_nothing_is_lost_broken_or_wrong(tmp_path: Path) -> None:
+    wanted = strikes(FAULTS, random.Random(20261122), None if size.in_full else 12, most=36)
+    outcomes = campaign(mirrored.save_and_mirror, wanted, tmp_path)
+    assert len(outcomes) >= 4
+    for outcome in outcomes:
+        assert outcome.harms == frozenset(), f"{outcome.strike}: {sorted(outcome.harms)}\n{outcome.log}"
+    assert table({"mirror": outcomes}).splitlines()[-1] == f"| all | {len(outcomes)} |" + " 0 |" * len(HARMS)
+
+
+def test_the_campaign_sees_what_a_copied_folder_loses(tmp_path: Path, address: str) -> None:
+    with FaultProxy(address) as proxy, ForkServer("tools.testbed.mirrored") as server:
+        history = History(server, proxy, address, tmp_path, mirrored.save_and_sync)
+        half_there = history.strike(Strike("kill after", 3))
+        wrong_bits = history.strike(Strike("flipped", 2, 5))
+    assert (half_there.fired, half_there.harms) == (True, {"newest broken"})
+    assert wrong_bits.harms >= {"newest broken", "wrong bytes", "committed lost"}

@@ -1,0 +1,122 @@
+"""The picture of runs: it fits the terminal, whatever its size, and says what matters in every form."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ci_llm.cluster.slurm import QueuedJob
+from ci_llm.core.run_folder import record_attempt
+from ci_llm.report.watch import Board, JobQueue, Scene
+from tests.report.folders import FRESH, leave_run, leave_status
+
+JOBS = {"7": QueuedJob("PENDING", "Priority", "4:00:00"), "8": QueuedJob("RUNNING", "None", "3:12:00")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six runs: each has something to show that the others have not."""
+    tmp_path = tmp_path_factory.mktemp("runs")
+    leave_run(tmp_path / "done")
+    leave_run(tmp_path / "one_agent", agents=1, status="running")
+    leave_status(tmp_path / "one_agent", "running", 20, heartbeat=FRESH)
+    leave_run(tmp_path / "sixteen", agents=16, status="running")
+    leave_status(tmp_path / "sixteen", "running", 20, total_steps=5000, heartbeat=FRESH)
+    record_attempt(tmp_path / "sixteen", 1, 0, {"slurm_job": "8"})
+    leave_run(tmp_path / "stopped", status="interrupted")
+    command = "python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml experiment_name=stopped"
+    leave_status(tmp_path / "stopped", "interrupted", 20, reason="walltime", next_command=command, total_steps=40)
+    record_attempt(tmp_path / "stopped", 1, 0, {"slurm_job": "7"})
+    leave_run(tmp_path / "wild", status="running")
+    leave_status(tmp_path / "wild", "running", 20, warning="the loss of every agent has risen to 7", heartbeat=FRESH)
+    leave_status(tmp_path / "begins", "running", 0, total_steps=10, heartbeat=FRESH)
+    return tmp_path
+
+
+def drawn(*words: Path, width: int, height: int | None = None, encoding: str = "utf-8") -> list[str]:
+    """The lines of a picture; in a file, if there is no height."""
+    scene = Scene([str(word) for word in words], JobQueue(is_there=False))
+    scene.look()
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    terminal = {"force_terminal": True, "height": height, "color_system": None} if height else {}
+    console = Console(file=file, width=width, legacy_windows=False, **terminal)  # type: ignore[arg-type]
+    console.print(Board(scene.looks, JOBS, footer="Ctrl-C leaves" if height else ""))
+    file.flush()
+    assert isinstance(file.buffer, io.BytesIO)
+    return file.buffer.getvalue().decode(encoding).splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 80, 97, 160])
+@pytest.mark.parametrize("height", [None, 10, 24])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_a_picture_fits_its_terminal(width: int, height: int | None, count: int, runs: Path) -> None:
+    folders = sorted(path for path in runs.iterdir() if path.is_dir())[:count]
+    lines = drawn(*folders, width=width, height=height)
+    assert max(map(len, lines)) <= width
+    if height is not None and count > 1:
+        assert len(lines) <= height
+    text = "\n".join(lines)
+    if height != 10:
+        for folder in folders:
+            assert folder.name in text
+
+
+def test_a_panel_says_what_is_known(runs: Path) -> None:
+    text = "\n".join(drawn(runs / "sixteen", width=100))
+    for words in ("sixteen  running", "20 of 5000 steps, 0 %", "1 steps/s, 100 tokens/s", "1:23:00 left", "16 agents"):
+        assert words in text
+    assert "attempt 1 on here, heartbeat 0 s ago" in text
+    assert "SLURM job 8 RUNNING, 3:12:00 left" in text
+    stopped = " ".join("\n".join(drawn(runs / "stopped", width=120)).split())
+    for words in ("stopped interrupted", "walltime", "SLURM job 7 PENDING (Priority)", "go on with: python train.py"):
+        assert words in stopped
+    assert "warning: the loss of every agent has risen" in "\n".join(drawn(runs / "wild", width=100))
+
+
+def test_side_by_side_as_many_as_fit(runs: Path) -> None:
+    for width, first in ((80, 2), (160, 4), (250, 6)):
+        assert drawn(runs, width=width)[0].count("╭") == first
+
+
+def test_panels_of_one_row_end_in_one_line(runs: Path) -> None:
+    lines = drawn(runs / "wild", runs / "begins", width=80)
+    assert lines[-1].count("╰") == 2
+
+
+def test_more_runs_than_fit_become_a_table_and_a_count(runs: Path) -> None:
+    lines = drawn(runs, width=80, height=24)
+    assert lines[0].split()[:4] == ["run", "state", "step", "loss"]
+    [stopped] = [line for line in lines if line.startswith("stopped")]
+    assert stopped.split() == ["stopped", "interrupted", "PENDING", "20/40", "0.1", "0.05"]
+    assert len(lines) == 1 + 6 + 1
+    few = drawn(runs, width=80, height=6)
+    assert few[-2].strip() == "and 4 more: 3 running, 1 interrupted"
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        leave_status(tmp_path / parent / "run", "completed", 1)
+    text = "\n".join(drawn(tmp_path / "a/run", tmp_path / "b/run", width=250))
+    assert str(tmp_path / "a/run") in text
+    assert str(tmp_path / "b/run") in text
+
+
+def test_a_terminal_that_has_only_ascii_gets_only_ascii(runs: Path) -> None:
+    text = "\n".join(drawn(runs, width=80, height=120, encoding="ascii"))
+    assert text.isascii()
+    assert "*****" in text
+    assert "###" in text
+
+
+def test_a_run_that_is_not_there_yet_has_a_panel(runs: Path) -> None:
+    text = "\n".join(drawn(runs / "done", runs / "later", width=80))
+    assert "later  waiting" in text
+    assert "no run has begun here yet" in text
+
+
+def test_markup_in_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    leave_status(tmp_path / "[bold]a", "completed", 1)
+    assert "[bold]a" in drawn(tmp_path / "[bold]a", width=80)[0]

@@ -1,0 +1,173 @@
+"""What is known about a run from its files, and what is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ci_llm.core.run_folder import record_attempt
+from ci_llm.errors import BadInput
+from ci_llm.report import status
+from ci_llm.report.status import Reading, RunReader, find_runs, losses, progress, scores, speed, time_left, whereabouts
+from tests.report.folders import FRESH, NOW, leave_run, leave_status, metrics
+
+
+def running(folder: Path, *, agents: int = 2, total: int | None = 60, **fields: Any) -> Path:
+    leave_run(folder, steps=20, agents=agents, status="running")
+    leave_status(folder, "running", 20, total_steps=total, **fields)
+    return folder
+
+
+def read(folder: Path) -> Reading:
+    return RunReader(folder).look()
+
+
+def test_a_run_that_trains(tmp_path: Path) -> None:
+    found = read(running(tmp_path / "run"))
+    assert (found.losses, found.loss) == ((0.1, 0.2), 0.1)
+    assert (found.losses_step, found.tokens_per_s, found.steps_per_s) == (20, 100.0, 1.0)
+    assert found.left_s == 40.0
+    assert progress(found) == "20 of 60 steps, 33 %"
+    assert (speed(found), time_left(found)) == ("1 steps/s, 100 tokens/s", "0:00:40 left")
+    assert [point.step for point in found.points] == [*range(1, 21)]
+
+
+def test_the_step_of_a_run_that_trains_is_that_of_its_losses(tmp_path: Path) -> None:
+    """`step 0 ... 0 of 400 steps, 41.8 steps/s` stood there until the next heartbeat."""
+    folder = running(tmp_path / "run")
+    leave_status(folder, "running", 0, total_steps=60)
+    found = read(folder)
+    assert (found.status.step, found.losses_step, found.left_s) == (20, 20, 40.0)
+    leave_status(folder, "running", 0, attempt=2, total_steps=60)
+    assert read(folder).status.step == 0, "the lines of an earlier attempt may be taken again"
+    leave_status(folder, "interrupted", 12, total_steps=60)
+    assert read(folder).status.step == 12, "what is saved"
+
+
+def test_after_the_last_step_comes_the_final_evaluation(tmp_path: Path) -> None:
+    assert time_left(read(running(tmp_path / "run", total=20))) == "evaluating"
+
+
+def test_a_run_of_an_older_release_does_not_know_its_length(tmp_path: Path) -> None:
+    found = read(running(tmp_path / "run", total=None))
+    assert (found.left_s, progress(found), time_left(found)) == (None, "20 steps", "")
+
+
+def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
+    folder = running(tmp_path / "run", total=30)
+    later = [
+        line | {"time": line["time"] + 5000 + 3 * line["step"]} for line in metrics(24, 2, attempt=2) if "epoch" in line
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in later[20:21])
+    leave_status(folder, "running", 21, attempt=2, total_steps=30)
+    assert read(folder).steps_per_s == 1.0  # its only line says how long its steps took
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in later[21:])
+    leave_status(folder, "running", 24, attempt=2, total_steps=30)
+    found = read(folder)
+    assert (found.steps_per_s, found.left_s) == (0.25, 24.0)
+    assert speed(found).startswith("4 s/step")
+
+
+def test_before_the_first_line_nothing_is_made_up(tmp_path: Path) -> None:
+    leave_status(tmp_path, "running", 0, total_steps=10)
+    found = read(tmp_path)
+    assert (losses(found), scores(found), speed(found), found.left_s) == ("", "", "", None)
+    assert found.record()["losses"] == {"step": None, "mean": None, "agents": []}
+    assert json.dumps(found.record(), allow_nan=False)
+
+
+def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
+    folder = running(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        exact = {f"eval/{who}/exact_match": value for who, value in (("agent0", 0.2), ("agent1", 0.4), ("crowd", 0.5))}
+        file.write(json.dumps({"step": 20, "eval/crowd/nll": 0.25, **exact}) + "\n")
+    assert scores(read(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
+    done = read(leave_run(tmp_path / "done"))
+    assert scores(done) == "result, step 20: crowd nll 0.5, exact match 0.500 (agents 0.400)"
+    assert scores(done, 36) == "at 20: nll 0.5, exact 0.500"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"nll": {}}', '{"exact_match": {"agents": []}, "nll": {"crowd": 1}}'])
+def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) -> None:
+    folder = leave_run(tmp_path / "run")
+    (folder / "evaluation.json").write_text(content)
+    assert read(folder).scores is None
+
+
+@pytest.mark.parametrize(
+    ("agents", "width", "told"),
+    [
+        (1, None, "loss 0.1"),
+        (4, None, "loss 0.1 (0.1 0.2 0.3 0.4)"),
+        (4, 20, "loss 0.1 (0.1 to 0.4)"),
+        (16, None, "loss 0.1 (16 agents: 0.1 to 1.6)"),
+        (16, 24, "loss 0.1 (0.1 to 1.6)"),
+    ],
+)
+def test_losses_are_listed_or_there_is_their_range(agents: int, width: int | None, told: str, tmp_path: Path) -> None:
+    assert losses(read(running(tmp_path / "run", agents=agents)), width) == told
+
+
+def test_an_agent_that_is_not_finite_is_counted(tmp_path: Path) -> None:
+    folder = running(tmp_path / "run", agents=9)
+    line = metrics(21, 9)[-1] | {"train/agent3/loss": "nan"}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    found = read(folder)
+    assert math.isnan(found.losses[3])
+    assert losses(found) == "loss 0.09524 (9 agents: 0.0952 to 0.895, 1 not finite)"
+    assert found.record()["losses"]["agents"][3] is None
+
+
+def test_the_place_of_an_attempt(tmp_path: Path) -> None:
+    folder = running(tmp_path / "run")
+    assert (read(folder).slurm_job, read(folder).is_supervised) == (None, False)
+    record_attempt(folder, 1, 0, {"slurm_job": "12_3", "slurm_restarts": 0, "supervised": True})
+    assert (read(folder).slurm_job, read(folder).is_supervised) == ("12_3", True)
+
+
+@pytest.mark.parametrize(("age", "told"), [(3, "3 s"), (119, "119 s"), (130, "2 min"), (7300, "2 h"), (200_000, "2 d")])
+def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+    leave_status(tmp_path, "running", 1, heartbeat=NOW - age)
+    assert whereabouts(read(tmp_path)) == f"attempt 1 on here, heartbeat {told} ago"
+
+
+def test_a_clock_ahead_of_ours_makes_no_negative_age(tmp_path: Path) -> None:
+    leave_status(tmp_path, "running", 1, heartbeat=FRESH)
+    assert read(tmp_path).heartbeat_age_s == 0.0
+
+
+def test_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no folder of a run"):
+        read(tmp_path)
+
+
+# Which runs
+
+
+def test_words_name_runs_folders_of_runs_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("out/a", "out/b", "other/c"):
+        leave_status(tmp_path / name, "completed", 1)
+    (tmp_path / "out/notes.txt").touch()
+    (tmp_path / "out/folder").mkdir()
+    assert find_runs(["out/a"]) == [Path("out/a")]
+    assert find_runs(["out"]) == [Path("out/a"), Path("out/b")]
+    assert find_runs(["out/*", "out/b", "other/c"]) == [Path("out/a"), Path("out/b"), Path("other/c")]
+    assert find_runs(["o*"]) == [Path("other/c"), Path("out/a"), Path("out/b")]
+    assert find_runs([str(tmp_path / "out" / "[ab]")]) == [tmp_path / "out/a", tmp_path / "out/b"]
+    assert find_runs(["later", "out/folder", "out/notes.txt"]) == [Path("later"), Path("out/folder")]
+
+
+def test_a_run_that_holds_runs_is_itself(tmp_path: Path) -> None:
+    leave_status(tmp_path, "completed", 1)
+    leave_status(tmp_path / "inner", "completed", 1)
+    assert find_runs([str(tmp_path)]) == [tmp_path]

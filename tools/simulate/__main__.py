@@ -1,0 +1,90 @@
+"""`python -m tools.simulate`: goodput, lost work and cost of a job on a cluster of failing nodes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ci_llm.cli.command import make_parser, run_guarded
+from ci_llm.errors import BadInput, ConfigError
+
+_EXAMPLE = """example: python -m tools.simulate nodes=1000 node_mtbf=300d restart=90
+         python -m tools.simulate --config cluster.yaml --page curves.html
+         python -m tools.simulate --run ci_llm_output save_interval=300
+
+exit codes: 0 done; 2 bad call
+
+keys, in the YAML file or as key=value; times are in seconds or written as 90, 1h30m, 300d:
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m tools.simulate ...`; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_guarded(lambda: simulate(words), debug="--debug" in words)
+
+
+def simulate(words: Sequence[str]) -> int:
+    """Print a study of one cluster.
+
+    Raises:
+        BadInput: the call is wrong, or simpy is missing.
+        SystemExit: with 0, after `--help`.
+    """
+    from tools.simulate.model import describe_keys, read_cluster
+
+    does = "Simulate a job on nodes that fail: when to save, what a failure costs, what another cluster would change."
+    parser = make_parser("python -m tools.simulate", does, _EXAMPLE + describe_keys())
+    parser.add_argument("keys", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="keys of the cluster, in YAML")
+    parser.add_argument("--run", metavar="RUN", help="take what this run has measured; keys overrule it")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write curves and tables as one HTML page")
+    parser.add_argument("--largest", type=int, default=10_000, metavar="N", help="nodes up to which the page draws")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    call, others = parser.parse_known_args(words)
+    if call.largest < 2:
+        hint = "python -m tools.simulate --help"
+        raise ConfigError("--largest takes at least 2 nodes", where="command line", hint=hint)
+    known = _observed(call.run) if call.run else {}
+    cluster = read_cluster(call.config, [*call.keys, *others], known)
+    _require_simpy()
+    from rich.console import Console
+
+    from tools.simulate.study import USUAL_S, goodput_by_nodes, show, study
+
+    told = study(cluster)
+    if call.page:
+        from tools.simulate.study import write_page
+
+        write_page(call.page, told, goodput_by_nodes(cluster, call.largest, [cluster.save_interval, USUAL_S]))
+    if call.json:
+        print(json.dumps(told.as_json(), indent=2, allow_nan=False))
+        return 0
+    for key, value in known.items():
+        print(f"measured in {call.run}: {key} {value:.4g}")
+    show(told, Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120))
+    if call.page:
+        print(f"{call.page}: {call.page.stat().st_size:,} bytes")
+    return 0
+
+
+def _observed(run: str) -> dict[str, float]:
+    from tools.simulate.model import observe
+
+    return observe(run)
+
+
+def _require_simpy() -> None:
+    try:
+        import simpy  # noqa: F401
+    except ImportError as error:
+        raise BadInput(
+            f"a simulation needs simpy, which cannot be imported: {error}",
+            hint="pip install simpy",
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

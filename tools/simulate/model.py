@@ -1,0 +1,373 @@
+"""The cluster and the job of a simulation, its failures, and what theory or a run says of both.
+
+What theory says of saving and failing, and the bound that no policy can pass.
+
+The cluster and the job of a simulation: its keys, and how they are read from YAML and a command line.
+
+Failures of the nodes of one job as a stream of moments: exponential, Weibull, or in bursts; drawn by a seed.
+
+What a run has measured of its cluster: how often it failed, how long it took to start, what a save cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import numpy as np
+from annotated_types import Ge, Le
+from numpy.random import Generator
+from pydantic import Field, ValidationError
+
+from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.policy import best_interval_s
+from ci_llm.config.parsing import (
+    COMMAND_LINE,
+    Entry,
+    UnreadableError,
+    expected,
+    hint,
+    nearest,
+    read_arguments,
+    read_value,
+)
+from ci_llm.config.schema import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
+from ci_llm.config.yaml_file import dump_value, read_yaml
+from ci_llm.errors import BadInput, ConfigError
+from ci_llm.report.facts import Attempt, RunFacts, read_run
+
+
+def daly_goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
+    """The share of time that is work, by Daly's complete model for exponential failures (FGCS 22, 2006, eq. 13).
+
+    Args:
+        interval_s: seconds of work between two saves.
+        cost_s: seconds that a save adds.
+        restart_s: seconds from a failure to the first step.
+    """
+    per_segment = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
+    return interval_s / per_segment
+
+
+def save_cost_s(cluster: Cluster) -> float:
+    """All that one save costs the training, in seconds."""
+    return cluster.stall + cluster.slowdown
+
+
+def recovery_s(cluster: Cluster) -> float:
+    """Mean seconds from a failure to the first step."""
+    silent = cluster.silent_share
+    by_node = max(0.0, 1 - silent - cluster.process_share)
+    return cluster.start_s + by_node * cluster.queue + silent * cluster.watchdog
+
+
+def announced_share(cluster: Cluster) -> float:
+    """The share of time that preemptions and limits leave: each costs a wait in the queue and a start."""
+    preempted_s, limit_s = cluster.preemption or math.inf, cluster.walltime or math.inf
+    # A preempted job begins its time anew, so that fewer of them reach their limit.
+    mean_s = limit_s if math.isinf(preempted_s) else preempted_s * -math.expm1(-limit_s / preempted_s)
+    return math.exp(-(cluster.start_s + cluster.queue) / mean_s)
+
+
+def best_goodput(cluster: Cluster) -> float:
+    """Daly's goodput at the best interval: what the best policy can reach with these costs."""
+    cost_s, mtbf_s = save_cost_s(cluster), cluster.mtbf_s
+    found = daly_goodput(best_interval_s(cost_s, mtbf_s), cost_s, recovery_s(cluster), mtbf_s)
+    return found * announced_share(cluster)
+
+
+def bound(cluster: Cluster) -> float:
+    """The goodput with saves that cost nothing and lose nothing: every end costs its recovery alone."""
+    return math.exp(-recovery_s(cluster) / cluster.mtbf_s) * announced_share(cluster)
+
+
+def longest_recovery_s(cluster: Cluster, goodput: float) -> float:
+    """The mean recovery that still reaches `goodput` at the best interval; negative if none does."""
+    return recovery_s(cluster) + cluster.mtbf_s * math.log(best_goodput(cluster) / goodput)
+
+
+HELP: Final = "python -m tools.simulate --help"
+HOUR: Final = 3600.0
+
+Wait: TypeAlias = Annotated[float, Ge(0), Le(10**9), DurationMark()]
+
+
+def _key(default: Any, doc: str) -> Any:
+    return Field(default, description=doc)
+
+
+class Cluster(Keys):
+    """What is simulated. Times are in seconds, or written as 90, 1h30m, 300d or HH:MM:SS."""
+
+    nodes: Count = _key(1, "nodes of the job; if one is lost, the job stands still")
+    work: Seconds = _key(2 * 24 * HOUR, "training time that the job needs without any trouble")
+    step: Seconds = _key(1.0, "one optimizer step")
+
+    node_mtbf: Seconds = _key(300 * 24 * HOUR, "mean time between the failures of one node")
+    job_mtbf: Seconds | None = _key(
+        None, "mean time between the failures of the whole job, instead of node_mtbf / nodes"
+    )
+    failures: Literal["exponential", "weibull", "correlated"] = _key("exponential", "how failures come")
+    weibull_shape: Positive = _key(0.7, "of weibull: below 1 what was repaired lately fails sooner")
+    burst: float = Field(3.0, ge=1, description="of correlated: mean number of failures that come together")
+    burst_within: Seconds = _key(600.0, "of correlated: time over which those are spread")
+    process_share: Share = _key(0.3, "share of failures that end the processes only; the supervisor relaunches")
+    silent_share: Share = _key(0.1, "share of failures that nobody is told of; the watchdog ends the job")
+    disk_lost_share: Share = _key(0.0, "share of failures that take the checkpoints on disk with them")
+    preemption: Seconds | None = _key(None, "mean time between preemptions; null: never")
+    notice: Wait = _key(120.0, "time between the signal of a preemption and the kill")
+    walltime: Seconds | None = _key(None, "limit of one job; null: none")
+
+    restart: Wait = _key(60.0, "from the launch of the processes to the first step")
+    base_mb: Amount = _key(0.0, "MB that every node reads from the shared storage when it starts")
+    queue: Wait = _key(60.0, "wait in the queue before a job runs again")
+    watchdog: Seconds = _key(120.0, "silence after which a silent failure is noticed")
+    person: Seconds = _key(4 * HOUR, "until a person has called the job again, where the policies give up")
+
+    state_mb: Positive = _key(134.0, "MB of a checkpoint")
+    storage_mb_per_s: Positive = _key(345.0, "MB per second of the shared storage")
+    stall: Wait = _key(0.0085, "time that the training waits for a save")
+    slowdown: Wait = _key(0.155, "time by which a save that is being written makes the steps longer, together")
+    mirror_lag: Seconds | None = _key(None, "time until a checkpoint has reached the mirror; null: no mirror")
+
+    save_interval: Seconds | Literal["auto"] = _key("auto", "time between saves; auto as save_interval_seconds: auto")
+    save_steps: Count | None = _key(None, "and at each multiple of so many steps")
+    max_retries: Size = _key(10, "of the supervisor")
+    max_requeues: Size = _key(100, "of one job")
+    price: Amount = _key(0.0, "of one node for one hour")
+    seed: Size = _key(42, "of the failures")
+    repeats: Count = _key(3, "simulated jobs per line")
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean seconds between failures of the job."""
+        return self.node_mtbf / self.nodes if self.job_mtbf is None else self.job_mtbf
+
+    @property
+    def start_s(self) -> float:
+        """From the launch to the first step, all nodes reading their base at the same time."""
+        return self.restart + self.nodes * self.base_mb / self.storage_mb_per_s
+
+    @property
+    def durable_s(self) -> float:
+        """How long a save takes until it is on the disk."""
+        return max(self.state_mb / self.storage_mb_per_s, self.stall)
+
+    def but(self, **values: object) -> Cluster:
+        """The same with other values."""
+        return Cluster.model_validate({**self.model_dump(), **values})
+
+
+def read_cluster(path: Path | None, words: Sequence[str], known: Mapping[str, float] | None = None) -> Cluster:
+    """The cluster that a file and a command line describe; the command line over the file over `known`.
+
+    Args:
+        words: `key=value`, `--key value`.
+        known: what was measured in a run.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    entries = [] if path is None else read_yaml(_text(path), str(path))
+    typed, strays = read_arguments(words, lambda _: "with a value")
+    problems = [f"{COMMAND_LINE}: {word!r} is neither a key nor a value" for word in strays]
+    given = {entry.name.replace("-", "_"): entry for entry in (*entries, *typed)}
+    values: dict[str, Any] = dict(known or {})
+    for name, entry in given.items():
+        try:
+            values[name] = read_value(Cluster.model_fields[name], entry.raw)
+        except KeyError:
+            near = nearest(name, Cluster.model_fields)
+            problems.append(f"{entry.where}: {name} is no key; {f'did you mean {near}?' if near else HELP}")
+        except UnreadableError:
+            problems.append(_misfit(name, entry))
+    return _validated(values, given, problems)
+
+
+def _validated(values: dict[str, Any], given: Mapping[str, Entry], problems: list[str]) -> Cluster:
+    try:
+        cluster = Cluster.model_validate({key: value for key, value in values.items() if key in Cluster.model_fields})
+    except ValidationError as error:
+        problems += [_misfit(str(detail["loc"][0]), given[str(detail["loc"][0])]) for detail in error.errors()]
+    else:
+        if cluster.mtbf_s < cluster.step:  # it would end never, and be simulated for hours
+            often = f"a failure every {cluster.mtbf_s:.2g} s, and a step takes {cluster.step:g} s: no step is ever done"
+            problems.append(f"{often} (in a duration m is a minute and d a day)")
+    if problems:
+        one = problems[0] if len(problems) == 1 else "".join(f"\n  {problem}" for problem in dict.fromkeys(problems))
+        raise ConfigError(one if len(problems) == 1 else f"{len(problems)} problems:{one}", hint=HELP)
+    return cluster
+
+
+def _misfit(name: str, entry: Entry) -> str:
+    field = Cluster.model_fields[name]
+    instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
+    return f"{entry.where}: {name} is {entry.raw}, but takes {expected(field)}; {instead}"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the cluster cannot be read: {error}", where=str(path), hint="name a YAML file") from error
+
+
+def describe_keys() -> str:
+    """All keys with their defaults, for --help."""
+    fields = Cluster.model_fields
+    wide = max(map(len, fields))
+    return "\n".join(
+        f"  {name:<{wide}}  {field.description} (default {dump_value(field.default)})" for name, field in fields.items()
+    )
+
+
+#: What strikes. A node takes the supervisor with it; after the others it lives. `damaged`: the newest checkpoint, too.
+Kind: TypeAlias = Literal["node", "process", "silent", "damaged", "preempted", "disk_full"]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault.
+
+    Attributes:
+        disk_lost: the checkpoints on the disk are gone as well.
+    """
+
+    kind: Kind
+    disk_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault that strikes at a step and not at a time: a campaign. The steps before `step` are done then."""
+
+    step: int
+    kind: Kind
+
+
+def moments(cluster: Cluster, dice: Generator) -> Iterator[float]:
+    """The seconds at which the job fails, from 0 on, without end."""
+    match cluster.failures:
+        case "exponential":
+            return _exponential(cluster.mtbf_s, dice)
+        case "weibull":
+            return _weibull(cluster, dice)
+        case "correlated":
+            return _bursts(cluster, dice)
+
+
+def strike(cluster: Cluster, dice: Generator) -> Strike:
+    """What the next failure is."""
+    drawn, disk = dice.random(2)
+    kind: Kind = "node"
+    if drawn < cluster.silent_share:
+        kind = "silent"
+    elif drawn < cluster.silent_share + cluster.process_share:
+        kind = "process"
+    return Strike(kind, kind != "process" and disk < cluster.disk_lost_share)
+
+
+def _exponential(mean_s: float, dice: Generator) -> Iterator[float]:
+    at = 0.0
+    while True:
+        at += dice.exponential(mean_s)
+        yield at
+
+
+def _weibull(cluster: Cluster, dice: Generator) -> Iterator[float]:
+    """Every node is replaced by a new one when it fails; at 0 the nodes have run for a long time already."""
+    shape, nodes = cluster.weibull_shape, cluster.nodes
+    scale = cluster.mtbf_s * nodes / math.gamma(1 + 1 / shape)
+    # In a renewal process that has run for long the present lifetime is drawn in proportion to its length.
+    lives = scale * dice.gamma(1 + 1 / shape, size=nodes) ** (1 / shape)
+    following = list(lives * dice.random(nodes))
+    heapq.heapify(following)
+    while True:
+        at = following[0]
+        heapq.heapreplace(following, at + scale * dice.weibull(shape))
+        yield at
+
+
+def _bursts(cluster: Cluster, dice: Generator) -> Iterator[float]:
+    """A first failure, and others that follow it: a switch, a power supply, a bad batch. The mean rate is the same."""
+    coming: list[float] = []
+    firsts = _exponential(cluster.mtbf_s * cluster.burst, dice)
+    first = next(firsts)
+    while True:
+        while not coming or first <= coming[0]:
+            others = int(dice.geometric(1 / cluster.burst)) - 1
+            for at in (first, *(first + cluster.burst_within * dice.random(others))):
+                heapq.heappush(coming, float(at))
+            first = next(firsts)
+        yield heapq.heappop(coming)
+
+
+def generators(cluster: Cluster, repeat: int) -> Sequence[Generator]:
+    """Independent generators of one simulated job: of its failures, of their kinds, of its preemptions."""
+    return [np.random.default_rng(seed) for seed in np.random.SeedSequence([cluster.seed, repeat]).spawn(3)]
+
+
+#: What `BestInterval` writes into the log.
+_SAVE: Final = re.compile(r"a save holds the training for ([\d.e+-]+) s and is durable after ([\d.e+-]+) s")
+_FAILED: Final = ("failed", "killed")
+
+
+def observe(path: Path | str) -> dict[str, float]:
+    """Values for the keys of a cluster, as far as a run tells them.
+
+    Args:
+        path: the folder of a run.
+
+    Raises:
+        BadInput: there is no run, or it tells nothing.
+    """
+    facts = read_run(path)
+    known = {**_failures(facts), **_times(facts.attempts), **_saves(facts)}
+    steps = [line["step_time_s"] for line in facts.metrics.lines if isinstance(line.get("step_time_s"), int | float)]
+    if steps:
+        known["step"] = median(steps)
+    if not known:
+        raise BadInput("this run tells nothing yet", where=str(path), hint="wait until it has taken some steps")
+    return {key: value for key, value in known.items() if value > 0 or key in ("queue", "process_share")}
+
+
+def _failures(facts: RunFacts) -> dict[str, float]:
+    failed = sum(attempt.outcome in _FAILED for attempt in facts.attempts)
+    silent = sum(attempt.reason == "hang" for attempt in facts.attempts)
+    if not failed:
+        return {}
+    return {
+        "job_mtbf": facts.wall_s / failed,
+        "silent_share": silent / failed,
+        "process_share": 1 - silent / failed,  # a run cannot tell whether the machine had gone as well
+    }
+
+
+def _times(attempts: tuple[Attempt, ...]) -> dict[str, float]:
+    known = {}
+    if starts := [attempt.seconds("start-up") for attempt in attempts if attempt.seconds("start-up")]:
+        known["restart"] = median(starts)
+    if pauses := [attempt.seconds("no process") for attempt in attempts[:-1]]:
+        known["queue"] = median(pauses)
+    return known
+
+
+def _saves(facts: RunFacts) -> dict[str, float]:
+    known = {}
+    size_mb = 0.0
+    for _, folder in committed(facts.folder)[:1]:
+        size_mb = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
+        known["state_mb"] = size_mb
+    saves = [found for attempt in facts.attempts for line in attempt.log if (found := _SAVE.search(line))]
+    if saves:
+        stall_s, durable_s = map(float, saves[-1].groups())
+        known["stall"] = stall_s
+        if size_mb and durable_s:
+            known["storage_mb_per_s"] = size_mb / durable_s
+    return known
