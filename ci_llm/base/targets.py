@@ -139,8 +139,8 @@ def layer_numbers(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
     return {name: int(match[1]) for name, match in found.items() if match}
 
 
-def trunk_of(model: nn.Module, adapted: Collection[str]) -> nn.Module | None:
-    """The last layer of the trunk: of the layers below the first one with an adapter, which know of no agent.
+def trunk_of(model: nn.Module, adapted: Collection[str]) -> tuple[nn.Module, ...]:
+    """The trunk: the layers below the first one with an adapter, which know of no agent.
 
     Args:
         adapted: names of the modules with adapters. Where one of them stands outside of the layers there is no trunk,
@@ -148,7 +148,7 @@ def trunk_of(model: nn.Module, adapted: Collection[str]) -> nn.Module | None:
     """
     numbers = layer_numbers(model, adapted)
     below = min(numbers.values()) if len(numbers) == len(adapted) else 0
-    return layer_list(model)[1][below - 1] if below else None
+    return tuple(layer_list(model)[1][:below])
 
 
 def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:

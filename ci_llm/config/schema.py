@@ -130,6 +130,11 @@ class BaseModelKeys(Keys):
     use_gradient_checkpointing: bool | Literal["auto"] = rounding(
         False, "recompute layers in the backward pass: less memory, slower; auto: where they would not fit otherwise"
     )
+    pass_per_agent: bool | Literal["auto"] = rounding(
+        "auto",
+        "a pass through the base for each agent, not one for all: 1/K of the activations, and an agent has the bits"
+        " that it has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit",
+    )
 
 
 class AgentKeys(Keys):

@@ -48,6 +48,12 @@ def find_clashes(c: Config, *, recorded: bool = False) -> Iterator[Clash]:
             f"lr_scheduler_type {kind} follows the loss, not the step",
             "take cosine, linear or constant_with_warmup",
         )
+    if c.pass_per_agent is True and c.diversity != "none":
+        yield Clash(
+            ("pass_per_agent", "diversity"),
+            f"diversity {c.diversity} has gradients through all agents, which one pass for all computes",
+            "set pass_per_agent to auto, or diversity to none",
+        )
     yield from _precision_clashes(c)
     yield from _branch_clashes(c)
     yield from _choice_clashes(c)

@@ -41,6 +41,7 @@ from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import (
     PACKED,
     Head,
+    Part,
     Passes,
     describe_error,
     distance,
@@ -322,8 +323,16 @@ class Crowd(nn.Module):
         found = zip(self._passes.states_of_each(batch), batch.each, strict=True)
         return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in found))
 
+    def parts(self, batch: Batch | AgentBatches) -> list[Part]:
+        """The passes that a micro-batch takes: one for all agents, or one for each (`agents.pass_per_agent`).
+
+        For each of them call the crowd with its `rows`, and go backward, inside of its `reading()`.
+        """
+        return self._passes.parts(batch)
+
     def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
-        return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, self.head), states)
+        head = self._passes.cast_head(states)
+        return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
@@ -494,16 +503,12 @@ class Crowd(nn.Module):
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:
         """Give the plain model, with its own attention and with the adapter of `agent` active for every row."""
         config, route_attention = self.model.config, self.model.config._attn_implementation
-        layers = self.agents.layers.values()
-        for layer in layers:
-            layer.active_agent = agent
         config._attn_implementation = self._native_attention
         try:
-            yield self.model
+            with self.agents.reading.of(agent):
+                yield self.model
         finally:
             config._attn_implementation = route_attention
-            for layer in layers:
-                layer.active_agent = None
 
     def choose_route(self) -> str | None:
         """Take the route that reproduces the base's own logits; see `ci_llm.crowd.model.choose_route`."""

@@ -32,12 +32,14 @@ class StepLoss:
         task: [K] cross-entropy of each agent, for the log.
         diversity: [] the diversity term times S, for the log.
         targets: [K] the targets of each agent, if agents have rows of their own; empty: all have those of the batch.
+        log_probs: [1, S] those of the only agent of a pass, detached; None: the pass was one of all agents.
     """
 
     total: Tensor
     task: Tensor
     diversity: Tensor
     targets: tuple[int, ...] = ()
+    log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,59 @@ class Objective:
     seed: int = 42
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
 
-    def __call__(self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int) -> StepLoss:
+    def __call__(
+        self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int, agent: int | None = None
+    ) -> StepLoss:
         """The loss of one micro-batch; where agents have rows of their own, what each has alone, added up.
 
         Args:
             step: the optimizer step, which keys the random directions.
+            agent: the only one that the output is of, in a pass of its own; `together` joins these.
 
         Raises:
             BadInput: there is no such diversity form, or it compares agents, and these have rows of their own.
         """
+        if agent is not None:
+            assert isinstance(output, CrowdOutput)
+            assert isinstance(batch, Batch)
+            return self._of_one(output.log_probs, batch, agent)
         if isinstance(batch, AgentBatches):
             assert isinstance(output, AgentOutputs)
             return self._of_each(output, batch)
         assert isinstance(output, CrowdOutput)
         log_probs, form = output.log_probs, find_form(self.diversity)
         task = -log_probs.sum(1)
-        inputs = TermInputs(
+        with torch.set_grad_enabled(form.rewarded and torch.is_grad_enabled()):
+            term = form.term(self._inputs(log_probs, output.states, batch, step))
+        total = _weighted(log_probs, batch, self.bootstrap) if self.bootstrap else task.sum()
+        if form.rewarded:
+            total = total - self.weight * log_probs.shape[0] * term
+        return StepLoss(total, task.detach(), term.detach())
+
+    def together(
+        self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch | AgentBatches, step: int
+    ) -> StepLoss:
+        """The losses of all passes of a micro-batch as one, for the log.
+
+        Args:
+            parts: agent and loss of every pass; where it was one of all agents, the only one.
+            batch: the whole micro-batch.
+        """
+        (first, loss), total = parts[0], torch.stack([own.total.detach() for _, own in parts]).sum()
+        if first is None:
+            return loss
+        if isinstance(batch, Batch):
+            log_probs = torch.cat([own.log_probs for _, own in parts if own.log_probs is not None])
+            term = find_form(self.diversity).term(self._inputs(log_probs, log_probs[:, :0, None], batch, step))
+            return StepLoss(total, torch.cat([own.task for _, own in parts]), term)
+        found = {agent: own.task for agent, own in parts}
+        tasks = [found.get(k, loss.task.new_zeros(1)) for k in range(len(batch.each))]
+        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), _targets(batch))
+
+    def _inputs(self, log_probs: Tensor, states: Tensor, batch: Batch, step: int) -> TermInputs:
+        return TermInputs(
             log_probs,
-            output.states,
+            states,
             finite=log_probs.detach().isfinite().all(1),
             batch=batch,
             step=step,
@@ -86,12 +123,18 @@ class Objective:
             projections=self.projections,
             representation=self.representation,
         )
-        with torch.set_grad_enabled(form.rewarded and torch.is_grad_enabled()):
-            term = form.term(inputs)
-        total = _weighted(log_probs, batch, self.bootstrap) if self.bootstrap else task.sum()
-        if form.rewarded:
-            total = total - self.weight * log_probs.shape[0] * term
-        return StepLoss(total, task.detach(), term.detach())
+
+    def _of_one(self, log_probs: Tensor, batch: Batch, agent: int) -> StepLoss:
+        """What one agent has alone. Log-probabilities [1, S]."""
+        if find_form(self.diversity).rewarded:
+            raise BadInput(
+                f"diversity {self.diversity} has gradients through all agents",
+                where="pass_per_agent: true",
+                hint="pass_per_agent=false, or diversity=none",
+            )
+        task, keys = -log_probs.sum(1), self.bootstrap[agent : agent + 1]
+        total = _weighted(log_probs, batch, keys) if any(keys) else task.sum()
+        return StepLoss(total, task.detach(), total.new_zeros(()), log_probs=log_probs.detach())
 
     def _of_each(self, outputs: AgentOutputs, batches: AgentBatches) -> StepLoss:
         if find_form(self.diversity).rewarded:
@@ -105,12 +148,15 @@ class Objective:
             if output is None or batch is None:
                 tasks.append(torch.zeros(1, device=batches.present[0].targets.device))
                 continue
-            task, keys = -output.log_probs.sum(1), self.bootstrap[k : k + 1]
-            totals.append(_weighted(output.log_probs, batch, keys) if any(keys) else task.sum())
-            tasks.append(task.detach())
-        targets = tuple(0 if batch is None else batch.num_targets for batch in batches.each)
+            own = self._of_one(output.log_probs, batch, k)
+            totals.append(own.total)
+            tasks.append(own.task)
         total = torch.stack(totals).sum()
-        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), targets)
+        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), _targets(batches))
+
+
+def _targets(batches: AgentBatches) -> tuple[int, ...]:
+    return tuple(0 if batch is None else batch.num_targets for batch in batches.each)
 
 
 def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | None]) -> Tensor:

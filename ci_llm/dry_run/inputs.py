@@ -26,7 +26,15 @@ from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
-from ci_llm.run.cost_model import Trace, Untraceable, agent_copies, base_dtype, recompute_on_all, trace_longest
+from ci_llm.run.cost_model import (
+    Trace,
+    Untraceable,
+    agent_copies,
+    base_dtype,
+    passes_without_estimate,
+    recompute_on_all,
+    trace_longest,
+)
 from ci_llm.run.setup import steps_of
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
@@ -136,21 +144,33 @@ def tokenized(
 
 def estimate(context: CheckContext) -> str:
     """What one micro-step costs, found without weights."""
-    recomputes = ""
     try:
+        settled, _ = passes_without_estimate(context.config, context.processes.device)
+        becomes = _settle(context, "pass_per_agent", settled) + _settle(context, "use_gradient_checkpointing", None)
         context.trace = found = _traced(context)
-        if context.config.use_gradient_checkpointing == AUTO:
-            settled = recompute_on_all(found, context.processes.free_memory() - found.base_bytes, context.processes)
-            context.config = context.config.model_copy(update={"use_gradient_checkpointing": settled})
-            context.trace = found = _traced(context) if settled else found
-            recomputes = f"\nuse_gradient_checkpointing=auto becomes {str(settled).lower()} on this machine"
     except Untraceable as error:
         return f"this architecture cannot be traced without weights: {error}"
     return (
         f"{count(found.base_parameters)} parameters, {context.config.num_agents} agents of"
         f" {count(found.agent_parameters)}; a micro-step of {_micro_batch(context)}"
-        f" takes {found.flops / 1e12:.2g} TFLOP{recomputes}{_unshared(context)}"
+        f" takes {found.flops / 1e12:.2g} TFLOP{becomes}{_unshared(context)}"
     )
+
+
+def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
+    """Put true or false in place of auto, as the run will; returns the line that says so.
+
+    Args:
+        settled: what it becomes; None: true where the micro-step would not fit otherwise.
+    """
+    if getattr(context.config, key) != AUTO:
+        return ""
+    if settled is None:
+        context.config = context.config.model_copy(update={key: False})
+        found = _traced(context)
+        settled = recompute_on_all(found, context.processes.free_memory() - found.base_bytes, context.processes)
+    context.config = context.config.model_copy(update={key: settled})
+    return f"\n{key}=auto becomes {str(settled).lower()} on this machine"
 
 
 def _traced(context: CheckContext) -> Trace:

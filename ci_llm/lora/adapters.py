@@ -30,7 +30,7 @@ from ci_llm.base.quantized import replace_quantized_layers
 from ci_llm.base.targets import find_targets, peft_targets, trunk_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSettings, StackedLoRALinear
+from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSettings, Reading, StackedLoRALinear
 
 
 class DrawnWeights:
@@ -100,12 +100,13 @@ class DrawnWeights:
             row.normal_(generator=generator).mul_(spread)
         return rows
 
-    def applied(self) -> Tensor | None:
-        """[K, P] the weights of the pass; None: as they are in the storage."""
+    def applied(self, agents: slice) -> Tensor | None:
+        """The rows of these agents as a pass takes them, in memory of their own; None: as they are in the storage."""
         if self.masks is None and self.noise is None:
             return None
-        found = self._weights if self.noise is None else self._weights + self.noise
-        return found if self.masks is None else found * self.masks
+        found = self._weights[agents]
+        found = found if self.noise is None else found + self.noise[agents]
+        return found if self.masks is None else found * self.masks[agents]
 
     @property
     def _drops(self) -> bool:
@@ -125,7 +126,10 @@ class AgentStorage:
         layers: the adapted modules by their name in the base.
         dropout: of their inputs.
         casts: of the pass under way.
-        trunk: the layer of the base above which the agents begin; None: they begin with its first one.
+        reading: whose tokens their inputs hold.
+        trunk: the layers of the base below the agents; empty: they begin with its first one.
+        pass_per_agent: whether every agent takes passes of its own. Its numbers then come from operations of the shapes
+            that they have alone, so that its bits are those that it has alone.
         each: the settings of every agent.
         weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
         gradients: [K, P], like `weights`.
@@ -139,11 +143,13 @@ class AgentStorage:
         settings: LoraSettings,
         dropout: InputDropout,
         casts: Casts,
+        reading: Reading,
         adapted: Sequence[Collection[str]],
-        trunk: nn.Module | None,
+        trunk: Sequence[nn.Module],
     ) -> None:
-        self.layers, self.dropout, self.casts, self.settings = dict(layers), dropout, casts, settings
-        self.trunk = trunk
+        self.layers, self.settings, self.trunk = dict(layers), settings, trunk
+        self.dropout, self.casts, self.reading = dropout, casts, reading
+        self.pass_per_agent = False
         sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
         first = next(iter(self.layers.values())).base_layer
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
@@ -314,7 +320,9 @@ class AgentStorage:
 
     def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
         """Cast the weights once for all layers of the pass inside, as they were drawn if it is one of training."""
-        return self.casts.of_pass(self.weights, self._drawn.applied() if training else None, dtype)
+        agent = self.reading.agent
+        rows = slice(None) if agent is None else slice(agent, agent + 1)
+        return self.casts.of_pass(self.weights[rows], self._drawn.applied(rows) if training else None, dtype)
 
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
         """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.
@@ -340,8 +348,9 @@ class AgentStorage:
         return self._known_limits[1]
 
     def norms(self, storage: Tensor) -> Tensor:
-        """[K] the norm of every agent's numbers in `storage` [K, P]; padding would change the order of the sum."""
-        if min(self.sizes) == storage.shape[1]:
+        """[K] the norm of every agent's numbers in `storage` [K, P]; padding would change the order of the sum, and so
+        would other rows on several threads."""
+        if min(self.sizes) == storage.shape[1] and not self.pass_per_agent:
             return torch.linalg.vector_norm(storage, dim=1)  # type: ignore[no-any-return]
         return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
@@ -363,7 +372,8 @@ class AgentStorage:
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         kinds = sources[: len(settings.kinds())]
         adapted = [self._adapted[source or 0] for source in kinds]
-        storage = AgentStorage(self.layers, settings, dropout, self.casts, adapted, self.trunk)
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.trunk)
+        storage.pass_per_agent = self.pass_per_agent
         if None in sources:
             storage.initialise()
         for row, source in zip(storage.rows, sources, strict=True):
@@ -427,24 +437,22 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in kinds)
     found = {each: find_targets(model, *each) for each in wanted}
     everything = {name for names in found.values() for name in names}
-    dropout, casts = _input_dropout(settings), Casts()
+    dropout, casts, reading = _input_dropout(settings), Casts(), Reading()
     layers = {}
     for name in [name for name, _ in model.named_modules() if name in everything]:
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name)
-        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, name)
+        layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, reading, name)
         setattr(parent, child, layers[name])
     adapted = [found[agent.target_modules, agent.layers] for agent in kinds]
-    storage = AgentStorage(layers, settings, dropout, casts, adapted, trunk_of(model, everything))
+    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, trunk_of(model, everything))
     storage.initialise()
     return storage
 
 
 def _input_dropout(settings: LoraSettings) -> InputDropout:
     """Agents with settings of their own draw for themselves; all others draw together, as they always did."""
-    kinds = settings.kinds()
-    keys = [(agent.seed, agent.index) for agent in kinds] if settings.agents else None
-    return InputDropout([agent.dropout for agent in kinds], keys)
+    return InputDropout(settings.each(), together=not settings.agents)
 
 
 def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:

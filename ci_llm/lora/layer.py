@@ -54,12 +54,18 @@ class Casts:
     def __init__(self) -> None:
         self._under_way = self._is_drawn = False
         self._weights: Tensor | None = None
+        self._start = 0  # where they begin in the storage
         self._input: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
     def of_pass(self, weights: Tensor, drawn: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
-        """Make the weights [K, P] ready in `dtype` for the pass inside: those drawn for it, if there are any."""
-        self._under_way, self._is_drawn = True, drawn is not None
+        """Make weights ready in `dtype` for the pass inside: those drawn for it, if there are any.
+
+        Args:
+            weights: rows of the storage, [K, P] or [1, P]: those of the agents that the pass is of.
+            drawn: the same numbers as they were drawn, in memory of their own.
+        """
+        self._under_way, self._is_drawn, self._start = True, drawn is not None, int(weights.storage_offset())
         if drawn is not None or weights.dtype != dtype:
             self._weights = (weights if drawn is None else drawn).to(dtype)
         try:
@@ -72,7 +78,7 @@ class Casts:
         made = self._weights
         if made is None or made.dtype != dtype or self._is_drawn != is_drawn:
             return None
-        return made.as_strided(view.size(), view.stride(), view.storage_offset())
+        return made.as_strided(view.size(), view.stride(), view.storage_offset() - self._start)
 
     @torch.no_grad()
     def input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,6 +89,48 @@ class Casts:
         if self._under_way:
             self._input = (x, cast)
         return cast
+
+
+@dataclass
+class Shared:
+    """What the passes of single agents over one micro-batch compute once.
+
+    Attributes:
+        same_rows: whether all agents read the same rows; only then the trunk gives the same states.
+        trunk: what its last layer returned, and the state of the global generators after it; None: it has not run.
+        head: the head of the base as it was cast; None: no pass has come to it.
+    """
+
+    same_rows: bool
+    trunk: tuple[Any, dict[str, Any]] | None = None
+    head: Any = None
+
+
+@dataclass
+class Reading:
+    """Whose tokens the input of every layer holds: those of all agents, of one, or of each agent its own.
+
+    Attributes:
+        agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
+        spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
+        shared: with the passes of other agents; None: nothing.
+    """
+
+    agent: int | None = None
+    spans: Sequence[slice] | None = None
+    shared: Shared | None = None
+
+    @contextmanager
+    def of(
+        self, agent: int | None = None, *, spans: Sequence[slice] | None = None, shared: Shared | None = None
+    ) -> Iterator[None]:
+        """Let it be so for the passes inside, and for their backward passes where layers are recomputed."""
+        before = self.agent, self.spans, self.shared
+        self.agent, self.spans, self.shared = agent, spans, shared
+        try:
+            yield
+        finally:
+            self.agent, self.spans, self.shared = before
 
 
 @dataclass(frozen=True)
@@ -196,19 +244,20 @@ class InputDropout:
     """Drops inputs of the adapters with a probability per agent.
 
     Args:
-        shares: [K] the probability of dropping an input; one for all without `keys`.
-        keys: [K] what keys an agent's own draws; None: one draw from the global generator serves all agents.
+        each: the settings of the agents: what they drop, and what keys their own draws.
+        together: one draw from the global generator serves a pass of all agents, which then drop with one probability.
+            In a pass of one agent it draws for itself all the same, as it does alone.
 
     Attributes:
         micro_step: what keys the draws besides, set before each forward pass of a training run; None in loops that do
             not say it: all draws then come from the global generator.
     """
 
-    def __init__(self, shares: Sequence[float], keys: Sequence[tuple[int, int]] | None) -> None:
-        self._shares, self._keys = list(shares), keys
+    def __init__(self, each: Sequence[AgentLora], together: bool) -> None:
+        self._each, self._together = each, together
         self.micro_step: tuple[int, ...] | None = None
 
-    def apply(self, rows: Tensor, layer: str, agents: Sequence[int], lengths: Sequence[int] | None = None) -> Tensor:
+    def apply(self, rows: Tensor, layer: str, agents: Sequence[int], reading: Reading) -> Tensor:
         """The rows after dropout.
 
         Args:
@@ -216,24 +265,22 @@ class InputDropout:
             layer: name of the layer; with step and agent it keys the draw, so that activation checkpointing draws the
                 same when it computes the layer again.
             agents: their indices.
-            lengths: [n] the tokens of each of them in `rows` [1, N, in], if agents have rows of their own.
+            reading: whose tokens the input of the layer holds; with spans, `rows` [1, N, in] has those of `agents`.
         """
-        if self._keys is None:
-            return nn.functional.dropout(rows, self._shares[0])
-        given = rows.detach()
-        each = given.unbind(0) if lengths is None else given[0].split(list(lengths))
+        if self._together and reading.agent is None:
+            return nn.functional.dropout(rows, self._each[0].dropout)
+        given, spans = rows.detach(), reading.spans
+        each = given.unbind(0) if spans is None else given[0].split([spans[k].stop - spans[k].start for k in agents])
         masks = [self._mask(own, layer, k) for k, own in zip(agents, each, strict=True)]
-        return rows * (torch.stack(masks) if lengths is None else torch.cat(masks))
+        return rows * (torch.stack(masks) if spans is None else torch.cat(masks))
 
     def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:
         """0 where an input [N, in] is dropped, and 1 / (1 - share) elsewhere."""
-        assert self._keys is not None
-        seed, index = self._keys[agent]
-        own = None
+        own, generator = self._each[agent], None
         if self.micro_step is not None:
-            own = generator_for(seed, "dropout", *self.micro_step, layer, index, device=like.device)
-        keep = 1 - self._shares[agent]
-        return torch.empty_like(like).bernoulli_(keep, generator=own).div_(keep)
+            generator = generator_for(own.seed, "dropout", *self.micro_step, layer, own.index, device=like.device)
+        keep = 1 - own.dropout
+        return torch.empty_like(like).bernoulli_(keep, generator=generator).div_(keep)
 
 
 @dataclass(frozen=True)
@@ -479,26 +526,25 @@ class StackedLoRALinear(nn.Module):
         num_agents: K.
         dropout: of the adapters' inputs.
         casts: of the pass under way, for all layers.
+        reading: whose tokens the inputs of all layers hold.
         name: of the layer in the base, for messages.
 
     Attributes:
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
-        active_agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
-        spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
     """
 
-    def __init__(self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, casts: Casts, name: str) -> None:
+    def __init__(
+        self, base_layer: nn.Module, num_agents: int, dropout: InputDropout, casts: Casts, reading: Reading, name: str
+    ) -> None:
         super().__init__()
         self.name = name
         self.base_layer = base_layer
-        self.num_agents, self.dropout, self.casts = num_agents, dropout, casts
+        self.num_agents, self.dropout, self.casts, self.reading = num_agents, dropout, casts, reading
         self.in_features, self.out_features = _features(base_layer)
         self.lora_A = nn.ParameterDict()
         self.lora_B = nn.ParameterDict()
         self.groups: tuple[AgentGroup, ...] = ()
-        self.active_agent: int | None = None
-        self.spans: Sequence[slice] | None = None
 
     @property
     def weight(self) -> WeightMetadata:
@@ -510,12 +556,12 @@ class StackedLoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, agents, groups = 0, self.num_agents, self.groups
-        if self.active_agent is not None:
+        if self.reading.agent is not None:
             # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
-            first, agents = self.active_agent, 1
+            first, agents = self.reading.agent, 1
             groups = tuple(group.only(first) for group in groups if group.first <= first < group.end)
-        elif self.spans is not None:
-            agents, groups = 1, tuple(own for group in groups for own in group.on(self.spans))
+        elif self.reading.spans is not None:
+            agents, groups = 1, tuple(own for group in groups for own in group.on(self.reading.spans))
         if not self.training:
             groups = tuple(group.at_rest() for group in groups)
         y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
@@ -556,12 +602,12 @@ class StackedLoRALinear(nn.Module):
         x = x.to(compute_dtype(x))
         own = x if dropping == list(groups) else _joined([group.of(x) for group in dropping], dropping)
         agents = [first + k for group in dropping for k in range(group.first, group.end)]
-        lengths = None if self.spans is None else [group.extent for group in dropping]
-        return self.dropout.apply(own, self.name, agents, lengths)
+        return self.dropout.apply(own, self.name, agents, self.reading)
 
     def _require_all_tokens(self, rows: Tensor) -> None:
         """A layer that reads other tokens than all of them cannot tell whose they are."""
-        if self.spans is not None and rows.shape[1] != (tokens := max(span.stop for span in self.spans)):
+        spans = self.reading.spans
+        if spans is not None and rows.shape[1] != (tokens := max(span.stop for span in spans)):
             raise ModelError(
                 f"{self.name} reads {rows.shape[1]} of {tokens} tokens: it is not known whose they are",
                 where="agents with rows of their own",

@@ -38,11 +38,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from ci_llm.core.determinism import capture, restore
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.data.batches import AgentBatches, Batch, padded
+from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded
 from ci_llm.errors import CiLlmError, ModelError
 from ci_llm.lora.adapters import AgentStorage
-from ci_llm.lora.layer import compute_dtype
+from ci_llm.lora.layer import Reading, Shared, compute_dtype
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -247,16 +248,19 @@ class Head:
             getattr(config, "final_logit_softcapping", None),
         )
 
+    def to(self, dtype: torch.dtype) -> Head:
+        """The head with its numbers in `dtype`."""
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
     def logits(self, states: Tensor) -> Tensor:
         """States [..., D] -> logits [..., V], in fp32, or in fp64 for states in fp64.
 
         Agents [K, S, D] have a product each, as in `target_log_probs`.
         """
-        weight, bias = self.weight.to(states.dtype), _cast(self.bias, states.dtype)
+        head = self.to(states.dtype)
         if states.dim() > 2:
-            head = replace(self, weight=weight, bias=bias)  # cast once for all agents
             return torch.stack([head.logits(own) for own in states])
-        z = torch.nn.functional.linear(states, weight, bias)
+        z = torch.nn.functional.linear(states, head.weight, head.bias)
         return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def logits_into(self, buffers: tuple[Tensor, Tensor], states: Tensor) -> Tensor:
@@ -298,7 +302,7 @@ class _TargetLogProbs(torch.autograd.Function):
         log_probs = torch.empty(agents, count, dtype=wide, device=states.device)
         slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         # Cast once and not per chunk: with a large vocabulary there are many chunks, and each cast is expensive.
-        head = replace(head, weight=head.weight.to(states.dtype), bias=_cast(head.bias, states.dtype))
+        head = head.to(states.dtype)
         # The largest tensors of the pass: made once, and used by every chunk.
         narrow = states.new_empty(min(count, head.chunk_rows), head.weight.shape[0])
         buffers = narrow, narrow if states.dtype == wide else torch.empty_like(narrow, dtype=wide)
@@ -352,11 +356,28 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:
         return _TargetLogProbs.apply(states, targets, head)  # type: ignore[no-any-return]
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
-
-
 Laid = tuple[Tensor, Tensor, tuple[int, ...]]  # ids [N], positions [N] and bounds of packed rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """One pass of a micro-batch.
+
+    Attributes:
+        rows: what it reads.
+        agent: whose rows they are; None: those of all agents, or of each its own.
+        layers: what tells the layers whose tokens they read.
+        shared: with the passes of the other agents; None: it is the only pass.
+    """
+
+    rows: MicroBatch
+    agent: int | None
+    layers: Reading
+    shared: Shared | None
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Let the layers read the rows of the agent. The backward pass belongs inside: layers may be recomputed."""
+        return self.layers.of(self.agent, shared=self.shared)
 
 
 @dataclass(frozen=True)
@@ -375,31 +396,46 @@ class Passes:
     pad_id: int
     packed: bool
 
-    @property
-    def num_agents(self) -> int:
-        return self.agents.settings.num_agents
-
     def states(self, batch: Batch) -> Tensor:
-        """Final hidden states [K, N, D] of every agent on the same rows, in packed order."""
+        """Final hidden states [K, N, D] of the agents that read these rows, all or one, in packed order."""
+        if self.agents.pass_per_agent and self.agents.reading.agent is None:
+            return torch.cat([self._states_of(part) for part in self.parts(batch)])
         if self.packed:
             ids, positions, bounds = self._laid(batch)
             with once_below(self.agents) as copies:
                 states = self._end_to_end(ids.expand(copies, -1), positions, bounds)
             return states[:, : batch.num_tokens] if len(ids) > batch.num_tokens else states
         inputs, (rows, columns) = self._rectangle(batch)
-        states = self._hidden({name: each.repeat(self.num_agents, 1) for name, each in inputs.items()})
-        return states.unflatten(0, (self.num_agents, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
+        copies = self.agents.settings.num_agents if self.agents.reading.agent is None else 1
+        states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
+        return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
     def states_of_each(self, batches: AgentBatches) -> Sequence[Tensor]:
-        """Final hidden states [1, N, D] of every agent on its own rows, in packed order; N is 0 without any.
-
-        Packed rows of all agents go through the base at once, and an agent has the bits that it has alone. A rectangle
-        of all rows would pad them to another length than alone, so padded rows take a pass per agent.
-        """
-        if self.packed:
+        """Final hidden states [1, N, D] of every agent on its own rows, in packed order; N is 0 without any."""
+        parts = self.parts(batches)
+        if parts[0].agent is None:
             return self._agent_after_agent(batches)
         nothing = self.agents.weights.new_zeros(1, 0, 1)
-        return [nothing if own is None else self._states_of_agent(k, own) for k, own in enumerate(batches.each)]
+        found = {part.agent: self._states_of(part) for part in parts}
+        return [found.get(k, nothing) for k in range(len(batches.each))]
+
+    def parts(self, batch: MicroBatch) -> list[Part]:
+        """The passes that a micro-batch takes: one for all agents, or one for each that has a row in it.
+
+        A rectangle of the rows of all agents would pad them to another length than alone, so padded rows of each
+        agent's own always take a pass per agent.
+        """
+        reading, each = self.agents.reading, isinstance(batch, AgentBatches)
+        if not (self.agents.pass_per_agent or (each and not self.packed)):
+            return [Part(batch, None, reading, None)]
+        shared = Shared(same_rows=not each)
+        rows = batch.each if isinstance(batch, AgentBatches) else [batch] * self.agents.settings.num_agents
+        return [Part(own, k, reading, shared) for k, own in enumerate(rows) if own is not None]
+
+    def _states_of(self, part: Part) -> Tensor:
+        assert isinstance(part.rows, Batch)
+        with part.reading():
+            return self.states(part.rows)
 
     def _agent_after_agent(self, batches: AgentBatches) -> list[Tensor]:
         laid = [None if batch is None else self._laid(batch) for batch in batches.each]
@@ -407,16 +443,19 @@ class Passes:
         spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         bounds = [span.start + bound for span, own in zip(spans, laid, strict=True) if own for bound in own[2][1:]]
         ids, positions = torch.cat([own[0] for own in laid if own]), torch.cat([own[1] for own in laid if own])
-        with reading(self.agents, spans):
+        with self.agents.reading.of(spans=spans):
             states = self._end_to_end(ids[None], positions, (0, *bounds))
         parts = zip(states.split(sizes, dim=1), batches.each, strict=True)
         return [part if batch is None else part[:, : batch.num_tokens] for part, batch in parts]
 
-    def _states_of_agent(self, k: int, batch: Batch) -> Tensor:
-        inputs, index = self._rectangle(batch)
-        size = inputs["input_ids"].numel()
-        with reading(self.agents, [slice(0, size if agent == k else 0) for agent in range(self.num_agents)]):
-            return self._hidden(inputs)[index][None]
+    def cast_head(self, states: Tensor) -> Head:
+        """The head of the base for these states; passes of single agents cast it once for all."""
+        head, shared = Head.of(self.model), self.agents.reading.shared
+        if shared is None:
+            return head
+        if shared.head is None:
+            shared.head = head.to(compute_dtype(states))
+        return shared.head  # type: ignore[no-any-return]
 
     def _end_to_end(self, ids: Tensor, positions: Tensor, bounds: Sequence[int]) -> Tensor:
         """Final hidden states [R, N, D] of ids [R, N]."""
@@ -459,20 +498,29 @@ class Passes:
 def once_below(agents: AgentStorage) -> Iterator[int]:
     """Run the trunk of the base once for all agents, which read the same rows, and every layer above it for each.
 
-    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not compute it again.
+    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not compute it again. Where
+    every agent takes a pass of its own, the first pass runs the trunk, and the others take the states that it left.
 
     Yields:
         how many copies of the rows the base has to be given.
     """
-    count, trunk = agents.settings.num_agents, agents.trunk
-    if trunk is None:
+    reading, trunk = agents.reading, agents.trunk
+    count = agents.settings.num_agents if reading.agent is None else 1
+    shared = reading.shared if reading.shared is not None and reading.shared.same_rows else None
+    if not trunk:
         yield count
         return
 
     def spread(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if shared is not None:
+            shared.trunk = output, capture()
         return tree_map_only(Tensor, lambda states: states.expand(count, *states.shape[1:]), output)
 
-    handle = trunk.register_forward_hook(spread)
+    if shared is not None and shared.trunk is not None:
+        with _skipped(trunk, *shared.trunk):
+            yield 1
+        return
+    handle = trunk[-1].register_forward_hook(spread)
     try:
         yield 1
     finally:
@@ -480,16 +528,20 @@ def once_below(agents: AgentStorage) -> Iterator[int]:
 
 
 @contextmanager
-def reading(agents: AgentStorage, spans: Sequence[slice]) -> Iterator[None]:
-    """Tell the layers whose tokens their input holds: those of each agent by itself."""
-    layers = agents.layers.values()
+def _skipped(layers: Sequence[nn.Module], output: Any, generators: dict[str, Any]) -> Iterator[None]:
+    """Let these layers compute nothing and return `output`; the base may have drawn its own dropout in them."""
+
+    def forward(*_inputs: Any, **_named: Any) -> Any:
+        restore(generators)
+        return output
+
     for layer in layers:
-        layer.spans = spans
+        layer.forward = forward  # hides the method of its class
     try:
         yield
     finally:
         for layer in layers:
-            layer.spans = None
+            del layer.forward
 
 
 def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
@@ -508,5 +560,5 @@ def stop_recomputing(model: PreTrainedModel) -> None:
 
 def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a recomputed layer: of its pass, and of that in backward, which has to know whose tokens it reads."""
-    spans = next(iter(agents.layers.values())).spans
-    return nullcontext(), nullcontext() if spans is None else reading(agents, spans)
+    reading = agents.reading
+    return nullcontext(), reading.of(reading.agent, spans=reading.spans)

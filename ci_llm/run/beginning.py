@@ -407,6 +407,8 @@ def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
             yield f"learning rate x {agent.lr_factor:.3g} for {name}"
     if (limit := recovery.limit(batch_size)) < batch_size:
         yield f"micro-batch of at most {limit} row(s), the effective batch holds"
+    if recovery.pass_per_agent:
+        yield "every agent takes a pass of its own"
     if recovery.recompute:
         yield "layers are recomputed in the backward pass"
     if recovery.bad_batches:

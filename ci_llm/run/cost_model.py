@@ -3,7 +3,8 @@
 Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
 on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
 
-What `use_gradient_checkpointing: auto` becomes: layers are recomputed where their activations would not fit.
+What two keys become that say auto: a pass for each agent, and layers that are recomputed, where their activations would
+not fit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ci_llm.base.load import load_architecture, load_error
 from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
+from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
@@ -35,6 +37,7 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import AUTO, DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
+from ci_llm.lora.passes import Part
 from ci_llm.run.agent_settings import lora_settings
 
 logger = logging.getLogger(__name__)
@@ -182,6 +185,7 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
+    crowd.agents.pass_per_agent = config.pass_per_agent is not False
     if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     return crowd.train()
@@ -191,20 +195,25 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
     """(bytes at the worst moment, beside base and agents; operations) of forward and backward."""
     crowd.agents.begin_step(0)
     owned = [*crowd.parameters(), *crowd.buffers(), crowd.agents.weights, crowd.agents.gradients]
+    first, *others = crowd.parts(batch)
     with _Ledger(owned) as ledger:
         try:
-            _forward_backward(config, crowd, batch)
+            _forward_backward(config, crowd, first)
         except (TypeError, AttributeError):  # its attention cannot take packed rows, see `Crowd.choose_route`
             crowd.route = "padded"
-            _forward_backward(config, crowd, batch)
-    return ledger.peak, ledger.flops
+            _forward_backward(config, crowd, first)
+        flops = ledger.flops
+        for part in others[:1]:  # all others cost what the second pass costs
+            _forward_backward(config, crowd, part)
+    return ledger.peak, flops + (ledger.flops - flops) * len(others)
 
 
-def _forward_backward(config: Config, crowd: Crowd, batch: Batch) -> None:
+def _forward_backward(config: Config, crowd: Crowd, part: Part) -> None:
     mixed = autocast_dtype(config.mixed_precision)
-    with torch.autocast(batch.input_ids.device.type, dtype=mixed, enabled=mixed is not None):
-        loss = Objective(config.diversity, config.lambda_sw)(crowd(batch), batch, 0)
-    loss.total.backward()
+    with part.reading():
+        with torch.autocast(crowd.device.type, dtype=mixed, enabled=mixed is not None):
+            loss = Objective(config.diversity, config.lambda_sw)(crowd(part.rows), part.rows, 0, part.agent)
+        loss.total.backward()
 
 
 def _batch(rows: int, tokens: int, targets: int, device: torch.device) -> Batch:
@@ -273,6 +282,36 @@ def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
 USABLE: Final = 0.8
 
 
+def settle_passes(config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None) -> Config:
+    """The configuration with true or false in place of `pass_per_agent: auto`: the same on all processes. A collective.
+
+    Args:
+        each, before: as for `settle_recomputation`.
+    """
+    if config.pass_per_agent != AUTO:
+        return config
+    settled, why = passes_without_estimate(config, processes.device)
+    if before is not None:
+        settled, why = before.pass_per_agent is True, "auto keeps what the run began with"
+    if settled is None:
+        settled, why = _too_large(config.model_copy(update={"pass_per_agent": False}), each, processes)
+    logger.info(f"memory    pass_per_agent={str(settled).lower()}: {why}")
+    return config.model_copy(update={"pass_per_agent": settled})
+
+
+def passes_without_estimate(config: Config, device: torch.device) -> tuple[bool | None, str]:
+    """What `pass_per_agent: auto` becomes, and why; None where memory decides."""
+    if find_form(config.diversity).rewarded:
+        return False, f"diversity {config.diversity} has gradients through all agents"
+    if config.deterministic is True:
+        return True, "deterministic is true, and an agent has the bits that it has alone"
+    if config.base_sharding != "none":
+        return False, "every pass gathers the layers of the base"
+    if device.type == "cpu":
+        return True, "on a CPU it costs little, and an agent has the bits that it has alone"
+    return None, ""
+
+
 def settle_recomputation(
     config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None
 ) -> Config:
@@ -289,7 +328,7 @@ def settle_recomputation(
     if before is not None and before.use_gradient_checkpointing != AUTO:
         settled, why = before.use_gradient_checkpointing, "auto keeps what the run began with"
     else:
-        settled, why = _decided(config, each, processes)
+        settled, why = _too_large(config, each, processes)
     logger.info(f"memory    use_gradient_checkpointing={str(settled).lower()}: {why}")
     return config.model_copy(update={"use_gradient_checkpointing": settled})
 
@@ -304,7 +343,8 @@ def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:
     return any(processes.gather_object(needed > USABLE * free))
 
 
-def _decided(config: Config, each: Sequence[TokenizedRows], processes: Processes) -> tuple[bool, str]:
+def _too_large(config: Config, each: Sequence[TokenizedRows], processes: Processes) -> tuple[bool, str]:
+    """Whether the longest micro-step would not fit into the memory of any process, and why. A collective."""
     lengths, rows = Lengths.of(sampled(each)), config.batch_size
     try:
         shape = load_architecture(config.model_name)

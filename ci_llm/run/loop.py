@@ -1,10 +1,10 @@
 """The training loop: the page to read first.
 
-One optimizer step goes one way: rows -> the frozen base, once for all agents -> summed losses -> backward, without any
-communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent -> the optimizer
-moves -> the state advances. A reduction inside backward would leave the peers of a process that ran out of memory
-waiting there. So that process says it in the ballot, and all repeat the step in smaller parts. The ballot also says
-which agents are not finite; they are left out before the optimizer moves (nonfinite.py).
+One optimizer step goes one way: rows -> the frozen base, for all agents at once or one by one -> summed losses ->
+backward, without any communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent
+-> the optimizer moves -> the state advances. A reduction inside backward would leave the peers of a process that ran
+out of memory waiting there. So that process says it in the ballot, and all repeat the step in smaller parts. The ballot
+also says which agents are not finite; they are left out before the optimizer moves (nonfinite.py).
 """
 
 from __future__ import annotations
@@ -135,14 +135,20 @@ def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> S
         run.optimizer.draw(run.crowd.agents, step)
     sums = torch.zeros(_num_sums(run.crowd.num_agents, run.plan), dtype=torch.float64, device=run.crowd.device)
     for number, batch in enumerate(micro_batches):
-        run.heartbeat.tick()
-        # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the same.
-        seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
         run.crowd.agents.begin_micro_step(step, run.processes.process_index, number)
         batch = batch.to(run.crowd.device)
-        with run.processes.autocast():
-            loss = run.objective(run.crowd(batch), batch, step)
-        (loss.total * (run.state.loss_scale or 1.0)).backward()
+        losses = []
+        for part in run.crowd.parts(batch):
+            run.heartbeat.tick()
+            # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the
+            # same, and so does an agent that is alone.
+            seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
+            with part.reading():
+                with run.processes.autocast():
+                    loss = run.objective(run.crowd(part.rows), part.rows, step, part.agent)
+                (loss.total * (run.state.loss_scale or 1.0)).backward()
+            losses.append((part.agent, loss))
+        loss = run.objective.together(losses, batch, step)
         sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens)
     nonfinite = nonfinite_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
     return Sums(sum(batch.num_targets for batch in micro_batches), sums, nonfinite)

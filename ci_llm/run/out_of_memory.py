@@ -1,7 +1,8 @@
 """Out of memory: one process tells the others by its ballot, and all repeat the same step in smaller parts.
 
-`agree_on_gradients` of the training loop repeats the step. Halving the micro-batch doubles the accumulation, so each
-optimizer step still uses the same rows. At one row the layers are recomputed in the backward pass; after that nothing
+`agree_on_gradients` of the training loop repeats the step. First every agent takes a pass of its own, which needs 1/K
+of the activations. Halving the micro-batch doubles the accumulation, so each optimizer step still uses the same rows.
+At one row the layers are recomputed in the backward pass; after that nothing
 is left to reduce inside the run. What was reduced is recovery state: checkpoints hold it. An evaluation is repeated in
 smaller batches, which changes nothing in the training.
 """
@@ -21,6 +22,7 @@ import torch
 from ci_llm.base.load import Base
 from ci_llm.config import Config
 from ci_llm.core.memory import free_memory, is_out_of_memory
+from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.model import Crowd
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
@@ -86,7 +88,11 @@ class MemoryRelief:
         """
         self._release_cache()
         recovery, rows = state.recovery, self._rows_at_once(state)
-        if rows > 1:
+        if self._may_take_passes_of_one():
+            recovery = replace(recovery, pass_per_agent=True)
+            self.crowd.agents.pass_per_agent = True
+            done = "every agent takes a pass of its own from now on; the steps are sample-exact"
+        elif rows > 1:
             recovery = replace(recovery, micro_batch_size=rows // 2)
             done = f"micro-batch {rows} -> {rows // 2} row(s), the effective batch of {state.rows_per_step} holds"
         elif not (self.config.use_gradient_checkpointing is True or recovery.recompute):
@@ -116,6 +122,10 @@ class MemoryRelief:
         gc.collect()  # first the objects, whose memory the cache of the GPU can then return
         if self.crowd.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _may_take_passes_of_one(self) -> bool:
+        agents = self.crowd.agents
+        return not agents.pass_per_agent and self.crowd.num_agents > 1 and not find_form(self.config.diversity).rewarded
 
     def _rows_at_once(self, state: TrainState) -> int:
         """The rows of the largest micro-batch that any process had in this step, which every process can compute."""

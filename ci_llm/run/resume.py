@@ -136,6 +136,10 @@ def open_source(given: str, where: str) -> Source:
         raise
 
 
+#: What runs did before the key existed.
+_BEFORE_THE_KEY: Final = "\npass_per_agent: false\n"
+
+
 def recorded_config(source: Source) -> Config:
     """The configuration with which the checkpoint was made.
 
@@ -144,7 +148,8 @@ def recorded_config(source: Source) -> Config:
     """
     where = str(source.folder)
     try:
-        return parse_config(source.checkpoint.state["config.yaml"].decode(), where)
+        text = source.checkpoint.state["config.yaml"].decode()
+        return parse_config(text if "\npass_per_agent:" in text else f"{text}{_BEFORE_THE_KEY}", where)
     except ConfigError as error:
         raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
 

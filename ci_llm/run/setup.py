@@ -38,7 +38,7 @@ from ci_llm.run.agent_settings import (
     training_of,
 )
 from ci_llm.run.context import Run
-from ci_llm.run.cost_model import settle_recomputation
+from ci_llm.run.cost_model import settle_passes, settle_recomputation
 from ci_llm.run.evaluation import Evaluator, StopVote
 from ci_llm.run.loading import Loaded, common_form, describe_rows, load, rows_and_plan, shares_layers, training_rows
 from ci_llm.run.members import Members, config_of
@@ -112,7 +112,7 @@ def build(
     set_determinism(config)
     loaded = (loaded or load(config, processes)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
-    config = settle_recomputation(config, rows, processes, before)
+    config = settle_recomputation(settle_passes(config, rows, processes, before), rows, processes, before)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
     crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
@@ -237,6 +237,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
         [training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
     )
+    crowd.agents.pass_per_agent = config.pass_per_agent is True
     if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):

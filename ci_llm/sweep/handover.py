@@ -189,6 +189,7 @@ def _train_state(values: Mapping[str, Any], members: Sequence[CheckpointMember])
     recovery = RecoveryState(
         agents=state.recovery.agents,
         micro_batch_size=min(limits, default=None),
+        pass_per_agent=any(recovery.pass_per_agent for recovery in each),
         recompute=any(recovery.recompute for recovery in each),
     )
     validation = Validation(state.validation.metric, step=state.validation.step, agents=state.validation.agents)

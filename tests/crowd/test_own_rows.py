@@ -16,7 +16,6 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.lora.layer import LoraSettings
-from ci_llm.lora.passes import reading
 from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, LARGE, MLP, SMALL
 from tests.support.campaign import first_fast
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
@@ -211,6 +210,9 @@ def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy")
     layer = next(iter(crowd.agents.layers.values()))
-    with reading(crowd.agents, [slice(0, 3), slice(3, 9)]), pytest.raises(ModelError, match="reads 4 of 9 tokens"):
+    with (
+        crowd.agents.reading.of(spans=[slice(0, 3), slice(3, 9)]),
+        pytest.raises(ModelError, match="reads 4 of 9 tokens"),
+    ):
         layer(torch.zeros(1, 4, layer.in_features, dtype=torch.float64))
-    assert layer.spans is None
+    assert crowd.agents.reading.spans is None

@@ -106,7 +106,7 @@ def module_of(tensor: str) -> str:
 def test_the_bits_are_those_of_a_base_that_runs_for_every_agent(family: str) -> None:
     crowd = crowd_on(base(family), dropout=0.2, dropconnect=0.3)
     found = gradients(crowd)
-    crowd.agents.trunk = None
+    crowd.agents.trunk = ()
     for one, other in zip(found, gradients(crowd), strict=True):
         assert torch.equal(one, other)
 
@@ -130,8 +130,8 @@ def test_an_error_in_a_pass_leaves_the_base_as_it_was() -> None:
     broken.forward = None
     with pytest.raises(TypeError, match="NoneType"):
         crowd(batch())
-    assert crowd.agents.trunk is crowd.model.model.layers[1]
-    assert not crowd.agents.trunk._forward_hooks
+    assert crowd.agents.trunk[-1] is crowd.model.model.layers[1]
+    assert not crowd.agents.trunk[-1]._forward_hooks
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -145,9 +145,9 @@ def test_nothing_of_the_trunk_is_kept_for_the_backward_pass(autocast: bool) -> N
 
 
 def test_agents_on_the_first_layer_have_no_trunk() -> None:
-    assert crowd_on(base(layers=LAYERS), "all").agents.trunk is None
-    assert crowd_on(base(layers=LAYERS), (0, 3)).agents.trunk is None
-    assert Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.trunk is not None
+    assert crowd_on(base(layers=LAYERS), "all").agents.trunk == ()
+    assert crowd_on(base(layers=LAYERS), (0, 3)).agents.trunk == ()
+    assert Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.trunk
 
 
 def test_a_crowd_of_fewer_agents_has_the_trunk_of_the_old_one() -> None:
@@ -163,7 +163,7 @@ def test_a_crowd_of_fewer_agents_has_the_trunk_of_the_old_one() -> None:
 def test_a_module_outside_of_the_layers_may_come_before_them() -> None:
     model: Any = base()
     model.model.project_in = nn.Linear(4, 4)
-    assert Crowd(copy.deepcopy(model), LoraSettings(target_modules=("project_in",)), "toy").agents.trunk is None
+    assert Crowd(copy.deepcopy(model), LoraSettings(target_modules=("project_in",)), "toy").agents.trunk == ()
     upper = Crowd(model, LoraSettings(layers=(1,)), "toy")
     assert not any("project_in" in name for name in upper.agents.layers)
 
@@ -187,7 +187,7 @@ def test_a_base_without_a_list_of_layers_is_refused() -> None:
     model.model.layers = nn.Sequential(*model.model.layers)
     with pytest.raises(ModelError, match="has no list of layers"):
         Crowd(copy.deepcopy(model), LoraSettings(layers="upper_half"), "toy")
-    assert Crowd(model, LoraSettings(), "toy").agents.trunk is None
+    assert Crowd(model, LoraSettings(), "toy").agents.trunk == ()
 
 
 # Agents with settings or rows of their own
@@ -298,7 +298,7 @@ def test_an_adapter_that_peft_trained_in_some_layers_becomes_an_agent(tmp_path: 
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     made = import_crowd([tmp_path / "adapter"], tmp_path / "crowd")
     assert (made.settings.layers, made.settings.target_modules) == ((1,), tuple(sorted(PROJECTIONS)))
-    assert made.agents.trunk is made.model.model.layers[0]
+    assert made.agents.trunk[-1] is made.model.model.layers[0]
     opened = Crowd.from_pretrained(tmp_path / "crowd", device="cpu")
     for crowd in (made, opened):
         torch.testing.assert_close(logits_of(crowd, 0), logits_by_peft(tmp_path / "adapter"))

@@ -29,7 +29,8 @@ class TermInputs:
 
     Attributes:
         log_probs: [K, S] log-probability of every target under every agent, in nats.
-        states: [K, N, D] final hidden states, in packed order.
+        states: [K, N, D] final hidden states, in packed order; empty for a form without a reward where every agent
+            takes a pass of its own.
         finite: [K] bool, the agents whose log-probabilities are all finite.
         batch: the rows of the micro-batch.
         step: the optimizer step; with `seed` it keys random numbers, so that a resumed run draws the same.
