@@ -366,7 +366,7 @@ class AgentStorage:
         Raises:
             ModelError: memory does not hold the agents.
         """
-        dropout = _input_dropout(settings)
+        dropout = InputDropout(settings)
         for layer in self.layers.values():
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
@@ -437,7 +437,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in kinds)
     found = {each: find_targets(model, *each) for each in wanted}
     everything = {name for names in found.values() for name in names}
-    dropout, casts, reading = _input_dropout(settings), Casts(), Reading()
+    dropout, casts, reading = InputDropout(settings), Casts(), Reading()
     layers = {}
     for name in [name for name, _ in model.named_modules() if name in everything]:
         parent_name, _, child = name.rpartition(".")
@@ -448,11 +448,6 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, trunk_of(model, everything))
     storage.initialise()
     return storage
-
-
-def _input_dropout(settings: LoraSettings) -> InputDropout:
-    """Agents with settings of their own draw for themselves; all others draw together, as they always did."""
-    return InputDropout(settings.each(), together=not settings.agents)
 
 
 def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:

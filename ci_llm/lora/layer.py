@@ -243,18 +243,19 @@ def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
 class InputDropout:
     """Drops inputs of the adapters with a probability per agent.
 
+    Agents with settings of their own draw for themselves. Others draw together in a pass of all agents, from the global
+    generator; in a pass of one agent it draws for itself all the same, as it does alone.
+
     Args:
-        each: the settings of the agents: what they drop, and what keys their own draws.
-        together: one draw from the global generator serves a pass of all agents, which then drop with one probability.
-            In a pass of one agent it draws for itself all the same, as it does alone.
+        settings: what the agents drop, and what keys their own draws.
 
     Attributes:
         micro_step: what keys the draws besides, set before each forward pass of a training run; None in loops that do
             not say it: all draws then come from the global generator.
     """
 
-    def __init__(self, each: Sequence[AgentLora], together: bool) -> None:
-        self._each, self._together = each, together
+    def __init__(self, settings: LoraSettings) -> None:
+        self._settings = settings
         self.micro_step: tuple[int, ...] | None = None
 
     def apply(self, rows: Tensor, layer: str, agents: Sequence[int], reading: Reading) -> Tensor:
@@ -267,8 +268,8 @@ class InputDropout:
             agents: their indices.
             reading: whose tokens the input of the layer holds; with spans, `rows` [1, N, in] has those of `agents`.
         """
-        if self._together and reading.agent is None:
-            return nn.functional.dropout(rows, self._each[0].dropout)
+        if not self._settings.agents and reading.agent is None:
+            return nn.functional.dropout(rows, self._settings.dropout)
         given, spans = rows.detach(), reading.spans
         each = given.unbind(0) if spans is None else given[0].split([spans[k].stop - spans[k].start for k in agents])
         masks = [self._mask(own, layer, k) for k, own in zip(agents, each, strict=True)]
@@ -276,7 +277,7 @@ class InputDropout:
 
     def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:
         """0 where an input [N, in] is dropped, and 1 / (1 - share) elsewhere."""
-        own, generator = self._each[agent], None
+        own, generator = self._settings.of(agent), None
         if self.micro_step is not None:
             generator = generator_for(own.seed, "dropout", *self.micro_step, layer, own.index, device=like.device)
         keep = 1 - own.dropout

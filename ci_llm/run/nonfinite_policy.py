@@ -195,6 +195,8 @@ class RecoveryState:
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
         values = {_RUN_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        if not self.pass_per_agent:
+            del values["pass_per_agent"]  # the key is younger than the file
         batches = [{"step": batch.step, "rows": list(batch.rows)} for batch in self.bad_batches]
         return values | {"agents": [agent.to_dict() for agent in self.agents], "bad_batches": batches}
 
