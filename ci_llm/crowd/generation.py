@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -266,26 +266,15 @@ def generate_ids(
         ModelError: the base cannot generate, or every agent's logits hold NaN.
     """
     numbers = numbers or range(len(prompts))
+    how: Any = {"include_agents": include_agents, "uncertainty": uncertainty, "stop": stop, "is_over": is_over}
     try:
         with _as_in_generation(crowd):
             if crowd.padding_invariant is None and len({*map(len, prompts)}) > 1:
                 crowd.padding_invariant = is_padding_invariant(crowd.model, crowd.num_agents, crowd.pad_id)
             size = 1 if crowd.padding_invariant is False else max(1, len(prompts))
             with nullcontext() if agent is None else crowd.active_agent(agent):
-                parts = [
-                    _generate_together(
-                        crowd,
-                        prompts[at : at + size],
-                        decoding,
-                        numbers[at : at + size],
-                        alone=agent is not None,
-                        include_agents=include_agents,
-                        uncertainty=uncertainty,
-                        stop=stop,
-                        is_over=is_over,
-                    )
-                    for at in range(0, len(prompts), size)
-                ]
+                batches = [slice(at, at + size) for at in range(0, len(prompts), size)]
+                parts = [_generate_batch(crowd, prompts[at], decoding, numbers[at], agent, **how) for at in batches]
     except Exception as error:  # families raise errors of every kind for what they do not support
         raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
     found = Generated.joined(parts)
@@ -305,26 +294,21 @@ def _as_in_generation(crowd: CrowdModel) -> Iterator[None]:
         crowd.train(training)
 
 
-def _generate_together(
+def _generate_batch(
     crowd: CrowdModel,
     prompts: Sequence[TokenIds],
     decoding: Decoding,
     numbers: Sequence[int],
+    agent: int | None,
     *,
-    alone: bool,
     include_agents: bool,
     uncertainty: bool,
     stop: Callable[[], bool],
     is_over: Callable[[TokenIds], bool] | None,
 ) -> Generated:
-    """One batch of `generate_ids`; of a crowd that votes, the texts that it votes on.
-
-    Args:
-        alone: the model's active agent answers, as a crowd of one.
-    """
-    model, num_agents, learned = crowd.model, crowd.num_agents, crowd.learned
-    if alone:
-        num_agents, learned = 1, None
+    """One batch of `generate_ids`; of a crowd that votes, the texts that it votes on."""
+    model = crowd.model
+    num_agents, learned = (crowd.num_agents, crowd.learned) if agent is None else (1, None)
     free = free_positions(model, prompts, numbers)
     rows, first = _rows(prompts, decoding, include_agents=include_agents)
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, crowd.pad_id))
@@ -346,7 +330,7 @@ def _generate_together(
             synced_gpus=False,  # processes with a sharded base keep in step by themselves
         )
     new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
-    whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
+    whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(own)] for k, own in enumerate(new)]
     return _generated(whole, len(prompts), first, decoding, choice)
 
 
