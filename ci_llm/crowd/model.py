@@ -185,7 +185,7 @@ class AgentOutputs:
 
 
 class CrowdModel(nn.Module):
-    """The module inside `Crowd`, which has its arguments, attributes and errors."""
+    """K LoRA agents on one frozen base, as a module. Arguments, attributes and errors are those of `Crowd`."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
         super().__init__()

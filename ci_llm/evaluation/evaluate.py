@@ -123,10 +123,8 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
             passes = iter(_PASSES)
-            concentration = job.config.dirichlet_alpha_aggregator
-            job.crowd.learned = learn(
-                lambda: targets_of(job.crowd, _batches(job, progress, next(passes))), concentration
-            )
+            alpha = job.config.dirichlet_alpha_aggregator
+            job.crowd.learned = learn(lambda: targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
