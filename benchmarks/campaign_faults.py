@@ -112,7 +112,7 @@ def _oom(_: Any) -> None:
 
 
 def _at_next_forward(change: Callable[[Any], Any]) -> None:
-    from ci_llm.crowd.model import Crowd
+    from ci_llm.crowd.crowd import Crowd
 
     original = Crowd.forward
 

@@ -20,11 +20,11 @@ from ci_llm.config import Config, load_config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import Calibration
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.exporting import settings_of
 from ci_llm.crowd.merge_methods import Distillation, merge_of
 from ci_llm.crowd.merging import Adapter, merged
-from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 
 #: Products that read the embedded tokens: their input depends on no adapter.

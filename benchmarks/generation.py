@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.gsm8k import VOCABULARY
 from benchmarks.step import ALPHA, PROJECTIONS, RANK, SIZES, K, random_base
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.model import Crowd
 from ci_llm.lora.layer import LoraSettings
 
 OURS, CACHES, ORIGINAL = "ours", "K caches", "original's way"

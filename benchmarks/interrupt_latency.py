@@ -64,7 +64,7 @@ def strike(folder: str) -> None:
 def train_ours(folder: str) -> int:
     torch.set_num_threads(1)
     os.chdir(folder)
-    interfere("ci_llm.crowd.model.Crowd.forward", FORWARD_PASS, lambda: strike(folder))
+    interfere("ci_llm.crowd.crowd.Crowd.forward", FORWARD_PASS, lambda: strike(folder))
     return command(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in OURS.items())])
 
 

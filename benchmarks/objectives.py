@@ -32,7 +32,8 @@ from benchmarks.crowd import Results, over_seeds
 from benchmarks.crowd_answers import Measured, scored
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config, load_config
-from ci_llm.crowd.model import Crowd, CrowdOutput
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import StepLoss
 from ci_llm.data.batches import Batch, MicroBatch, pack, stream
 from ci_llm.data.tokens import TokenizedRows

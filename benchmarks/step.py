@@ -37,7 +37,7 @@ from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
 from ci_llm.base.targets import Layers, peft_targets
 from ci_llm.config import Config
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot

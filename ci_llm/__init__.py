@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
     from ci_llm.core.determinism import seed_everything as seed_everything
-    from ci_llm.crowd.model import Crowd as Crowd
+    from ci_llm.crowd.crowd import Crowd as Crowd
     from ci_llm.data.batches import pack as pack
     from ci_llm.data.prompts import Prompter as Prompter
     from ci_llm.data.sampler import StatefulSampler as StatefulSampler
@@ -38,7 +38,7 @@ _MODULES = {
     "CheckpointManager": "ci_llm.checkpoints.manager",
     "CiLlmError": "ci_llm.errors",
     "Config": "ci_llm.config",
-    "Crowd": "ci_llm.crowd.model",
+    "Crowd": "ci_llm.crowd.crowd",
     "Interrupts": "ci_llm.interrupts",
     "LightningCheckpoints": "ci_llm.integrations.lightning",
     "LoraSettings": "ci_llm.lora.layer",

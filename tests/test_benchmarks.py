@@ -44,7 +44,7 @@ from ci_llm import embedded
 from ci_llm.config import load_config
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import fit, signals
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.sweep.trials import Trial, agents_of

@@ -22,7 +22,7 @@ from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
-    from ci_llm.crowd.model import Crowd
+    from ci_llm.crowd.crowd import Crowd
 
 
 _GAP = 3
@@ -170,7 +170,7 @@ def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
         _note_if_unfinished(folder)
     note(f"{folder}: loading..." if sys.stderr.isatty() else None)
     with importing():
-        from ci_llm.crowd.model import Crowd
+        from ci_llm.crowd.crowd import Crowd
         from ci_llm.crowd.pretrained import given_names, open_pretrained
 
     try:

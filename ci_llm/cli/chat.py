@@ -27,8 +27,8 @@ from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
+    from ci_llm.crowd.crowd import Crowd
     from ci_llm.crowd.generation import Stream
-    from ci_llm.crowd.model import Crowd
 
 _DESCRIPTION = """Talk to the crowd of a run, with the chat template of its training. In a pipe each line is a turn.
 Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands."""

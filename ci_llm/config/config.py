@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.agents import own_values, take_own_entries
 from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS
-from ci_llm.config.own_keys import NAME, OWN_KEYS, ROWS_KEYS, names_of, overriding
+from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
 from ci_llm.config.schema import AllKeys, ChangeKind, Keys
@@ -92,7 +92,7 @@ class Change:
     keeps_bits: bool
 
 
-class Config(AllKeys):
+class Config(KeysOfEach, defer_build=False):  # its signature is there from the start
     """All keys of a run, read-only; names and values are read as everywhere: `Config(lr=1e-3, max_runtime="1h")`.
 
     Raises:
@@ -120,26 +120,6 @@ class Config(AllKeys):
     def run_folder(self) -> Path:
         """`output_dir`, or its sub-folder `experiment_name`."""
         return Path(self.output_dir, self.experiment_name or "")
-
-    @property
-    def dataset_names(self) -> tuple[str, ...]:
-        """The data sets of `dataset_name`, one by one."""
-        return _one_by_one(self.dataset_name)
-
-    @property
-    def task(self) -> str:
-        """What is trained on, in words: `dataset_name`, that of every agent where they differ."""
-        return ",".join(dict.fromkeys(own.dataset_name for own in self.rows_of_each))
-
-    @property
-    def all_dataset_names(self) -> tuple[str, ...]:
-        """The data sets that any agent trains on, one by one."""
-        return tuple(dict.fromkeys(name for own in self.rows_of_each for name in own.dataset_names))
-
-    @property
-    def eval_dataset_names(self) -> tuple[str, ...]:
-        """The data sets of `eval_dataset_name`; empty where the training data has the rows to evaluate on."""
-        return _one_by_one(self.eval_dataset_name) if self.eval_dataset_name else ()
 
     @property
     def names_of_inputs(self) -> tuple[str, ...]:
@@ -172,53 +152,6 @@ class Config(AllKeys):
             {title: {key: values[key] for key in keys if key not in unset} for title, keys in groups().items()}
         )
 
-    def of_agent(self, agent: int) -> Config:
-        """The configuration with which this agent would train alone, apart from what keys its random numbers."""
-        own = self.agents[agent] if self.agents else {}
-        changed = {key: value for key, value in overriding(own).items() if key != NAME}
-        return self.model_copy(update={**changed, "agents": (), "num_agents": 1})
-
-    @property
-    def each_agent(self) -> list[Config]:
-        """`of_agent` of every agent."""
-        return [self.of_agent(k) for k in range(self.num_agents)]
-
-    @property
-    def rows_of_each(self) -> list[Config]:
-        """Per agent the configuration of the rows that it trains on: the common one with its own data sets."""
-        mappings: Sequence[Mapping[str, Any]] = self.agents or [{}] * self.num_agents
-        own = [{key: agent[key] for key in ROWS_KEYS if key in agent} for agent in mappings]
-        return [self.model_copy(update={**changed, "agents": ()}) for changed in own]
-
-    @property
-    def evaluated_on(self) -> list[tuple[str, ...]]:
-        """Per agent what tells its rows to evaluate on from those of another: equal ones are the same rows."""
-        if self.eval_dataset_names:
-            return [self.eval_dataset_names] * self.num_agents
-        return [(own.dataset_name, own.dataset_subset or "", own.dataset_split) for own in self.rows_of_each]
-
-    @property
-    def data_seeds(self) -> list[int]:
-        """Per agent the seed of the order of its rows: `data_seed`, else the common `seed`."""
-        seeds = [own.data_seed for own in self.each_agent]
-        return [self.seed if seed is None else seed for seed in seeds]
-
-    @property
-    def has_own_rows(self) -> bool:
-        """Whether agents train on different rows, or on the same ones in different orders."""
-        rows = [tuple(getattr(own, key) for key in ROWS_KEYS) for own in self.rows_of_each]
-        return len({*zip(rows, self.data_seeds, strict=True)}) > 1
-
-    @property
-    def learning_rates(self) -> str:
-        """The learning rates of the agents in words: `0.001`, or `0.001, 0.002` where they differ."""
-        return ", ".join(dict.fromkeys(f"{own.learning_rate:g}" for own in self.each_agent))
-
-    @property
-    def agent_names(self) -> list[str]:
-        """The name of every agent: its own, or agent0, agent1, ..."""
-        return names_of(self.agents or [{}] * self.num_agents)
-
     def diff(self, other: Config) -> list[Change]:
         """What `other` changes, seen from this configuration, in the order of the keys.
 
@@ -241,13 +174,6 @@ class Config(AllKeys):
         if key == "data_seed":
             return self.data_seeds
         return [getattr(own, key) for own in self.each_agent]
-
-
-def _one_by_one(names: str) -> tuple[str, ...]:
-    """Names with commas between; a file or folder that is called so means itself."""
-    if os.path.exists(os.path.expanduser(names)):
-        return (names,)
-    return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
 
 
 def entries_of(values: Mapping[str, Any], where: str) -> list[Entry]:

@@ -1,12 +1,24 @@
-"""The keys that agents may have of their own, and why all others are the same for all agents."""
+"""The keys that agents may have of their own, what each agent has of all keys, and why others cannot differ."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.config.parsing import STRONGER
-from ci_llm.config.schema import AgentKeys, BaseModelKeys, DataKeys, EvaluationKeys, Keys, ObjectiveKeys, TrainingKeys
+from ci_llm.config.schema import (
+    AgentKeys,
+    AllKeys,
+    BaseModelKeys,
+    DataKeys,
+    EvaluationKeys,
+    ObjectiveKeys,
+    TrainingKeys,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Which rows an agent trains on.
 ROWS_KEYS: Final = ("dataset_name", "dataset_subset", "dataset_split", "max_train_samples")
@@ -34,7 +46,7 @@ _WHY_COMMON: Final[Mapping[str, str]] = {
     "max_train_steps": "all agents take their steps together",
     "epochs": "all agents take their steps together",
 }
-_WHY_GROUP: Final[Mapping[type[Keys], str]] = {
+_WHY_GROUP: Final[Mapping[type, str]] = {
     BaseModelKeys: "one frozen base carries all agents",
     AgentKeys: "it is about all agents together",
     ObjectiveKeys: "it is about all agents together",
@@ -69,3 +81,81 @@ def overriding(own: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that an agent's own settings change, with those that they set aside: a ratio sets aside a number."""
     aside = {strong: None for strong, weak in STRONGER.items() if weak in own and strong not in own}
     return {**{key: value for key, value in aside.items() if key in OWN_KEYS}, **own}
+
+
+def _one_by_one(names: str) -> tuple[str, ...]:
+    """Names with commas between; a file or folder that is called so means itself."""
+    if os.path.exists(os.path.expanduser(names)):
+        return (names,)
+    return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
+
+
+class KeysOfEach(AllKeys):
+    """All keys of a run, for all agents together and as each agent has them."""
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """The data sets of `dataset_name`, one by one."""
+        return _one_by_one(self.dataset_name)
+
+    @property
+    def task(self) -> str:
+        """What is trained on, in words: `dataset_name`, that of every agent where they differ."""
+        return ",".join(dict.fromkeys(own.dataset_name for own in self.rows_of_each))
+
+    @property
+    def all_dataset_names(self) -> tuple[str, ...]:
+        """The data sets that any agent trains on, one by one."""
+        return tuple(dict.fromkeys(name for own in self.rows_of_each for name in own.dataset_names))
+
+    @property
+    def eval_dataset_names(self) -> tuple[str, ...]:
+        """The data sets of `eval_dataset_name`; empty where the training data has the rows to evaluate on."""
+        return _one_by_one(self.eval_dataset_name) if self.eval_dataset_name else ()
+
+    def of_agent(self, agent: int) -> Self:
+        """The configuration with which this agent would train alone, apart from what keys its random numbers."""
+        own = self.agents[agent] if self.agents else {}
+        changed = {key: value for key, value in overriding(own).items() if key != NAME}
+        return self.model_copy(update={**changed, "agents": (), "num_agents": 1})
+
+    @property
+    def each_agent(self) -> list[Self]:
+        """`of_agent` of every agent."""
+        return [self.of_agent(k) for k in range(self.num_agents)]
+
+    @property
+    def rows_of_each(self) -> list[Self]:
+        """Per agent the configuration of the rows that it trains on: the common one with its own data sets."""
+        mappings: Sequence[Mapping[str, Any]] = self.agents or [{}] * self.num_agents
+        own = [{key: agent[key] for key in ROWS_KEYS if key in agent} for agent in mappings]
+        return [self.model_copy(update={**changed, "agents": ()}) for changed in own]
+
+    @property
+    def evaluated_on(self) -> list[tuple[str, ...]]:
+        """Per agent what tells its rows to evaluate on from those of another: equal ones are the same rows."""
+        if self.eval_dataset_names:
+            return [self.eval_dataset_names] * self.num_agents
+        return [(own.dataset_name, own.dataset_subset or "", own.dataset_split) for own in self.rows_of_each]
+
+    @property
+    def data_seeds(self) -> list[int]:
+        """Per agent the seed of the order of its rows: `data_seed`, else the common `seed`."""
+        seeds = [own.data_seed for own in self.each_agent]
+        return [self.seed if seed is None else seed for seed in seeds]
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether agents train on different rows, or on the same ones in different orders."""
+        rows = [tuple(getattr(own, key) for key in ROWS_KEYS) for own in self.rows_of_each]
+        return len({*zip(rows, self.data_seeds, strict=True)}) > 1
+
+    @property
+    def learning_rates(self) -> str:
+        """The learning rates of the agents in words: `0.001`, or `0.001, 0.002` where they differ."""
+        return ", ".join(dict.fromkeys(f"{own.learning_rate:g}" for own in self.each_agent))
+
+    @property
+    def agent_names(self) -> list[str]:
+        """The name of every agent: its own, or agent0, agent1, ..."""
+        return names_of(self.agents or [{}] * self.num_agents)

@@ -104,7 +104,10 @@ def free(default: Any, doc: str) -> Any:
 class Keys(BaseModel):
     """Strict, frozen values; an unknown key, NaN and infinity are errors."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    # Pydantic builds what checks the values at first use, which a group alone never has.
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 class BaseModelKeys(Keys):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ci_llm.config.foreign import NO_EFFECT
-from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS
+from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS, KeysOfEach
 from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
-
-if TYPE_CHECKING:
-    from ci_llm.config import Config
 
 #: Below it a learning rate was surely meant for AdamW.
 LEAST_RATE_OF_IVON = 0.05
@@ -27,7 +23,7 @@ class Clash:
     hint: str
 
 
-def find_clashes(c: Config, *, recorded: bool = False) -> Iterator[Clash]:
+def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
     """Every combination that cannot work.
 
     Args:
@@ -102,7 +98,7 @@ def _name_clashes(name: str) -> Iterator[Clash]:
         )
 
 
-def _precision_clashes(c: Config) -> Iterator[Clash]:
+def _precision_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """What model_dtype fp64 excludes."""
     if c.model_dtype == "fp64" and c.quantization:
         yield Clash(
@@ -118,7 +114,7 @@ def _precision_clashes(c: Config) -> Iterator[Clash]:
         )
 
 
-def _branch_clashes(c: Config) -> Iterator[Clash]:
+def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """What excludes branches: they are copies of one agent."""
     if c.branch_at is None:
         return
@@ -139,7 +135,7 @@ def _branch_clashes(c: Config) -> Iterator[Clash]:
         yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
 
 
-def _choice_clashes(c: Config) -> Iterator[Clash]:
+def _choice_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """What leaves `crowd: auto` nothing to decide, or numbers that cannot be compared."""
     if c.crowd == "fixed":
         return
@@ -161,7 +157,7 @@ def _choice_clashes(c: Config) -> Iterator[Clash]:
             yield Clash(("crowd", key), f"crowd auto has no place here: {why}", f"set crowd to fixed, or change {key}")
 
 
-def _mirror_clashes(c: Config) -> Iterator[Clash]:
+def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """A URL that is none of a mirror, or would put a secret into every log."""
     for key in ("mirror", "resume_from_checkpoint", "restart_from"):
         value = getattr(c, key)
@@ -169,7 +165,7 @@ def _mirror_clashes(c: Config) -> Iterator[Clash]:
             yield Clash((key,), *problem)
 
 
-def _data_clashes(c: Config) -> Iterator[Clash]:
+def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """Keys about the data that exclude one another."""
     weights = c.dataset_weights
     if weights and (odd := [n for own in c.rows_of_each if (n := len(own.dataset_names)) != len(weights)]):
@@ -208,7 +204,7 @@ def _data_clashes(c: Config) -> Iterator[Clash]:
         )
 
 
-def _slices(c: Config) -> Iterator[Clash]:
+def _slices(c: KeysOfEach) -> Iterator[Clash]:
     """Parts of splits as the library `datasets` writes them."""
     splits = [("dataset_split", own.get("dataset_split", c.dataset_split)) for own in [{}, *c.agents]]
     for key, split in dict.fromkeys([*splits, ("eval_split", c.eval_split)]):
@@ -222,16 +218,16 @@ def _slices(c: Config) -> Iterator[Clash]:
         yield Clash((key,), f"{key} {split} is a slice, and a split is taken whole", hint)
 
 
-def _any(c: Config, keys: Sequence[str]) -> bool:
+def _any(c: KeysOfEach, keys: Sequence[str]) -> bool:
     return any(getattr(c, key) is not None for key in keys)
 
 
-def find_notices(config: Config) -> list[str]:
+def find_notices(config: KeysOfEach) -> list[str]:
     """Lines to log once at the start: settings without effect, and those that probably mean something else."""
     return [*_without_effect(config), *_doubtful(config)]
 
 
-def _without_effect(config: Config) -> Iterator[str]:
+def _without_effect(config: KeysOfEach) -> Iterator[str]:
     for key, field in type(config).model_fields.items():
         if getattr(config, key) == field.default:
             continue
@@ -239,7 +235,7 @@ def _without_effect(config: Config) -> Iterator[str]:
             yield f"{key} has no effect: {NO_EFFECT[key]}"
 
 
-def _doubtful(c: Config) -> Iterator[str]:
+def _doubtful(c: KeysOfEach) -> Iterator[str]:
     if c.diversity == "none" and c.lambda_sw and _is_meant(c, "lambda_sw", "diversity"):
         yield (
             f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
@@ -265,7 +261,7 @@ def _doubtful(c: Config) -> Iterator[str]:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
 
 
-def _is_meant(c: Config, key: str, by: str) -> bool:
+def _is_meant(c: KeysOfEach, key: str, by: str) -> bool:
     """Whether `key` was given another value than its default, or any value while `by`, on which it depends, was not."""
     given = key in c.model_fields_set
     return given and (by not in c.model_fields_set or getattr(c, key) != type(c).model_fields[key].default)

@@ -42,7 +42,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -50,11 +50,6 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ci_llm.crowd.aggregators import Learned, dirichlet, probability
-
-if TYPE_CHECKING:
-    from ci_llm.crowd.model import Crowd
-    from ci_llm.data.batches import Batch
-
 
 AnswerStyle = Literal["marked", "number", "text"]
 
@@ -385,19 +380,18 @@ def learn_temperature(nats: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def learn(crowd: Crowd, batches: Callable[[], Iterable[Batch]], concentration: float = 1.0) -> Learned:
+def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration: float = 1.0) -> Learned:
     """Weights and temperature from the targets of validation rows, in two passes over them.
 
     Args:
-        crowd: in evaluation mode.
-        batches: gives the same batches at every call.
+        targets: gives the same at every call: the agents' log-probabilities [K, S', V] and the targets [S'], in parts.
     """
-    targets = []
-    for log_probs, wanted in _targets(crowd, batches()):
-        targets.append(log_probs.gather(-1, wanted.expand(crowd.num_agents, -1)[..., None]).squeeze(-1).cpu())
-    weights = Learned(learn_weights(torch.cat(targets, dim=1), concentration))
+    parts = []
+    for log_probs, wanted in targets():
+        parts.append(log_probs.gather(-1, wanted.expand(len(log_probs), -1)[..., None]).squeeze(-1).cpu())
+    weights = Learned(learn_weights(torch.cat(parts, dim=1), concentration))
     nats = [0.0] * len(TEMPERATURES)
-    for log_probs, wanted in _targets(crowd, batches()):
+    for log_probs, wanted in targets():
         mixture = dirichlet.aggregate(log_probs, weights)
         nats = [sum(pair) for pair in zip(nats, nats_by_temperature(mixture, wanted), strict=True)]
     return Learned(weights.weights, learn_temperature(nats))
@@ -412,14 +406,6 @@ def nats_by_temperature(mixture: Tensor, wanted: Tensor) -> list[float]:
     below = mixture - mixture.amax(-1, keepdim=True)
     picked = below.gather(-1, wanted[:, None]).squeeze(-1)
     return [float(((below / t).exp_().sum(-1).log_() - picked / t).double().sum()) for t in TEMPERATURES]
-
-
-def _targets(crowd: Crowd, batches: Iterable[Batch]) -> Iterable[tuple[Tensor, Tensor]]:
-    """The agents' log-probabilities [K, S', V] and the targets [S'], chunk by chunk."""
-    for batch in (batch.to(crowd.device) for batch in batches):
-        states = crowd.states(batch)[:, batch.predict_from]
-        for chunk in crowd.head.chunks(batch.num_targets):
-            yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
 
 
 def fit(

@@ -8,21 +8,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import Any, Final, TypedDict
 
 import torch
 
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.answers import Calibration, Logistic, TokenUncertainty, Uncertainty, agreement, of_text, signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import Stream, TextSoFar, TokenIds, cut, ends_of_base, free_positions
-from ci_llm.crowd.voting import final_answers
+from ci_llm.crowd.generation import (
+    Stream,
+    TextSoFar,
+    TokenIds,
+    cut,
+    ends_of_base,
+    final_answers,
+    free_positions,
+    generate_ids,
+)
+from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.prompts import Prompt, Prompter
 from ci_llm.errors import BadInput, ModelError
-
-if TYPE_CHECKING:
-    from ci_llm.crowd.model import Crowd
-
 
 logger = logging.getLogger(__name__)
 _DRAWING: Final = ("temperature", "top_p", "top_k")
@@ -103,7 +108,7 @@ class Answer(Uncertainty):
     tokens: tuple[TokenUncertainty, ...]
 
 
-def prompter_of(crowd: Crowd) -> Prompter:
+def prompter_of(crowd: CrowdModel) -> Prompter:
     """The crowd's prompter. Raises ModelError: it has none."""
     if crowd.prompter is None:
         raise ModelError(
@@ -114,7 +119,7 @@ def prompter_of(crowd: Crowd) -> Prompter:
     return crowd.prompter
 
 
-def ends_of_answers(crowd: Crowd, stop_strings: Sequence[str] = ()) -> frozenset[int]:
+def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> frozenset[int]:
     """Token ids that end an answer: those of the prompter, of the base, and stop strings that are special tokens.
 
     Raises:
@@ -135,7 +140,7 @@ def decoding_of(ends: frozenset[int], *, seed: int | None = None, **choices: Any
 
 
 def options_of(
-    crowd: Crowd,
+    crowd: CrowdModel,
     stop_strings: Sequence[str] = (),
     *,
     abstain_below: float | None = None,
@@ -157,20 +162,20 @@ def options_of(
     return options
 
 
-def texts(crowd: Crowd, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:
+def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:
     """The crowd's answer to each prompt, and nothing else, "" where it abstains; see `answers`."""
     if options.abstain_below is not None or options.agents_per_prompt is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
     written: list[str] = []
     for batch in _batches(crowd, prompts, batch_size):
-        generated = crowd.generate_ids(batch.ids, options.decoding, **batch.arguments(options))
+        generated = generate_ids(crowd, batch.ids, options.decoding, **batch.arguments(options))
         written += _texts(batch, generated.crowd, options)
     return written
 
 
 def answers(
-    crowd: Crowd,
+    crowd: CrowdModel,
     prompts: Sequence[Prompt],
     options: GenerationOptions,
     batch_size: int = 16,
@@ -187,7 +192,7 @@ def answers(
         yield from _answer_batch(crowd, batch, options, include_agents=include_agents)
 
 
-def stream(crowd: Crowd, prompt: Prompt, options: GenerationOptions) -> Stream[Answer]:
+def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
     [batch] = _batches(crowd, [prompt], 1)
 
@@ -199,7 +204,7 @@ def stream(crowd: Crowd, prompt: Prompt, options: GenerationOptions) -> Stream[A
                 emit(answer.answer)
             return answer
         text = TextSoFar(batch.prompter.tokenizer, options.stop_strings, emit)
-        generated = crowd.generate_ids(batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update)
+        generated = generate_ids(crowd, batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update)
         text.finish(generated.crowd[0])
         return _Wording(crowd, batch, options).answer(0, generated.crowd[0], generated.tokens[0])
 
@@ -243,7 +248,7 @@ class _Batch:
         }
 
 
-def _batches(crowd: Crowd, prompts: Sequence[Prompt], batch_size: int) -> Iterator[_Batch]:
+def _batches(crowd: CrowdModel, prompts: Sequence[Prompt], batch_size: int) -> Iterator[_Batch]:
     """All prompts are checked before the first batch is given."""
     if batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
@@ -256,29 +261,31 @@ def _batches(crowd: Crowd, prompts: Sequence[Prompt], batch_size: int) -> Iterat
         yield _Batch(prompter, prompts[part], rows[part], range(len(rows))[part])
 
 
-def _answer_batch(crowd: Crowd, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
+def _answer_batch(
+    crowd: CrowdModel, batch: _Batch, options: GenerationOptions, *, include_agents: bool
+) -> Iterator[Answer]:
     if options.agents_per_prompt is not None:
         return _ask_one_first(crowd, batch, options)
     return _ask_all(crowd, batch, options, include_agents=include_agents)
 
 
-def _ask_all(crowd: Crowd, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
+def _ask_all(crowd: CrowdModel, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
     """All agents answer, token by token or by a vote."""
-    generated = crowd.generate_ids(
-        batch.ids, options.decoding, include_agents=include_agents, uncertainty=True, **batch.arguments(options)
+    generated = generate_ids(
+        crowd, batch.ids, options.decoding, include_agents=include_agents, uncertainty=True, **batch.arguments(options)
     )
     wording, agents = _Wording(crowd, batch, options), generated.agents if include_agents else []
     for number, ids in enumerate(generated.crowd):
         yield wording.answer(number, ids, generated.tokens[number], [agent[number] for agent in agents])
 
 
-def _ask_one_first(crowd: Crowd, batch: _Batch, options: GenerationOptions) -> Iterator[Answer]:
+def _ask_one_first(crowd: CrowdModel, batch: _Batch, options: GenerationOptions) -> Iterator[Answer]:
     """One agent answers, and all of them where it is unsure."""
     calibration = _require_calibration(crowd, options.decoding.aggregator, abstains=False)
     limit = calibration.escalates_below(options.agents_per_prompt or 1)
     decoding = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
-    alone = crowd.generate_ids(
-        batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.arguments(options)
+    alone = generate_ids(
+        crowd, batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.arguments(options)
     )
     wording = _Wording(crowd, batch, options, calibration.agent_right)
     found = [
@@ -310,7 +317,9 @@ class _Wording:
         right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
     """
 
-    def __init__(self, crowd: Crowd, batch: _Batch, options: GenerationOptions, right: Logistic | None = None) -> None:
+    def __init__(
+        self, crowd: CrowdModel, batch: _Batch, options: GenerationOptions, right: Logistic | None = None
+    ) -> None:
         self._crowd, self._batch, self._options = crowd, batch, options
         calibration = crowd.calibration
         if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
@@ -338,7 +347,7 @@ class _Wording:
         )
 
 
-def _require_calibration(crowd: Crowd, aggregator: str, *, abstains: bool) -> Calibration:
+def _require_calibration(crowd: CrowdModel, aggregator: str, *, abstains: bool) -> Calibration:
     """The crowd's calibration. Raises BadInput: it has none, or one of another aggregator."""
     found = crowd.calibration
     if found is None:

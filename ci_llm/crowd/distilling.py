@@ -26,13 +26,12 @@ from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.asking import ends_of_answers
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import TokenIds, num_positions
+from ci_llm.crowd.generation import Continuation, TokenIds, num_positions
 from ci_llm.crowd.merge_methods import Distillation
 from ci_llm.crowd.merging import Adapter
-from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import Pretrained
-from ci_llm.crowd.voting import Continuation
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompt_files import prompts_of_file

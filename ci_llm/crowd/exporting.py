@@ -21,11 +21,12 @@ from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.merge_methods import DISTILLED, Distillation, Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
-from ci_llm.crowd.model import Crowd
-from ci_llm.crowd.pretrained import Pretrained, default_names, open_pretrained, require_free, write_crowd
+from ci_llm.crowd.model import default_names
+from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.prompts import tokenizer_files

@@ -1,11 +1,12 @@
-"""Generation by the crowd: each next token is chosen once for all agents; and its text while it is generated.
-
-The text of an answer while it is generated: whole characters only, and nothing that a stop string may still cut.
+"""Generation by the crowd: token by token, each chosen once for all agents, or by a vote; and the text while it grows.
 
 Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it; where agents also
 answer alone, or vote, once more for each of these texts. Transformers' own `generate` manages cache, positions and
 padding for every family. One logits processor (`ci_llm.crowd.decoding`) replaces the K distributions of a row by the
-token that the crowd chose, so that all K copies of the row go on with the same text.
+token that the crowd chose, so that all K copies of the row go on with the same text. A crowd that votes lets each agent
+write: then every text is read by all agents, and one of the texts wins.
+
+The text of an answer while it is generated has whole characters only, and nothing that a stop string may still cut.
 
 Legend: K agents, B prompts, n texts that each agent draws for a vote, R rows per agent, of which the first F are the
 agent's own, T tokens, V vocabulary.
@@ -18,22 +19,27 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.base.load import positions_of
-from ci_llm.crowd.aggregators import Learned, find_vote
-from ci_llm.crowd.answers import TokenUncertainty
-from ci_llm.crowd.decoding import CrowdChoice, Decoding, EndWhenOver, StopOnRequest
+from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
+from ci_llm.crowd.answers import AnswerStyle, TokenUncertainty, final_answer, of_text, token_uncertainty, tokens_of
+from ci_llm.crowd.decoding import CrowdChoice, Decoding, EndWhenOver, StopOnRequest, without_nan
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.data.batches import pack
+from ci_llm.data.prompts import Prompter
 from ci_llm.errors import BadInput, DataError
-from ci_llm.lora.passes import distance, dtypes_of, tolerance
+from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, unusable_base
 
 T = TypeVar("T")
 
@@ -188,6 +194,8 @@ class Stream(Generic[T]):
 
 
 TokenIds = Sequence[int]
+#: The final answers in the texts of one prompt, "" for none.
+Reading = Callable[[Sequence[TokenIds]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -227,45 +235,83 @@ class Generated:
 
 
 def generate_ids(
-    model: PreTrainedModel,
-    num_agents: int,
+    crowd: CrowdModel,
     prompts: Sequence[TokenIds],
     decoding: Decoding,
     *,
-    pad_id: int,
     include_agents: bool = False,
     uncertainty: bool = False,
-    learned: Learned | None = None,
+    agent: int | None = None,
     numbers: Sequence[int] | None = None,
     stop: Callable[[], bool] = lambda: False,
     is_over: Callable[[TokenIds], bool] | None = None,
+    answers_of: Reading | None = None,
 ) -> Generated:
     """Continue every prompt by the crowd, and on request also by each agent alone, all in one batch.
-
-    A crowd that votes chooses no tokens: then only the texts that it votes on are generated, and those of the agents.
 
     All texts end when the longest prompt has used up the base's positions.
 
     Args:
-        model: in evaluation mode, with its own attention; its rows are agent-major.
-        num_agents: K, the agents that `model` carries.
         prompts: B lists of token ids.
-        pad_id: token id that fills the left side of shorter prompts.
         include_agents: also continue every prompt by each agent alone, greedily.
         uncertainty: also return how sure the crowd and the agents were of each token, from the same distributions.
-        learned: what aggregators with learned weights take.
+        agent: ask this one alone, as a crowd of one.
         numbers: of the prompts in a longer list that is generated in parts; they key the generators. None: 0, 1, ...
         stop: called before every token; True ends all texts at that point.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
+        answers_of: the final answers in texts, for a crowd that votes.
 
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
-        ModelError: every agent's logits hold NaN.
+        ModelError: the base cannot generate, or every agent's logits hold NaN.
     """
     numbers = numbers or range(len(prompts))
+    how: Any = {"include_agents": include_agents, "uncertainty": uncertainty, "stop": stop, "is_over": is_over}
+    try:
+        with _as_in_generation(crowd):
+            if crowd.padding_invariant is None and len({*map(len, prompts)}) > 1:
+                crowd.padding_invariant = is_padding_invariant(crowd.model, crowd.num_agents, crowd.pad_id)
+            size = 1 if crowd.padding_invariant is False else max(1, len(prompts))
+            with nullcontext() if agent is None else crowd.active_agent(agent):
+                batches = [slice(at, at + size) for at in range(0, len(prompts), size)]
+                parts = [_generate_batch(crowd, prompts[at], decoding, numbers[at], agent, **how) for at in batches]
+    except Exception as error:  # families raise errors of every kind for what they do not support
+        raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
+    found = Generated.joined(parts)
+    return elect(crowd, prompts, found, decoding, answers_of or _reading(crowd.prompter)) if found.voters else found
+
+
+@contextmanager
+def _as_in_generation(crowd: CrowdModel) -> Iterator[None]:
+    """Evaluation mode and padded rows: packed attention has no cache of keys and values; the model's own has."""
+    route, training = crowd.route, crowd.training
+    crowd.route = "padded"
+    crowd.eval()
+    try:
+        yield
+    finally:
+        crowd.route = route
+        crowd.train(training)
+
+
+def _generate_batch(
+    crowd: CrowdModel,
+    prompts: Sequence[TokenIds],
+    decoding: Decoding,
+    numbers: Sequence[int],
+    agent: int | None,
+    *,
+    include_agents: bool,
+    uncertainty: bool,
+    stop: Callable[[], bool],
+    is_over: Callable[[TokenIds], bool] | None,
+) -> Generated:
+    """One batch of `generate_ids`; of a crowd that votes, the texts that it votes on."""
+    model = crowd.model
+    num_agents, learned = (crowd.num_agents, crowd.learned) if agent is None else (1, None)
     free = free_positions(model, prompts, numbers)
     rows, first = _rows(prompts, decoding, include_agents=include_agents)
-    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
+    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, crowd.pad_id))
     choice = CrowdChoice(num_agents, first, decoding, numbers, uncertainty=uncertainty, learned=learned)
     over = EndWhenOver(num_agents, first, ids.shape[1], decoding.ends, is_over or (lambda text: False))
     with _blank_generation_config(model):
@@ -275,7 +321,7 @@ def generate_ids(
             generation_config=GenerationConfig(
                 max_new_tokens=min(decoding.max_new_tokens, free),
                 eos_token_id=sorted(decoding.ends) or None,
-                pad_token_id=pad_id,
+                pad_token_id=crowd.pad_id,
                 do_sample=False,  # the processor leaves one token per row, which also holds for sampling
                 use_cache=True,
             ),
@@ -284,8 +330,13 @@ def generate_ids(
             synced_gpus=False,  # processes with a sharded base keep in step by themselves
         )
     new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
-    whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(agent)] for k, agent in enumerate(new)]
+    whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(own)] for k, own in enumerate(new)]
     return _generated(whole, len(prompts), first, decoding, choice)
+
+
+def _reading(prompter: Prompter | None) -> Reading:
+    """The final answers as they are written, without knowledge of the task."""
+    return lambda texts: final_answers([prompter.text(ids) if prompter else str(list(ids)) for ids in texts])
 
 
 def _rows(prompts: Sequence[TokenIds], decoding: Decoding, *, include_agents: bool) -> tuple[list[TokenIds], int]:
@@ -404,3 +455,62 @@ def _until(ends: frozenset[int], tokens: list[int]) -> list[int]:
     """The tokens before the first end."""
     end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:end]
+
+
+def elect(
+    crowd: CrowdModel, prompts: Sequence[TokenIds], generated: Generated, decoding: Decoding, answers_of: Reading
+) -> Generated:
+    """What was generated for B prompts, with the winners of the vote as texts of the crowd.
+
+    Args:
+        generated: with the voters' texts.
+    """
+    vote = find_vote(decoding.aggregator)
+    assert vote is not None, "the caller asked for it"
+    texts, sure = [], []
+    for number, prompt in enumerate(prompts):
+        voters = [voter[number] for voter in generated.voters]
+        read = read_texts(crowd, prompt, voters, decoding.aggregator)
+        wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
+        texts.append([token for token in voters[wins] if token not in decoding.ends])
+        sure.append(read[wins])
+    return replace(generated, crowd=texts, tokens=sure)
+
+
+def final_answers(texts: Sequence[str]) -> list[str]:
+    """The final answers: what follows the mark "####" if one text has it, else the whole texts."""
+    style: AnswerStyle = "marked" if any("####" in text for text in texts) else "text"
+    return [final_answer(text, style) for text in texts]
+
+
+@torch.no_grad()
+def read_texts(
+    crowd: CrowdModel, prompt: TokenIds, texts: Sequence[TokenIds], aggregator: str
+) -> list[list[TokenUncertainty]]:
+    """How sure the crowd is of every token of given texts after one prompt, by one pass over all of them."""
+    distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
+    batch = pack([Continuation.after(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
+    with _as_in_generation(crowd):
+        states = crowd.states(batch)[:, batch.predict_from]
+    numbers = []
+    for chunk in crowd.head.chunks(batch.num_targets):
+        finite, learned = without_nan(crowd.head.logits(states[:, chunk]), crowd.learned)
+        log_probs = finite.log_softmax(-1)
+        mixture = aggregate(log_probs, aggregator, learned)
+        numbers.append(token_uncertainty(log_probs, mixture, batch.targets[chunk], is_mean=is_mean(aggregator)))
+    tokens = iter(tokens_of(torch.cat(numbers, dim=1)))
+    read = {text: [next(tokens) for _ in text] for text in distinct}
+    return [read[tuple(text)] for text in texts]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and what follows it, which are the targets, as a tokenised row."""
+
+    input_ids: NDArray[np.int64]
+    supervised: NDArray[np.bool_]
+
+    @classmethod
+    def after(cls, prompt: TokenIds, text: TokenIds) -> Continuation:
+        ids = np.asarray([*prompt, *text])
+        return cls(ids, np.arange(len(ids)) >= len(prompt))

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_base
 from ci_llm.base.targets import peft_targets
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.external_adapters import ExternalAdapter, read_adapters
-from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.pretrained import require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files

@@ -1,24 +1,19 @@
 """The crowd as a module: one frozen base, K agents, one fused pass, and the route that rows take through the base.
 
-The route of rows through a base, packed or padded, chosen by a trial against the base's own forward pass.
-
 A family may accept packed rows and still compute something else. So nothing is assumed about a family: at the start one
-short batch goes both ways, and the logits are compared.
+short batch goes both ways, packed and padded, and the logits are compared with those of the base's own forward pass.
 
-Legend: K agents, N packed tokens, V vocabulary.
+What asks, scores or saves a crowd takes a `CrowdModel`. `ci_llm.crowd.crowd.Crowd` joins them for users.
 
-The crowd as a module: one frozen base, K agents, one fused pass. Loops, evaluations and users call this.
-
-Legend: K agents, B rows, N packed tokens, S targets, D hidden width, V vocabulary, T padded length.
+Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +22,8 @@ from transformers import PreTrainedModel
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
-from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import Generated, Stream, TokenIds, generate_ids, is_padding_invariant, stop_strings_of
-from ci_llm.crowd.pretrained import Pretrained, default_names, open_pretrained, save_crowd
-from ci_llm.crowd.voting import Reading, elect, final_answers
 from ci_llm.data.batches import AgentBatches, Batch
-from ci_llm.data.prompts import Prompt, Prompter, prompts_of
+from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora.adapters import adapter_config, attach
@@ -53,14 +43,15 @@ from ci_llm.lora.passes import (
     unusable_base,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
 Route = Literal["packed", "padded"]
 
 
-def choose_route(crowd: Crowd) -> str | None:
+def default_names(num_agents: int) -> list[str]:
+    """The folders of the agents of a crowd that no run has changed: agent0, agent1, ..."""
+    return [f"agent{k}" for k in range(num_agents)]
+
+
+def choose_route(crowd: CrowdModel) -> str | None:
     """Compare one short batch through the base's own forward pass with both routes, and take the first that agrees.
 
     Returns:
@@ -102,7 +93,7 @@ def choose_route(crowd: Crowd) -> str | None:
 
 
 @contextmanager
-def _random_agents(crowd: Crowd) -> Iterator[None]:
+def _random_agents(crowd: CrowdModel) -> Iterator[None]:
     """Give the agents random weights for the trial: with B = 0 a mix-up of adapters would change nothing."""
     weights, training = crowd.agents.weights, crowd.training
     kept, generator = weights.clone(), torch.Generator().manual_seed(0)
@@ -115,7 +106,7 @@ def _random_agents(crowd: Crowd) -> Iterator[None]:
         crowd.train(training)
 
 
-def _reference(crowd: Crowd, batch: Batch) -> Tensor:
+def _reference(crowd: CrowdModel, batch: Batch) -> Tensor:
     """Logits [K, N, V] of the model's own forward pass, for each agent and each row separately."""
     rows = [batch.input_ids[s:e][None] for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
     logits = []
@@ -125,7 +116,7 @@ def _reference(crowd: Crowd, batch: Batch) -> Tensor:
     return torch.stack(logits)
 
 
-def _refuse_non_causal(crowd: Crowd, batch: Batch) -> None:
+def _refuse_non_causal(crowd: CrowdModel, batch: Batch) -> None:
     """Change the last token of a row, and refuse the base if logits before it change."""
     row = batch.input_ids[: batch.bounds[1]][None]
     other = row.clone()
@@ -194,29 +185,8 @@ class AgentOutputs:
         return torch.stack([output.loss for output in self.each if output is not None]).sum()
 
 
-class Crowd(nn.Module):
-    """K LoRA agents on one frozen base.
-
-    `forward(batch)` runs the base once over K copies of the packed rows. The base's parameters stay frozen; the
-    agents' are registered parameters, so `crowd.parameters()`, `.to()`, DistributedDataParallel and
-    `accelerator.prepare` work as for any module.
-
-    Args:
-        model: the base; its target modules are replaced in place.
-        settings: number and shape of the agents.
-        base_name: hub id or folder under which `from_pretrained` will find the base again.
-        pad_id: token id that fills padded rows.
-
-    Attributes:
-        prompter: words prompts for `generate`; None until somebody sets it.
-        calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
-        learned: what aggregators with learned weights take; from the calibration.
-        common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
-        names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps.
-
-    Raises:
-        ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
-    """
+class CrowdModel(nn.Module):
+    """K LoRA agents on one frozen base, as a module. Arguments, attributes and errors are those of `Crowd`."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
         super().__init__()
@@ -230,37 +200,7 @@ class Crowd(nn.Module):
         self.model = model
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
-        self._padding_invariant: bool | None = None  # measured before the first batch that needs padding
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: Path | str, *, device: torch.device | str | None = None, base_model: str | None = None
-    ) -> Crowd:
-        """Open a saved crowd, ready to `generate`: a run, a checkpoint, what `save_pretrained` wrote, or a hub id.
-
-        See `open_pretrained` for the arguments and errors."""
-        return cls.of(open_pretrained(folder, device, base_model))
-
-    @classmethod
-    def of(cls, saved: Pretrained) -> Crowd:
-        """The crowd of parts that were opened, on their base, ready to `generate`."""
-        crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
-        crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
-        crowd.calibration, crowd.learned = saved.calibration, saved.learned
-        for k, tensors in enumerate(saved.agents):
-            crowd.agents.load_agent(k, tensors, saved.source)
-        return crowd.eval()
-
-    def save_pretrained(self, folder: Path | str) -> None:
-        """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.
-
-        Args:
-            folder: must not exist. Afterwards it is whole, or not there.
-
-        Raises:
-            ModelError: it exists. CheckpointError: it cannot be written.
-        """
-        save_crowd(self, Path(folder))
+        self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     def detach(self) -> PreTrainedModel:
         """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
@@ -299,7 +239,7 @@ class Crowd(nn.Module):
     def device(self) -> torch.device:
         return self.agents.weights.device
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Crowd:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CrowdModel:
         if stored_quantization(self.model.config) and fn(torch.zeros(1)).dtype != torch.float32:
             raise ModelError(
                 "a quantised base keeps its precision",
@@ -345,159 +285,6 @@ class Crowd(nn.Module):
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
         recompute_layers(self.model, self.agents)
-
-    @overload
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        details: Literal[False] = ...,
-        stop_strings: str | Sequence[str] | None = ...,
-        batch_size: int = ...,
-        **choices: Unpack[Choices],
-    ) -> list[str]: ...
-    @overload
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        details: Literal[True],
-        stop_strings: str | Sequence[str] | None = ...,
-        batch_size: int = ...,
-        **choices: Unpack[Choices],
-    ) -> list[Answer]: ...
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        max_new_tokens: int = 256,
-        aggregator: str = "probability",
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop_strings: str | Sequence[str] | None = (),
-        batch_size: int = 16,
-        abstain_below: float | None = None,
-        agents_per_prompt: float | None = None,
-        details: bool = False,
-    ) -> list[str] | list[Answer]:
-        """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
-
-        Args:
-            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
-            max_new_tokens: at most so many tokens per answer.
-            aggregator: a module of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
-            do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise take the most probable one.
-            seed: of sampling; None takes another one in each call.
-            stop_strings: an answer ends before the first of these strings.
-            batch_size: prompts answered at a time; the memory for keys and values grows with it.
-            abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
-            agents_per_prompt: ask one agent, and all of them where it is unsure, so that a prompt takes so many agents
-                on average; needs a calibration.
-            details: also say how sure the crowd is and, without `agents_per_prompt`, let each agent answer alone.
-
-        Returns:
-            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
-
-        Raises:
-            ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
-            BadInput: a value is out of range, or a prompt cannot be used.
-        """
-        options = options_of(
-            self,
-            stop_strings_of(stop_strings),
-            abstain_below=abstain_below,
-            agents_per_prompt=agents_per_prompt,
-            max_new_tokens=max_new_tokens,
-            aggregator=aggregator,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-        )
-        how = (self, prompts_of(prompts), options, batch_size)
-        return list(answers(*how)) if details else texts(*how)
-
-    def stream(
-        self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
-    ) -> Stream[Answer]:
-        """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
-
-        The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
-        with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
-
-        Args:
-            prompt, stop_strings, choices: as for `generate`.
-
-        Returns:
-            an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.
-
-        Raises:
-            ModelError, BadInput: as `generate`.
-        """
-        return stream(self, prompt, options_of(self, stop_strings_of(stop_strings), **choices))
-
-    def generate_ids(
-        self,
-        prompts: Sequence[TokenIds],
-        decoding: Decoding,
-        *,
-        include_agents: bool = False,
-        uncertainty: bool = False,
-        agent: int | None = None,
-        numbers: Sequence[int] | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        is_over: Callable[[TokenIds], bool] | None = None,
-        answers_of: Reading | None = None,
-    ) -> Generated:
-        """`generate` for one batch of token ids; see `ci_llm.crowd.generation.generate_ids`.
-
-        Args:
-            agent: ask this one alone, as a crowd of one.
-            answers_of: the final answers in texts, for a crowd that votes.
-
-        Raises:
-            ModelError: the base cannot generate.
-            DataError: a prompt is empty, or longer than the base can read.
-        """
-        route, training = self.route, self.training
-        self.route = "padded"  # packed attention has no cache of keys and values; the model's own attention has
-        self.eval()
-        try:
-            if self._padding_invariant is None and len({*map(len, prompts)}) > 1:
-                self._padding_invariant = is_padding_invariant(self.model, self.num_agents, self.pad_id)
-            size = 1 if self._padding_invariant is False else max(1, len(prompts))
-            with nullcontext() if agent is None else self.active_agent(agent):
-                parts = [
-                    generate_ids(
-                        self.model,
-                        self.num_agents if agent is None else 1,
-                        prompts[at : at + size],
-                        decoding,
-                        numbers=(numbers or range(len(prompts)))[at : at + size],
-                        stop=stop,
-                        is_over=is_over,
-                        pad_id=self.pad_id,
-                        include_agents=include_agents,
-                        uncertainty=uncertainty,
-                        learned=self.learned if agent is None else None,
-                    )
-                    for at in range(0, len(prompts), size)
-                ]
-        except Exception as error:  # families raise errors of every kind for what they do not support
-            raise unusable_base(self.model, self.base_name, f"cannot generate ({describe_error(error)})") from error
-        finally:
-            self.route = route
-            self.train(training)
-        found = Generated.joined(parts)
-        return elect(self, prompts, found, decoding, answers_of or self._answers_of) if found.voters else found
-
-    def _answers_of(self, texts: Sequence[TokenIds]) -> list[str]:
-        prompter = self.prompter
-        return final_answers([prompter.text(ids) if prompter else str(list(ids)) for ids in texts])
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:

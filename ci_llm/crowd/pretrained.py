@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -28,13 +28,11 @@ from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.external_adapters import META, SAVED, require_checkpoint
+from ci_llm.crowd.model import CrowdModel, default_names
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.mirror.filling import local_copy
-
-if TYPE_CHECKING:
-    from ci_llm.crowd.model import Crowd
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +124,6 @@ def open_pretrained(
         run_config=state["config.yaml"].decode() if "config.yaml" in state else None,
         calibration=calibration,
     )
-
-
-def default_names(num_agents: int) -> list[str]:
-    """The folders of the agents of a crowd that no run has changed: agent0, agent1, ..."""
-    return [f"agent{k}" for k in range(num_agents)]
 
 
 def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
@@ -243,7 +236,7 @@ def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Cali
     return found
 
 
-def save_crowd(crowd: Crowd, folder: Path) -> None:
+def save_crowd(crowd: CrowdModel, folder: Path) -> None:
     """`Crowd.save_pretrained`."""
     tokenizer = tokenizer_files(crowd.prompter.tokenizer) if crowd.prompter else {}
     meta = crowd.meta(fingerprint_of(crowd.model))

@@ -26,9 +26,9 @@ from ci_llm.core.scores import paired_interval
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import ends_of_base, num_positions
+from ci_llm.crowd.generation import ends_of_base, generate_ids, num_positions
 from ci_llm.crowd.metrics import Reader, answer_reader
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer
@@ -121,7 +121,7 @@ def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
 
 @torch.no_grad()
 def score(
-    crowd: Crowd, batches: Iterable[Batch], aggregator: str, stop: Callable[[], bool] = lambda: False
+    crowd: CrowdModel, batches: Iterable[Batch], aggregator: str, stop: Callable[[], bool] = lambda: False
 ) -> Scores | None:
     """Score every row of `batches`.
 
@@ -148,7 +148,7 @@ def score(
     return Scores.joined(parts)
 
 
-def _score_batch(crowd: Crowd, batch: Batch, aggregator: str) -> Scores:
+def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
@@ -163,6 +163,18 @@ def _score_batch(crowd: Crowd, batch: Batch, aggregator: str) -> Scores:
         nll.index_add_(1, rows, -picked.double())
     tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
     return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
+
+
+def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The agents' log-probabilities [K, S', V] of each token, and the targets [S'], in parts that fit into memory.
+
+    Args:
+        crowd: in evaluation mode.
+    """
+    for batch in (batch.to(crowd.device) for batch in batches):
+        states = crowd.states(batch)[:, batch.predict_from]
+        for chunk in crowd.head.chunks(batch.num_targets):
+            yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
 
 
 def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: TrainedOn = "none") -> dict[str, Any]:
@@ -225,7 +237,7 @@ class Questions:
         cls,
         rows: Examples,
         prompter: Prompter,
-        crowd: Crowd,
+        crowd: CrowdModel,
         count: int,
         max_seq_length: int,
         metric: str = "exact_match",
@@ -366,7 +378,7 @@ class Answers:
 
 
 def answer_questions(
-    crowd: Crowd,
+    crowd: CrowdModel,
     prompter: Prompter,
     questions: Questions,
     batches: Iterable[Sequence[int]],
@@ -389,7 +401,8 @@ def answer_questions(
     decoding = Decoding(max_new_tokens, questions.ends, aggregator)
     for batch in batches:
         prompts = [questions.prompts[i] for i in batch]
-        generated = crowd.generate_ids(
+        generated = generate_ids(
+            crowd,
             prompts,
             decoding,
             include_agents=True,
@@ -409,7 +422,7 @@ def answer_questions(
 
 
 def score_answers(
-    crowd: Crowd,
+    crowd: CrowdModel,
     prompter: Prompter,
     questions: Questions,
     batches: Iterable[Sequence[int]],

@@ -27,7 +27,8 @@ from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.external_adapters import require_checkpoint
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.pretrained import default_names, located, weights_fingerprint
+from ci_llm.crowd.model import default_names
+from ci_llm.crowd.pretrained import located, weights_fingerprint
 from ci_llm.crowd.scoring import (
     Answers,
     AnswerScores,
@@ -37,6 +38,7 @@ from ci_llm.crowd.scoring import (
     how_asked,
     merge_records,
     score,
+    targets_of,
 )
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
@@ -121,8 +123,8 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
             passes = iter(_PASSES)
-            concentration = job.config.dirichlet_alpha_aggregator
-            job.crowd.learned = learn(job.crowd, lambda: _batches(job, progress, next(passes)), concentration)
+            alpha = job.config.dirichlet_alpha_aggregator
+            job.crowd.learned = learn(lambda: targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:

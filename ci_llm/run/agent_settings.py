@@ -14,7 +14,7 @@ import torch
 
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.errors import ModelError

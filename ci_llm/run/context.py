@@ -15,7 +15,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.agent_rows import EvaluationRows, TrainingRows

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.config import Config
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules

@@ -21,7 +21,7 @@ from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.work import working
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack

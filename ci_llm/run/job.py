@@ -66,7 +66,7 @@ from ci_llm.run.step_metrics import Learning
 from ci_llm.run.watchdog import Stacks, Watchdog
 
 if TYPE_CHECKING:
-    from ci_llm.crowd.model import Crowd
+    from ci_llm.crowd.crowd import Crowd
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Result:
         Raises:
             CiLlmError: nothing is saved, or it is damaged.
         """
-        from ci_llm.crowd.model import Crowd
+        from ci_llm.crowd.crowd import Crowd
 
         return Crowd.from_pretrained(self.folder)
 

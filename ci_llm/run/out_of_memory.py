@@ -22,8 +22,8 @@ import torch
 from ci_llm.base.load import Base
 from ci_llm.config import Config
 from ci_llm.core.memory import free_memory, is_out_of_memory
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
-from ci_llm.crowd.model import Crowd
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
 from ci_llm.data.tokens import TokenizedRows

@@ -23,7 +23,7 @@ from ci_llm.run.shutdown import command_line, described
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.checkpoints.store import CheckpointStore
-    from ci_llm.crowd.model import Crowd
+    from ci_llm.crowd.crowd import Crowd
     from ci_llm.distributed.processes import Processes
     from ci_llm.interrupts import Interrupts
 

@@ -35,8 +35,8 @@ from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
 from ci_llm.core.remote import is_url
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.external_adapters import require_checkpoint, require_run
-from ci_llm.crowd.model import Crowd
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint

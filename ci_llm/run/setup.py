@@ -21,8 +21,8 @@ from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.core.run_status import RunStatus
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.model import Crowd
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.distributed.processes import Processes

@@ -15,7 +15,7 @@ from ci_llm.base import quantized
 from ci_llm.base.load import fingerprint_of, load_base
 from ci_llm.base.quantized import QuantizedLinear, stored_bytes
 from ci_llm.base.targets import Layers
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import CiLlmError, ConfigError, ModelError
 from ci_llm.lora.layer import LoraSettings

@@ -17,8 +17,8 @@ from torch import distributed as dist
 from ci_llm.base.load import Base, fingerprint_of, load_base
 from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.base.sharded import ShardedLayers, is_sharded, stored_here
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.model import Crowd
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from ci_llm.lora import layer as lora

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from tests.support.crowds import disturbed_crowd, save_crowd
 
 

@@ -24,8 +24,8 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.core.run_status import RunStatus
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters
-from ci_llm.crowd.model import Crowd
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError

@@ -13,8 +13,7 @@ from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote,
 from ci_llm.crowd.answers import final_answer, of_text
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import Generated
-from ci_llm.crowd.voting import elect, read_texts
+from ci_llm.crowd.generation import Generated, elect, read_texts
 from ci_llm.embedded import rows
 from tests.support.crowds import K, disturbed_crowd
 

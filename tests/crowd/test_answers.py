@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.scoring import AnswerScores, Questions, merge_records, paired_gain, score_answers
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter

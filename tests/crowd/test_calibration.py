@@ -32,6 +32,7 @@ from ci_llm.crowd.answers import (
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.pretrained import weights_fingerprint
+from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
@@ -134,13 +135,11 @@ def test_what_is_learned_of_targets_lowers_their_nats(crowd: Crowd) -> None:
             chat = Chat((Message("user", row["question"]), Message("assistant", row["answer"])))
             yield pack([encoder.encode(chat)], [0])
 
-    found = learn(crowd, batches)
+    found = learn(lambda: targets_of(crowd, batches()))
     assert sum(found.weights) == pytest.approx(1)
     assert 0.5 <= found.temperature <= 2
 
     def nats(learned: Learned | None) -> float:
-        from ci_llm.crowd.scoring import score
-
         crowd.learned = learned
         scores = score(crowd, batches(), "dirichlet")
         crowd.learned = None

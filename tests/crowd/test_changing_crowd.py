@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.lora.layer import LoraSettings

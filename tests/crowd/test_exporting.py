@@ -23,9 +23,9 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merge_methods import merge_of
-from ci_llm.crowd.model import Crowd
 from ci_llm.data.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ModelError

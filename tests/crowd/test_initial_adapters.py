@@ -10,8 +10,8 @@ import peft
 import pytest
 import torch
 
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import LoraSettings

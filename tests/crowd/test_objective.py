@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity.joint import jensen_gap
 from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_directions
-from ci_llm.crowd.model import Crowd, CrowdOutput
+from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.lora.layer import LoraSettings

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.base.load import load_base
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ci_llm.base.load import load_base
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.errors import BadInput, ForeignCheckpoint

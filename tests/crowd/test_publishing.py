@@ -16,9 +16,9 @@ from huggingface_hub import HfApi
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.crowd import publishing
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merge_methods import merge_of
-from ci_llm.crowd.model import Crowd
 from ci_llm.errors import BadInput, CheckpointError
 from ci_llm.run.report import push_result
 from tests.crowd.hub_server import TOKEN, HubServer

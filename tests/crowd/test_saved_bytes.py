@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base, batch
 

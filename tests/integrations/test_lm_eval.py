@@ -16,7 +16,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import pack
 from ci_llm.embedded import BASE_FOLDER

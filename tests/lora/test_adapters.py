@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ci_llm.base import targets
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import AgentGroup, LoraSettings, _FusedLinear, _LowRank

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize

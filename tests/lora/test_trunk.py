@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.external_adapters import META
 from ci_llm.crowd.importing import import_crowd
 from ci_llm.crowd.merge_methods import Merge
 from ci_llm.crowd.merging import Adapter, merged
-from ci_llm.crowd.model import Crowd
 from ci_llm.data.batches import AgentBatches
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError

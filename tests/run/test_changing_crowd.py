@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from tests.support.agent_facts import facts_of
 from tests.support.asked import train_asked
 from tools.testbed.forkserver import ForkServer

@@ -24,7 +24,7 @@ from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER

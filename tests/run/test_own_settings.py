@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from tests.support import campaign
 from tests.support.agent_facts import facts_of
 from tools.testbed.trials import Cell, Fate, Trials, account, differences

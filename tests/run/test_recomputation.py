@@ -11,7 +11,7 @@ import torch
 from ci_llm.base.load import load_architecture
 from ci_llm.cli.main import main
 from ci_llm.config import load_config
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import Lengths
 from ci_llm.distributed import processes
 from ci_llm.run.cost_model import trace_longest

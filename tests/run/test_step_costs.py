@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ci_llm.config import Config
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode

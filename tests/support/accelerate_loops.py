@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch.utils.data import DataLoader
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sampler import StatefulSampler
 from ci_llm.integrations.accelerate import latest_state, register_hooks

@@ -28,7 +28,8 @@ from ci_llm.checkpoints import store
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.crowd import scoring
-from ci_llm.crowd.model import Crowd, CrowdOutput
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches
 from ci_llm.lora import layer
 from ci_llm.run import loop, report, shutdown
@@ -207,7 +208,7 @@ def out_of_memory_in_evaluation(fault: Fault) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(Crowd, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+    wrap(scoring, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
 
 
 def out_of_memory_in_optimizer(fault: Fault) -> None:

@@ -9,7 +9,7 @@ import peft
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 
 

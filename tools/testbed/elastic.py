@@ -32,7 +32,7 @@ import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms throu
 from ci_llm import interrupts
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import is_alive
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.lora.adapters import AgentStorage
 from tools.testbed import worlds
 from tools.testbed.events import wait_until

@@ -27,7 +27,7 @@ import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms throu
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
-from ci_llm.crowd.model import Crowd
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.mirror.head import Head
 from ci_llm.mirror.writer import MirrorWriter
 from tools.testbed.events import wait_until

@@ -1,0 +1,204 @@
+"""The public class `Crowd`: the module of K agents with what users do with it, to open, ask and save it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+
+from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import Generated, Reading, Stream, TokenIds, generate_ids, stop_strings_of
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
+from ci_llm.data.prompts import Prompt, prompts_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Crowd(CrowdModel):
+    """K LoRA agents on one frozen base.
+
+    `forward(batch)` runs the base once over K copies of the packed rows. The base's parameters stay frozen; the
+    agents' are registered parameters, so `crowd.parameters()`, `.to()`, DistributedDataParallel and
+    `accelerator.prepare` work as for any module.
+
+    Args:
+        model: the base; its target modules are replaced in place.
+        settings: number and shape of the agents.
+        base_name: hub id or folder under which `from_pretrained` will find the base again.
+        pad_id: token id that fills padded rows.
+
+    Attributes:
+        prompter: words prompts for `generate`; None until somebody sets it.
+        calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
+        learned: what aggregators with learned weights take; from the calibration.
+        common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
+        names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps.
+
+    Raises:
+        ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
+    """
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path | str, *, device: torch.device | str | None = None, base_model: str | None = None
+    ) -> Crowd:
+        """Open a saved crowd, ready to `generate`: a run, a checkpoint, what `save_pretrained` wrote, or a hub id.
+
+        See `open_pretrained` for the arguments and errors."""
+        return cls.of(open_pretrained(folder, device, base_model))
+
+    @classmethod
+    def of(cls, saved: Pretrained) -> Crowd:
+        """The crowd of parts that were opened, on their base, ready to `generate`."""
+        crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
+        crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
+        crowd.calibration, crowd.learned = saved.calibration, saved.learned
+        for k, tensors in enumerate(saved.agents):
+            crowd.agents.load_agent(k, tensors, saved.source)
+        return crowd.eval()
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.
+
+        Args:
+            folder: must not exist. Afterwards it is whole, or not there.
+
+        Raises:
+            ModelError: it exists. CheckpointError: it cannot be written.
+        """
+        save_crowd(self, Path(folder))
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        details: Literal[False] = ...,
+        stop_strings: str | Sequence[str] | None = ...,
+        batch_size: int = ...,
+        **choices: Unpack[Choices],
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        details: Literal[True],
+        stop_strings: str | Sequence[str] | None = ...,
+        batch_size: int = ...,
+        **choices: Unpack[Choices],
+    ) -> list[Answer]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        aggregator: str = "probability",
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop_strings: str | Sequence[str] | None = (),
+        batch_size: int = 16,
+        abstain_below: float | None = None,
+        agents_per_prompt: float | None = None,
+        details: bool = False,
+    ) -> list[str] | list[Answer]:
+        """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
+
+        Args:
+            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
+            max_new_tokens: at most so many tokens per answer.
+            aggregator: a module of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
+            do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise take the most probable one.
+            seed: of sampling; None takes another one in each call.
+            stop_strings: an answer ends before the first of these strings.
+            batch_size: prompts answered at a time; the memory for keys and values grows with it.
+            abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
+            agents_per_prompt: ask one agent, and all of them where it is unsure, so that a prompt takes so many agents
+                on average; needs a calibration.
+            details: also say how sure the crowd is and, without `agents_per_prompt`, let each agent answer alone.
+
+        Returns:
+            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
+
+        Raises:
+            ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
+            BadInput: a value is out of range, or a prompt cannot be used.
+        """
+        options = options_of(
+            self,
+            stop_strings_of(stop_strings),
+            abstain_below=abstain_below,
+            agents_per_prompt=agents_per_prompt,
+            max_new_tokens=max_new_tokens,
+            aggregator=aggregator,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+        )
+        how = (self, prompts_of(prompts), options, batch_size)
+        return list(answers(*how)) if details else texts(*how)
+
+    def stream(
+        self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
+    ) -> Stream[Answer]:
+        """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
+
+        The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
+        with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
+
+        Args:
+            prompt, stop_strings, choices: as for `generate`.
+
+        Returns:
+            an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.
+
+        Raises:
+            ModelError, BadInput: as `generate`.
+        """
+        return stream(self, prompt, options_of(self, stop_strings_of(stop_strings), **choices))
+
+    def generate_ids(
+        self,
+        prompts: Sequence[TokenIds],
+        decoding: Decoding,
+        *,
+        include_agents: bool = False,
+        uncertainty: bool = False,
+        agent: int | None = None,
+        numbers: Sequence[int] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        is_over: Callable[[TokenIds], bool] | None = None,
+        answers_of: Reading | None = None,
+    ) -> Generated:
+        """`generate` for one batch of token ids; see `ci_llm.crowd.generation.generate_ids`.
+
+        Args:
+            agent: ask this one alone, as a crowd of one.
+            answers_of: the final answers in texts, for a crowd that votes.
+
+        Raises:
+            ModelError: the base cannot generate.
+            DataError: a prompt is empty, or longer than the base can read.
+        """
+        return generate_ids(
+            self,
+            prompts,
+            decoding,
+            include_agents=include_agents,
+            uncertainty=uncertainty,
+            agent=agent,
+            numbers=numbers,
+            stop=stop,
+            is_over=is_over,
+            answers_of=answers_of,
+        )
