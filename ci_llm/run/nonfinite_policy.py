@@ -127,8 +127,8 @@ class RecoveryState:
             step: the loss scale is halved, so overflows stop by themselves.
         requested_lr_factor: multiplies the learning rate of every agent; the supervisor asks for it.
         micro_batch_size: rows per process and micro-step are at most this many; None: as configured.
-        pass_per_agent: every agent takes passes of its own, whatever is configured.
         recompute: layers are recomputed in the backward pass, whatever is configured.
+        pass_per_agent: every agent takes passes of its own, whatever is configured.
     """
 
     agents: tuple[AgentRecovery, ...] = ()
@@ -136,8 +136,8 @@ class RecoveryState:
     bad_batches_in_a_row: int = 0
     requested_lr_factor: float = 1.0
     micro_batch_size: int | None = None
-    pass_per_agent: bool = False
     recompute: bool = False
+    pass_per_agent: bool = False
 
     def lr_factor(self, agent: int) -> float:
         """What multiplies the scheduled learning rate of an agent; exactly 1 in a run without faults."""
