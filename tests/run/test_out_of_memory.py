@@ -24,22 +24,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 ROWS = 16
 BIG = {"num_agents": 3, "batch_size": ROWS, "global_batch_size": ROWS, "max_train_samples": 100}
 BIG |= {"max_train_steps": 3, "model_dtype": "fp64", "model_name": "embedded"}
-#: A third of what 16 rows of three agents in fp64 need: 0.3 GB.
-SPARE_BYTES = 100 << 20
+#: A third of what 16 rows in fp64 need: 0.1 GB for one agent, 0.3 GB for three.
+SPARE_BYTES = {True: 33 << 20, False: 100 << 20}
 
 
+@pytest.mark.parametrize("pass_per_agent", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_out_of_memory_by_the_kernel_changes_no_rows(ranks: int, server: ForkServer, tmp_path: Path) -> None:
+def test_out_of_memory_by_the_kernel_changes_no_rows(
+    ranks: int, pass_per_agent: bool, server: ForkServer, tmp_path: Path
+) -> None:
     """The kernel refuses from the second step on what the first one had; on one process of two."""
-    keys = BIG | {"global_batch_size": ROWS * ranks}
-    fault = Fault("short memory", steps=(1,), process=ranks - 1, amount=SPARE_BYTES, times=1)
+    keys = BIG | {"global_batch_size": ROWS * ranks, "pass_per_agent": pass_per_agent}
+    fault = Fault("short memory", steps=(1,), process=ranks - 1, amount=SPARE_BYTES[pass_per_agent], times=1)
     for name, faults in (("ample", []), ("short", [fault])):
         assert train(server, tmp_path / name, *faults, ranks=ranks, **keys) == [0] * ranks, said(tmp_path / name)
     assert fired(tmp_path / "short")[0] == ("short memory", 1, ranks - 1)
     told = said(tmp_path / "short")
     assert "memory    step 2 does not fit (" in told
-    assert f"micro-batch {ROWS} -> {ROWS // 2} row(s), the effective batch of {ROWS * ranks} holds" in told
-    assert read_status(tmp_path / "short" / "run").micro_batch_size in (1, 2, 4, 8)
+    assert ("every agent takes a pass of its own from now on" in told) is not pass_per_agent
+    if pass_per_agent:
+        assert f"micro-batch {ROWS} -> {ROWS // 2} row(s), the effective batch of {ROWS * ranks} holds" in told
+        assert read_status(tmp_path / "short" / "run").micro_batch_size in (1, 2, 4, 8)
     assert samples(tmp_path / "short") == samples(tmp_path / "ample")
     ample, short = (adapters(tmp_path / name, range(3)) for name in ("ample", "short"))
     assert {tensor.dtype for tensor in short.values()} == {torch.float64}
@@ -118,6 +123,19 @@ def test_a_resumed_run_goes_on_recomputing(server: ForkServer, tmp_path: Path) -
     assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), **keys) == [-9]
     assert train(server, tmp_path, **keys) == [0], said(tmp_path)
     assert "recovery: layers are recomputed in the backward pass" in said(tmp_path)
+
+
+def test_a_resumed_run_keeps_a_pass_per_agent(server: ForkServer, tmp_path: Path) -> None:
+    """The bits of the run whose memory was short are those of one that is resumed in the middle of it."""
+    short = Fault("out of memory", steps=(2,), times=1)
+    keys = {"pass_per_agent": False, "save_steps": 4, "max_train_steps": 6}
+    assert train(server, tmp_path / "straight", short, **keys) == [0]
+    assert train(server, tmp_path / "killed", short, Fault("kill", steps=(5,), committed=4), **keys) == [-9]
+    assert train(server, tmp_path / "killed", **keys) == [0], said(tmp_path / "killed")
+    assert "step 3 does not fit" in said(tmp_path / "killed")
+    assert "recovery: every agent takes a pass of its own" in said(tmp_path / "killed")
+    assert "exactness: bitwise" in said(tmp_path / "killed")
+    assert weights(tmp_path / "killed", range(2)) == weights(tmp_path / "straight", range(2))
 
 
 def test_parts_hold_the_same_rows_in_the_same_order() -> None:
