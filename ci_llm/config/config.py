@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import PrivateAttr
+
 from ci_llm.config.agents import own_values, take_own_entries
-from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS
+from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS, read_without_effect
 from ci_llm.config.own_keys import NAME, OWN_KEYS, ROWS_KEYS, names_of, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
@@ -99,12 +101,15 @@ class Config(AllKeys):
         ConfigError: everything that is wrong with the values, at once.
     """
 
+    _without_effect: dict[str, object] = PrivateAttr(default_factory=dict)
+
     def __init__(self, **values: Any) -> None:
         problems: list[Problem] = []
         given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
         own = take_own_entries([given], problems)
         sound = sound_values(read_values(given, problems), given, problems)
         super().__init__(**(sound | own_values(own, problems)))
+        super().__setattr__("_without_effect", read_without_effect(given))
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
             raise error_of(problems)
@@ -115,6 +120,11 @@ class Config(AllKeys):
             where="Config",
             hint=f"config.model_copy(update={{{name!r}: ...}}) is a changed copy",
         )
+
+    @property
+    def without_effect(self) -> Mapping[str, object]:
+        """Options that were given and have no effect here, by name; `notices` says why. No key, and never dumped."""
+        return self._without_effect
 
     @property
     def run_folder(self) -> Path:
@@ -165,7 +175,7 @@ class Config(AllKeys):
         return find_notices(self)
 
     def dump(self) -> str:
-        """YAML of all values, in groups; `load_config` reads it back to an equal `Config`."""
+        """YAML of all values, in groups; `load_config` reads it back to the same values."""
         values = self.model_dump()
         unset = {key for key in DUMPED_IF_SET if values[key] == Config.model_fields[key].default}
         return dump_yaml(
