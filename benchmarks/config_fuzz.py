@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.foreign import ALIASES, TRANSLATIONS, UNSUPPORTED
+from ci_llm.config.foreign import ALIASES, NO_EFFECT, TRANSLATIONS, UNSUPPORTED
 from ci_llm.errors import ConfigError
 
 PRESETS = Path(__file__).parent.parent / "configs"
@@ -22,6 +22,7 @@ NAMES = [
     *ALIASES,
     *TRANSLATIONS,
     *UNSUPPORTED,
+    *NO_EFFECT,
     "config",
     "<<",
     "",
@@ -105,7 +106,7 @@ def _try(path: Path, words: list[str], outcome: Outcome) -> None:
         outcome.refused += 1
         return
     path.write_text(config.dump(), encoding="utf-8")
-    assert load_config(path) == config
+    assert load_config(path).model_dump() == config.model_dump()
     outcome.valid += 1
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.agents import own_values, take_own_entries
-from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS
+from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS, read_without_effect
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
@@ -105,6 +105,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         own = take_own_entries([given], problems)
         sound = sound_values(read_values(given, problems), given, problems)
         super().__init__(**(sound | own_values(own, problems)))
+        super().__setattr__("_without_effect", read_without_effect(given))
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
             raise error_of(problems)
@@ -145,7 +146,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         return find_notices(self)
 
     def dump(self) -> str:
-        """YAML of all values, in groups; `load_config` reads it back to an equal `Config`."""
+        """YAML of all values, in groups; `load_config` reads it back to the same values."""
         values = self.model_dump()
         unset = {key for key in DUMPED_IF_SET if values[key] == Config.model_fields[key].default}
         return dump_yaml(

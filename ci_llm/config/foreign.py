@@ -1,18 +1,15 @@
-"""Names of other trainers: which key and value they mean here, and answers for options without a counterpart.
+"""Names of other trainers: which key and value they mean here, and answers for all that mean none.
 
-Names of other trainers: other names of the keys, other words for their values, and answers for all else.
-
-Options of other trainers that have no counterpart here, and what to do instead; keys without effect, and why.
-
-What a name and a value mean: the key, and its value, by whatever names other trainers have for them.
+An option without a counterpart is refused with what to do instead; one without effect is accepted with the reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ci_llm.config.parsing import Entry, FlagForm, Items, Scalar, means_no_items, takes_flag
+from ci_llm.config.parsing import TRUTH_WORDS, Entry, FlagForm, Items, Scalar, means_no_items, takes_flag
 from ci_llm.config.schema import AllKeys
 
 #: Other names of the same keys, as users of other trainers type them.
@@ -377,7 +374,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "continue": ("an option of the command line", "did you mean --continue on the command line?"),
 }
 
-#: Keys without effect, and why. The reason is logged once if the value is not the default.
+#: Options without effect, and why. Every value is accepted; one that asks for something is answered with the reason.
 NO_EFFECT: Final[dict[str, str]] = {
     "parallel_mode": "all agents always train in one fused pass",
     "greater_is_better": "metric_for_best_model implies it",
@@ -388,9 +385,12 @@ NO_EFFECT: Final[dict[str, str]] = {
     "compile": "packed rows have another length in every step; compiled for that, layers were no faster"
     " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
 }
+#: Those of them that are no switches: false asks for something too.
+_NO_SWITCHES: Final = ("greater_is_better", "deepspeed_config_file")
 
 
 FIELDS = AllKeys.model_fields
+ACCEPTED = FIELDS.keys() | NO_EFFECT.keys()  # under one of these names, or of `ALIASES` for them
 SWITCH = frozenset({"true", "false"})
 
 
@@ -411,6 +411,8 @@ def canonical(name: str) -> str:
 def resolve(entry: Entry) -> tuple[str, Entry] | None:
     """The key of an entry, and the entry with the value that its words mean; None if a run does it in any case.
 
+    An option without effect comes back under its own name, with its value as written.
+
     Raises:
         UnknownNameError: there is no such key, or no key for this value of it.
     """
@@ -423,12 +425,24 @@ def resolve(entry: Entry) -> tuple[str, Entry] | None:
         key, _, translated = meaning.partition("=")
         return None if meaning == ALWAYS else (key, replace(entry, raw=Scalar(translated)))
     key = canonical(name)
+    if key in NO_EFFECT:
+        return key, entry
     if key not in FIELDS:
         raise UnknownNameError
     if means_no_items(FIELDS[key], entry.raw):
         return key, replace(entry, raw=Items(()))
     value = VALUE_ALIASES.get(key, {}).get(text) if text is not None else None
     return key, entry if value is None else replace(entry, raw=Scalar(value))
+
+
+def read_without_effect(given: Mapping[str, Entry]) -> dict[str, object]:
+    """The options without effect that ask for something, with that: true, false, or the text of any other value."""
+    values: dict[str, object] = {}
+    for name in (name for name in NO_EFFECT if name in given and not given[name].is_null):
+        value = TRUTH_WORDS.get(given[name].text.lower(), given[name].text)
+        if value is not False or name in _NO_SWITCHES:
+            values[name] = value
+    return values
 
 
 def key_of(entry: Entry) -> str:
@@ -442,6 +456,8 @@ def key_of(entry: Entry) -> str:
 
 def flag_form(name: str) -> FlagForm:
     """How `--name` may stand on a command line."""
+    if canonical(name) in NO_EFFECT:
+        return "either way" if canonical(name) in _NO_SWITCHES else "alone"
     field = FIELDS.get(canonical(name))
     if field is not None:
         words = VALUE_ALIASES.get(canonical(name), {})

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
-from ci_llm.config.foreign import FIELDS, flag_form, key_of
+from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
 from ci_llm.config.parsing import (
     COMMAND_LINE,
     Entry,
@@ -109,8 +109,9 @@ def read_file(path: str | os.PathLike[str] | None) -> FileEntries:
 def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> FileEntries:
     """The entries of what a call in Python is given: a YAML file, a mapping, what a Config was given, or nothing."""
     if config is None or isinstance(config, Mapping | Config):
-        values = config.model_dump(include=config.model_fields_set) if isinstance(config, Config) else config
-        return FileEntries(None, entries_of(values or {}, IN_CALL))
+        if isinstance(config, Config):
+            config = {**config.model_dump(include=config.model_fields_set), **config.without_effect}
+        return FileEntries(None, entries_of(config or {}, IN_CALL))
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"a {type(config).__name__} is no configuration",
@@ -185,7 +186,9 @@ def parse_config(text: str, where: str) -> Config:
     problems: list[Problem] = []
     given = by_key(known, problems, last_wins=False)
     own = take_own_entries([given], problems)
-    return _build(given, own, problems, recorded=True)
+    config = _build(given, own, problems, recorded=True)
+    # Before the key existed, one pass served all agents.
+    return config if "pass_per_agent" in given else config.model_copy(update={"pass_per_agent": False})
 
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
@@ -235,8 +238,8 @@ def _build(
 ) -> Config:
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
     values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
-    config = Config.model_construct({*values}, **values)
-    unsound = {*given} - {*values}
+    config = Config.model_construct({*values}, **values, _without_effect=read_without_effect(given))
+    unsound = {*given} - {*values, *NO_EFFECT}
     clashes = find_clashes(config, recorded=recorded)
     problems += [clashing(clash, given) for clash in clashes if not unsound & {*clash.keys}]
     problems += check(config)

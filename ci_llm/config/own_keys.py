@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import PrivateAttr
+
 from ci_llm.config.parsing import STRONGER
 from ci_llm.config.schema import (
     AgentKeys,
@@ -92,6 +94,13 @@ def _one_by_one(names: str) -> tuple[str, ...]:
 
 class KeysOfEach(AllKeys):
     """All keys of a run, for all agents together and as each agent has them."""
+
+    _without_effect: dict[str, object] = PrivateAttr(default_factory=dict)
+
+    @property
+    def without_effect(self) -> Mapping[str, object]:
+        """Options that were given and have no effect here, by name; `notices` says why. No key, and never dumped."""
+        return self._without_effect
 
     @property
     def dataset_names(self) -> tuple[str, ...]:

@@ -13,8 +13,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ci_llm.config.foreign import (
+    ACCEPTED,
     ALIASES,
     FIELDS,
+    NO_EFFECT,
     TRANSLATIONS,
     UNSUPPORTED,
     UnknownNameError,
@@ -129,9 +131,9 @@ def clashing(clash: Clash, given: Mapping[str, Entry]) -> Problem:
 def _nearest(name: str) -> str | None:
     """The key or alias most like `name`; `training.lr` is looked up as lr, `no_compile` as compile=false."""
     last = name.rpartition(".")[2]
-    if last.startswith("no_") and canonical(last[3:]) in FIELDS and flag_form(last[3:]) == "alone":
+    if last.startswith("no_") and canonical(last[3:]) in ACCEPTED and flag_form(last[3:]) == "alone":
         return f"{canonical(last[3:])}=false"
-    near = nearest(last, [*FIELDS, *ALIASES, *TRANSLATIONS])
+    near = nearest(last, [*ACCEPTED, *ALIASES, *TRANSLATIONS])
     return f"{near}, which is {ALIASES[near]}" if near in ALIASES else near
 
 
@@ -167,9 +169,11 @@ def _yields(one: Entry, other: Entry, key: str) -> bool:
 
 
 def read_values(given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:
-    """The value of each entry, by the type of its key; its range is not checked yet."""
+    """The value of each entry that sets a key, by the type of that key; its range is not checked yet."""
     values = {}
     for key, entry in given.items():
+        if key in NO_EFFECT:
+            continue
         try:
             values[key] = read_value(FIELDS[key], entry.raw)
         except UnreadableError:

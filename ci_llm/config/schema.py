@@ -192,7 +192,6 @@ class ObjectiveKeys(Keys):
     dirichlet_alpha_aggregator: Positive = free(
         1.0, "concentration, per agent, of the Dirichlet from which a calibration learns the weights of dirichlet"
     )
-    parallel_mode: bool = free(False, "no effect; switch of the first CI-LLM for parallel agents")
 
 
 class DataKeys(Keys):
@@ -296,10 +295,8 @@ class EvaluationKeys(Keys):
     )
     early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
     metric_for_best_model: Literal["nll", "exact_match"] = ending(
-        "nll", "measure of the crowd that decides which evaluation is best: nll or exact_match"
-    )
-    greater_is_better: bool | None = free(
-        None, "no effect; metric_for_best_model implies it: less nll or more exact_match is better"
+        "nll",
+        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is)",
     )
     load_best_model_at_end: bool = free(
         False, "make final_checkpoint of the best step, and evaluate that one at the end; false: of the last step"
@@ -401,19 +398,7 @@ class RecoveryKeys(Keys):
     )
 
 
-class DeclinedKeys(Keys):
-    """Accepted, without effect"""
-
-    use_deepspeed: bool = free(False, "no effect; DeepSpeed owns backward, step and checkpoint")
-    deepspeed_config_file: Text | None = free(None, "no effect; goes with use_deepspeed")
-    streaming: bool = free(
-        False, "no effect; which rows come next depends on shards and a buffer, so no resume is exact"
-    )
-    compile: bool = free(False, "no effect; no faster on packed rows, and compiled kernels depend on lengths met first")
-
-
 class AllKeys(
-    DeclinedKeys,
     RecoveryKeys,
     InterruptionKeys,
     CheckpointKeys,

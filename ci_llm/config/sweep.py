@@ -19,7 +19,7 @@ from annotated_types import Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ci_llm.config.config import Config, entries_of
-from ci_llm.config.foreign import FIELDS, key_of, normalized
+from ci_llm.config.foreign import ACCEPTED, FIELDS, key_of, normalized
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.parsing import (
@@ -258,7 +258,7 @@ def _take_section(section: Entry | None, written: _Written, problems: list[Probl
         seen[known] = entry
         if name in SweepKeys.model_fields:
             written.keys[name] = entry
-        elif key not in FIELDS:
+        elif key not in ACCEPTED:
             problems.append(unknown(entry))
         elif key not in SPACE_KEYS:
             problems.append(_cannot_differ(key, entry))

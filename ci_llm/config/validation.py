@@ -61,7 +61,7 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
                 (key, "eval_steps"), f"{key} compares evaluations, and eval_steps null makes none", "set eval_steps"
             )
     greater = c.metric_for_best_model == "exact_match"
-    if c.greater_is_better not in (None, greater):
+    if c.without_effect.get("greater_is_better") not in (None, greater):
         yield Clash(
             ("greater_is_better", "metric_for_best_model"),
             f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better",
@@ -224,15 +224,8 @@ def _any(c: KeysOfEach, keys: Sequence[str]) -> bool:
 
 def find_notices(config: KeysOfEach) -> list[str]:
     """Lines to log once at the start: settings without effect, and those that probably mean something else."""
-    return [*_without_effect(config), *_doubtful(config)]
-
-
-def _without_effect(config: KeysOfEach) -> Iterator[str]:
-    for key, field in type(config).model_fields.items():
-        if getattr(config, key) == field.default:
-            continue
-        if key in NO_EFFECT:
-            yield f"{key} has no effect: {NO_EFFECT[key]}"
+    ignored = [f"{name} has no effect: {why}" for name, why in NO_EFFECT.items() if name in config.without_effect]
+    return [*ignored, *_doubtful(config)]
 
 
 def _doubtful(c: KeysOfEach) -> Iterator[str]:

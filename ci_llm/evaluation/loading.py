@@ -74,7 +74,7 @@ def read_keys(words: Sequence[str]) -> dict[str, Any]:
         ConfigError: one is no key, has another type, or has nothing to do with an evaluation.
     """
     given = load_config(None, words)
-    if strange := sorted(given.model_fields_set - {*KEYS}):
+    if strange := sorted({*given.model_fields_set, *given.without_effect} - {*KEYS}):
         raise ConfigError(
             f"{', '.join(strange)} cannot be changed for an evaluation",
             where="command line",

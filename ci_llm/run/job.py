@@ -58,7 +58,7 @@ from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
 from ci_llm.run.report import final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
+from ci_llm.run.resume import Restored, Source, settle_precision
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.shutdown import Attempt, end_at_once, require_written, watch_walltime
 from ci_llm.run.state import TrainState, Validation
@@ -203,7 +203,7 @@ def run_among(
     run: Run | None = None
     try:
         start, requests = find_beginning(config, processes, manager, mirror)
-        before = None if start.source is None else recorded_config(start.source)
+        before = None if start.source is None else start.source.config
         config = settle_precision(config, processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
         run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None

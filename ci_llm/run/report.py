@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cluster.launch import Launch, has_rounds
 from ci_llm.config import Config, default_file
+from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.core.run_folder import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
@@ -157,7 +158,7 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
-        changes |= dict.fromkeys(["config", *Config.model_fields])
+        changes |= dict.fromkeys(["config", *Config.model_fields, *NO_EFFECT])
         changes |= {"config": str(preset)} if preset else {"model_name": "..."}
     else:
         defaults = Config()

@@ -17,6 +17,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -100,6 +101,15 @@ class Source:
     def step(self) -> int:
         return self.checkpoint.manifest.step
 
+    @cached_property
+    def config(self) -> Config:
+        """The configuration with which the checkpoint was made. Raises CheckpointError: it cannot be read."""
+        where = str(self.folder)
+        try:
+            return parse_config(self.checkpoint.state["config.yaml"].decode(), where)
+        except ConfigError as error:
+            raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+
     @property
     def shown(self) -> Path:
         """The folder as a person would type it here."""
@@ -134,24 +144,6 @@ def open_source(given: str, where: str) -> Source:
     except DamagedCheckpoint as damage:
         damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
         raise
-
-
-#: What runs did before the key existed.
-_BEFORE_THE_KEY: Final = "\npass_per_agent: false\n"
-
-
-def recorded_config(source: Source) -> Config:
-    """The configuration with which the checkpoint was made.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    where = str(source.folder)
-    try:
-        text = source.checkpoint.state["config.yaml"].decode()
-        return parse_config(text if "\npass_per_agent:" in text else f"{text}{_BEFORE_THE_KEY}", where)
-    except ConfigError as error:
-        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
 
 
 def settle_precision(config: Config, processes: Processes, before: Config | None) -> Config:
@@ -283,7 +275,7 @@ class RunCheckpoint:
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
         saved, where = source.checkpoint.state, str(source.folder)
-        changes = recorded_config(source).diff(self.config)
+        changes = source.config.diff(self.config)
         self._require_same_crowd(source, changes)
         self.require_same_settings(source)
         self._require_same_rows(source, changes)
@@ -312,7 +304,7 @@ class RunCheckpoint:
             odd.append(f"precision of the base {precision} -> {precision_now}")
         if same_processes:
             odd += self._restore_generators(source)
-        changes = _bits_changing(recorded_config(source).diff(self.config), self.config)
+        changes = _bits_changing(source.config.diff(self.config), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         others = [change.key for change in changes if change.kind != "free"]
         if not self._has_same_rows(source):
@@ -364,7 +356,7 @@ class RunCheckpoint:
         Raises:
             BadInput: unless `allow_inexact_resume` is set.
         """
-        changes = recorded_config(source).diff(self.config)
+        changes = source.config.diff(self.config)
         breaking = [c for c in changes if c.kind == "sample-exact"]
         if breaking and not self.config.allow_inexact_resume:
             listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)

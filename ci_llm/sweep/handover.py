@@ -23,7 +23,7 @@ from ci_llm.crowd.external_adapters import META
 from ci_llm.distributed.precision import CHOICES
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 from ci_llm.run.nonfinite_policy import RecoveryState
-from ci_llm.run.resume import Source, recorded_config
+from ci_llm.run.resume import Source
 from ci_llm.run.state import TrainState, Validation
 
 _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
@@ -142,7 +142,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     _clear(config.run_folder)
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
     members = [CheckpointMember(opened[folder], number) for folder, number in sources]
-    before = recorded_config(Source(members[0].checkpoint, sources[0][0]))
+    before = Source(members[0].checkpoint, sources[0][0]).config
     config = config.model_copy(update={key: getattr(before, key) for key in CHOICES})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {

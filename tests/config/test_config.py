@@ -30,6 +30,7 @@ from ci_llm.config import (
 )
 from ci_llm.config.config import DUMPED_IF_SET
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
+from ci_llm.config.parsing import NULL_WORDS
 from ci_llm.errors import ConfigError
 from tools.testbed.events import DEADLINE_S
 
@@ -128,12 +129,12 @@ def test_the_contract_of_names_and_defaults() -> None:
     defaults = Config().model_dump()
     assert {key: defaults[key] for key in FIXED_DEFAULTS} == FIXED_DEFAULTS
     for key in KEYS_OF_THE_ORIGINAL:
-        assert ALIASES.get(key, key) in defaults, key
+        assert ALIASES.get(key, key) in {*defaults, *NO_EFFECT}, key
 
 
 def test_tables_name_existing_keys() -> None:
-    assert set(ALIASES.values()) | set(VALUE_ALIASES) | set(NO_EFFECT) <= set(Config.model_fields)
-    assert not set(ALIASES) & set(Config.model_fields)
+    assert set(VALUE_ALIASES) <= set(Config.model_fields)
+    assert set(ALIASES.values()) <= set(Config.model_fields) | set(NO_EFFECT)
 
 
 def test_every_key_is_in_one_group_and_described() -> None:
@@ -168,10 +169,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     values: dict[str, Any] = {
         "learning_rate": np.float32(0.5),
         "max_train_steps": np.int64(3),
-        "compile": np.bool_(True),
+        "monitor_gpu": np.bool_(True),
         "agent_layers": [np.int32(1)],
     }
-    plain = Config(learning_rate=0.5, max_train_steps=3, compile=True, agent_layers=[1])
+    plain = Config(learning_rate=0.5, max_train_steps=3, monitor_gpu=True, agent_layers=[1])
     assert Config(**values) == read_call(values, {}).config == read_call(None, values).config == plain
     with pytest.raises(ConfigError, match=r"num_agents is '0\.5'"):
         Config(num_agents=np.float32(0.5))
@@ -218,9 +219,9 @@ def test_what_is_no_configuration_is_named(value: Any) -> None:
         (["--num_agents=2"], {"num_agents": 2}),
         (["--num-agents", "2"], {"num_agents": 2}),
         (["--K", "2", "lr=1e-3"], {"num_agents": 2, "learning_rate": 1e-3}),
-        (["--compile"], {"compile": True}),
-        (["--compile", "seed=3"], {"compile": True, "seed": 3}),
-        (["--compile", "false"], {}),
+        (["--monitor-gpu"], {"monitor_gpu": True}),
+        (["--monitor_gpu", "seed=3"], {"monitor_gpu": True, "seed": 3}),
+        (["--monitor_gpu", "false"], {}),
         (["--debug", "--seed", "3"], {"seed": 3}),
         (["--deterministic"], {"deterministic": True}),
         (["--deterministic", "auto"], {}),
@@ -488,7 +489,7 @@ def test_a_command_line_without_some_keys() -> None:
         ("zzz: 1", ["zzz is no key", "--help"]),
         ("Seed: 1", ["Seed is no key", "did you mean seed?"]),
         ("training: {lr: 1}", ["training is no key", "keys are flat: remove `training:`"]),
-        ("no_compile: true", ["compile=false"]),
+        ("no_async_save: true", ["async_save=false"]),
         ("training.lr: 1", ["did you mean lr, which is learning_rate?"]),
         ("? [a, b]\n: 1", ["is no key"]),
         ("<<: {seed: 1}", ["<< is no key"]),
@@ -520,8 +521,8 @@ def test_a_command_line_without_some_keys() -> None:
         ("mixed_precision: fp8", ["no | bf16 | fp16"]),
         ("lr_scheduler_type: cosin", ["did you mean cosine?"]),
         ("lr_scheduler_type: reduce_lr_on_plateau", ["follows the loss", "cosine"]),
-        ("compile: 1", ["compile is '1'", "true | false"]),
-        ("compile: 'true'", ["write true without quotes"]),
+        ("async_save: 1", ["async_save is '1'", "true | false"]),
+        ("async_save: 'true'", ["write true without quotes"]),
         ("max_runtime: 11:55", ["max_runtime is '11:55'", "HH:MM:SS"]),
         ("max_runtime: 0", ["seconds above 0"]),
         ("max_runtime: 1e12", ["seconds above 0 and at most 1000000000 (or 1h30m, or HH:MM:SS), or null"]),
@@ -740,7 +741,7 @@ def test_a_dump_reads_back(path: Path, file: Path) -> None:
 @pytest.mark.slow
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1).filter(
-        lambda s: "/" not in s
+        lambda s: "/" not in s and s.lower() not in NULL_WORDS
     ),
     rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     modules=st.lists(st.text("abc_.\"' :#", min_size=1), min_size=1).map(tuple),
@@ -797,12 +798,12 @@ def test_mutated_configurations_are_valid_or_refused_in_words() -> None:
     assert min(outcome.valid, outcome.refused) > 20
 
 
-def test_every_key_is_read_by_someone_or_says_that_it_is_not() -> None:
+def test_every_key_is_read_by_someone() -> None:
     readers = [path for path in (ROOT / "ci_llm").rglob("*.py") if "config" not in path.parent.name]
     own = [ROOT / "ci_llm/config" / name for name in ("config.py", "own_keys.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in [*readers, *own])
     read = re.findall(r"\b(?:config|self|own)\.(?=(\w+))", code)
-    assert set(Config.model_fields) - set(read) == set(NO_EFFECT)
+    assert set(Config.model_fields) - set(read) == set()
 
 
 def test_the_docs_list_every_key_as_it_is() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ci_llm.config import Config, load_config
-from ci_llm.config.foreign import ALIASES, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
+from ci_llm.config import Config, groups, load_config, parse_config, read_call
+from ci_llm.config.foreign import ALIASES, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
+from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
 
 
@@ -166,7 +167,8 @@ def test_a_group_of_axolotl_is_answered_with_what_to_write(written: str, answer:
 
 def test_the_tables_of_names_do_not_overlap() -> None:
     assert not {*ALIASES} & {*TRANSLATIONS} | {*ALIASES} & {*UNSUPPORTED}
-    assert not {*Config.model_fields} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES}
+    assert not {*NO_EFFECT} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES}
+    assert not {*Config.model_fields} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES, *NO_EFFECT}
 
 
 def test_what_a_translation_means_is_a_key_with_a_value_of_it() -> None:
@@ -176,6 +178,89 @@ def test_what_a_translation_means_is_a_key_with_a_value_of_it() -> None:
     for key, words in VALUE_ALIASES.items():
         for value in words.values():
             load_config(None, [f"{key}={value}"])
+
+
+# Options without effect
+
+#: A value of each that asks for something.
+ASKED = {
+    "parallel_mode": True,
+    "greater_is_better": False,
+    "use_deepspeed": True,
+    "deepspeed_config_file": "ds.json",
+    "streaming": True,
+    "compile": True,
+}
+
+
+def written(value: object) -> str:
+    return str(value).lower()
+
+
+@pytest.mark.parametrize(("name", "value"), ASKED.items())
+def test_an_option_without_effect_is_no_key_and_is_answered_once_with_the_reason(
+    name: str, value: object, tmp_path: Any
+) -> None:
+    (tmp_path / "c.yaml").write_text(f"{name}: {written(value)}\n")
+    given = Config(**{name: value})
+    for config in (
+        load_config(None, [f"{name}={written(value)}"]),
+        load_config(None, [f"--{name.replace('_', '-')}", written(value), "lr=2e-4"]),
+        load_config(tmp_path / "c.yaml"),
+        given,
+        given.model_copy(update={"seed": 42}),
+        read_call({name: value}, {}).config,
+        read_call(given, {"learning_rate": 2e-4}).config,
+        read_call(None, {name: value}).config,
+    ):
+        assert config.notices() == [f"{name} has no effect: {NO_EFFECT[name]}"]
+        assert (changed(config), config.dump()) == ({}, Config().dump())
+    assert name not in {*given.model_dump(), *(key for keys in groups().values() for key in keys)}
+    assert name not in given.dump()
+
+
+def test_every_option_without_effect_is_asked_for_here() -> None:
+    assert [*ASKED] == [*NO_EFFECT]
+
+
+def test_a_value_that_asks_for_nothing_is_not_answered(tmp_path: Any) -> None:
+    quiet = ["parallel_mode=no", "use_deepspeed=false", "deepspeed_config_file=null", "greater_is_better=none"]
+    assert load_config(None, [*quiet, "--compile", "off"]).notices() == []
+    assert Config(streaming=False, use_deepspeed=None, greater_is_better=None).notices() == []
+    (tmp_path / "c.yaml").write_text("streaming: 'false'\nuse_deepspeed: true\n")
+    assert load_config(tmp_path / "c.yaml", ["use_deepspeed=false"]).notices() == []
+
+
+@pytest.mark.parametrize(
+    "line", ["compile: max-autotune", "torch_compile: 1", "compile: 'true'", "compile: {mode: default}", "compile: [a]"]
+)
+def test_a_value_of_another_type_has_no_effect_either_and_is_no_mistake(line: str, tmp_path: Any) -> None:
+    (tmp_path / "c.yaml").write_text(f"{line}\n")
+    config = load_config(tmp_path / "c.yaml")
+    for same in (config, read_call(config, {}).config):
+        assert [said.partition(":")[0] for said in same.notices()] == ["compile has no effect"]
+        assert changed(same) == {}
+
+
+def test_a_word_behind_a_switch_without_effect_is_not_lost() -> None:
+    assert load_config(None, ["--use_deepspeed", "--seed", "3"]).seed == 3
+    assert load_config(None, ["--deepspeed_config_file", "ds.json", "seed=3"]).seed == 3
+    assert refusal("--parallel_mode", "configs/x.yaml").hint == "write --config configs/x.yaml"
+
+
+def test_an_option_without_effect_stands_once_and_for_all_agents(tmp_path: Any) -> None:
+    assert refusal("compile=true", "torch_compile=true").what == "compile (as compile and torch_compile) is given twice"
+    assert "compile cannot differ between agents" in refusal("agents=[{compile: true}, {}]").what
+    (tmp_path / "c.yaml").write_text("sweep:\n  compile: [true, false]\n  lr: [1e-3, 2e-3]\n")
+    with pytest.raises(ConfigError, match="compile cannot differ between trials"):
+        read_sweep(tmp_path / "c.yaml", [])
+
+
+def test_a_recorded_configuration_may_hold_options_without_effect() -> None:
+    old = Config(seed=3).dump() + "".join(f"{name}: {written(value)}\n" for name, value in ASKED.items())
+    recorded = parse_config(old, "config.yaml")
+    assert recorded == Config(seed=3)
+    assert recorded.notices() == recorded.diff(Config(seed=3, **ASKED)) == []
 
 
 # Switches
@@ -266,6 +351,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("local_rank: -1", "local_rank is no key here; it is the number of a process on its machine", "the launcher"),
     ("revision: main", "revision is no key here; it is a version of the base on the hub", "hf download"),
     ("agent_layers: 0-3", "agent_layers is '0-3'", 'the default is "all"'),
+    ("no_async_save: true", "no_async_save is no key", "did you mean async_save=false?"),
+    ("use_deepsped: true", "use_deepsped is no key", "did you mean use_deepspeed?"),
     ("no_compile: true", "no_compile is no key", "did you mean compile=false?"),
     ("training.lr: 1", "training.lr is no key", "did you mean lr, which is learning_rate?"),
     (
@@ -301,7 +388,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("mixed_precision: BF16", "mixed_precision is 'BF16', but takes no | bf16 | fp16 | auto", "write bf16"),
     ("mixed_precision: fp8", "mixed_precision is 'fp8', but takes no | bf16 | fp16 | auto", 'the default is "no"'),
     ("bf16: maybe", "bf16 is 'maybe', but takes true | false | auto", "true means mixed_precision=bf16; false means"),
-    ("compile: 1", "compile is '1', but takes true | false", "the default is false"),
+    ("async_save: 1", "async_save is '1', but takes true | false", "the default is true"),
     ("lr_scheduler_type: cosin", "lr_scheduler_type is 'cosin', but takes linear | cosine |", "did you mean cosine?"),
     (
         "lr_scheduler_type: reduce_lr_on_plateau",

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from ci_llm.config import Config, load_config
-from ci_llm.config.foreign import ALIASES, TRANSLATIONS, UNSUPPORTED
+from ci_llm.config.foreign import ACCEPTED, ALIASES, TRANSLATIONS, UNSUPPORTED
 from ci_llm.config.parsing import nearest
 from ci_llm.errors import ConfigError
 
-KNOWN = [*Config.model_fields, *ALIASES, *TRANSLATIONS]
+KNOWN = [*ACCEPTED, *ALIASES, *TRANSLATIONS]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ KNOWN = [*Config.model_fields, *ALIASES, *TRANSLATIONS]
         ("epoch", "epochs"),
         ("mixed_precison", "mixed_precision"),
         ("resume_from_checkpoints", "resume_from_checkpoint"),
+        ("use_deepsped", "use_deepspeed"),
     ],
 )
 def test_a_slip_is_put_right(typed: str, meant: str) -> None:

@@ -1,5 +1,7 @@
 """A run that the first release saved at step 12 of 24, and that a kill ended, goes on here to the bits it had there.
 
+Its config.yaml holds options that are no keys any more.
+
 The fixture holds the killed run, and of the undisturbed one the manifest and the adapters at step 24.
 """
 
@@ -8,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ci_llm.checkpoints.manifest import FileImage, read_manifest
+from ci_llm.config.foreign import NO_EFFECT
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import train_watched
 
@@ -52,15 +58,69 @@ SAME_WEIGHTS = 1e-3  # what another processor or library makes of 12 steps: Adam
 def test_a_run_of_the_first_release_ends_with_its_bits(
     server: ForkServer, tmp_path: Path, backend: str, ranks: int
 ) -> None:
+    take_killed(backend, tmp_path)
+    said = go_on(server, tmp_path, backend, ranks)
+    require_end(tmp_path, backend, said)
+
+
+#: What asks for something that has no effect, as a file has it.
+ASKED = {
+    "parallel_mode": "true",
+    "greater_is_better": "false",
+    "use_deepspeed": "true",
+    "deepspeed_config_file": '"ds.json"',
+    "streaming": "true",
+    "compile": "true",
+}
+
+
+@pytest.mark.parametrize("words", [[], [f"{name}={value}" for name, value in ASKED.items()]], ids=["gone", "given"])
+def test_an_option_without_effect_changes_nothing_whether_the_old_run_or_this_one_has_it(
+    server: ForkServer, tmp_path: Path, words: list[str]
+) -> None:
+    take_killed("vanilla", tmp_path)
+    if not words:
+        record_asked(tmp_path / "killed/checkpoint_step_12")
+    said = go_on(server, tmp_path, "vanilla", 1, words)
+    require_end(tmp_path, "vanilla", said)
+    assert "another run" not in said
+    repeats_the_words = "num_agents=2"
+    lines = [line for line in said.splitlines() if repeats_the_words not in line]
+    reasons = [f"{name} has no effect: {why}" for name, why in NO_EFFECT.items()] if words else []
+    assert [line for line in lines if any(name in line for name in ASKED)] == reasons
+    assert not [name for name in ASKED if name in (tmp_path / "killed/checkpoint_step_24/config.yaml").read_text()]
+
+
+def take_killed(backend: str, tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / backend / "killed", tmp_path / "killed", copy_function=shutil.copyfile)
     for path in (tmp_path / "killed/.attempt-1").iterdir():  # its heartbeat is as old as the checkout otherwise
         os.utime(path, (LONG_AGO, LONG_AGO))
+
+
+def record_asked(checkpoint: Path) -> None:
+    """Make the checkpoint one of a run that asked for every option without effect."""
+    file = checkpoint / "config.yaml"
+    lines = [line.partition(": ")[::2] for line in file.read_text().splitlines()]
+    assert {*ASKED} <= {key for key, _ in lines}
+    data = "".join(f"{key}: {ASKED.get(key, value)}\n" if value else f"{key}\n" for key, value in lines).encode()
+    manifest = read_manifest(checkpoint)
+    file.write_bytes(data)
+    changed = replace(manifest, files={**manifest.files, file.name: FileImage((data,)).record()})
+    (checkpoint / "manifest.json").write_bytes(changed.dump())
+
+
+def go_on(server: ForkServer, tmp_path: Path, backend: str, ranks: int, words: Iterable[str] = ()) -> str:
+    """Resume the run; returns its log."""
     arguments = [f"{key}={value}" for key, value in {**KEYS, "checkpoint_backend": backend}.items()]
     log = tmp_path / "log"
-    codes = server.run(train_watched, log, ranks=ranks, folder=str(tmp_path), arguments=arguments, fate=None)
+    codes = server.run(train_watched, log, ranks=ranks, folder=str(tmp_path), arguments=[*arguments, *words], fate=None)
     said = log.read_text()
     assert codes == [0] * ranks, said
     assert "step 12 of 24, verified" in said
+    return said
+
+
+def require_end(tmp_path: Path, backend: str, said: str) -> None:
     final, there = tmp_path / "killed/checkpoint_step_24", FIXTURES / backend / "final"
     if "exactness: bitwise" in said:
         assert digests(final) == digests(there)

@@ -121,7 +121,9 @@ def nan_output(fault: Fault) -> None:
         if torch.is_grad_enabled() and Now.strikes(fault):
             factors = output.log_probs.new_ones(crowd.num_agents, 1)
             factors[list(fault.agents)] = math.nan
-            return replace(output, log_probs=output.log_probs * factors)
+            agent = crowd.agents.reading.agent
+            own = factors if agent is None else factors[agent : agent + 1]
+            return replace(output, log_probs=output.log_probs * own)
         return output
 
     Crowd.forward = forward  # type: ignore[method-assign]
@@ -355,8 +357,10 @@ def arm(faults: Sequence[Fault]) -> None:
     def note(_run: object, step: int, *_: object) -> None:
         Now.step, Now.rows = step, []
 
-    def note_rows(_crowd: Crowd, batch: batches.Batch) -> None:
-        if torch.is_grad_enabled():
+    def note_rows(crowd: Crowd, batch: batches.Batch) -> None:
+        reading = crowd.agents.reading
+        repeated = reading.agent and reading.shared is not None and reading.shared.same_rows
+        if torch.is_grad_enabled() and not repeated:
             Now.rows += batch.sample_ids
 
     def note_step(*_: object) -> None:
