@@ -24,7 +24,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
+from ci_llm.run.callbacks import Callbacks, Event, TrainerState
 from ci_llm.run.evaluation import Evaluator, StopVote, kept_steps
 from ci_llm.run.members import RecordFailure, config_of
 from ci_llm.run.mirroring import RunMirror
@@ -32,6 +32,7 @@ from ci_llm.run.nonfinite import NonFiniteResponse
 from ci_llm.run.out_of_memory import MemoryRelief
 from ci_llm.run.report import MORE_STEPS
 from ci_llm.run.resume import RunCheckpoint
+from ci_llm.run.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.state import LastGood, TrainState
 from ci_llm.run.step_metrics import Learning, StepMetrics
 from ci_llm.run.watchdog import Heartbeat
