@@ -19,10 +19,10 @@ from ci_llm.config.config import entries_of
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
-from ci_llm.run import members as crowd_requests
-from ci_llm.run.agent_settings import crowd_settings, require_distinct_branches, schedule, schedules
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.members import (
+from ci_llm.run.start.agent_settings import crowd_settings, require_distinct_branches, schedule, schedules
+from ci_llm.run.step import members as crowd_requests
+from ci_llm.run.step.members import (
     FOLDER,
     CrowdChange,
     CrowdRequest,
@@ -38,8 +38,8 @@ from ci_llm.run.members import (
     read_waiting,
     settings_of_clone,
 )
-from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.state import Best, TrainState, Validation
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.state import Best, TrainState, Validation
 from tests.support.log_lines import log_lines
 
 FOUR = Config(num_agents=4)

@@ -25,22 +25,14 @@ from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.durable import read_fields, write_json
 from ci_llm.core.remote import is_url
-from ci_llm.core.run_folder import (
-    BEGINNING,
-    OF_A_RUN,
-    BadBatch,
-    Recovery,
-    is_run,
-    read_recovery,
-    read_skipped_batches,
-)
+from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, BadBatch, Recovery, is_run, read_recovery, read_skipped_batches
 from ci_llm.core.run_status import last_attempt
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
-from ci_llm.run.members import CrowdChange, Members, forget_after, read_record
-from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.resume import Source, newest_source, open_source
-from ci_llm.run.state import TrainState
+from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.start.resume import Source, newest_source, open_source
+from ci_llm.run.step.members import CrowdChange, Members, forget_after, read_record
+from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 

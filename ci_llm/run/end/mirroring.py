@@ -22,7 +22,7 @@ from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Found
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.sender import Mirror, MirrorState
-from ci_llm.run.shutdown import expected_kill
+from ci_llm.run.end.shutdown import expected_kill
 
 logger = logging.getLogger(__name__)
 

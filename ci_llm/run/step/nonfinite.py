@@ -20,8 +20,8 @@ from torch import Tensor
 from ci_llm.core.run_folder import BadBatch, write_skipped_batches
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
-from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.state import LastGood, TrainState
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.state import LastGood, TrainState
 
 logger = logging.getLogger(__name__)
 
