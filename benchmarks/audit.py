@@ -1,4 +1,4 @@
-"""The audit of `tools/audit` on a zoo of scripts: mistakes that were planted are found by name, and exact ones pass.
+"""`tools.audit` on a zoo of scripts: mistakes that were planted must be found by name, and exact ones must pass.
 
 One line per script: what was expected, what the audit said, and whether these agree.
 """
