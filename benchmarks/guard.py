@@ -12,9 +12,9 @@ import argparse
 import torch
 
 from benchmarks.timing import median_cost, take_turns
-from ci_llm.run.nonfinite import nonfinite_here
-from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.state import EVERY_STEPS, LastGood
+from ci_llm.run.step.nonfinite import nonfinite_here
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.state import EVERY_STEPS, LastGood
 
 
 def main() -> None:

@@ -39,13 +39,13 @@ from ci_llm.data.batches import Batch, MicroBatch, pack, stream
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.agent_settings import objective_of, optimizer_of, schedules
-from ci_llm.run.loading import Loaded, load, rows_and_plan, training_rows
+from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients
-from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.setup import build_crowd
-from ci_llm.run.state import TrainState
-from ci_llm.run.watchdog import Heartbeat
+from ci_llm.run.start.agent_settings import objective_of, optimizer_of, schedules
+from ci_llm.run.start.loading import Loaded, load, rows_and_plan, training_rows
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.state import TrainState
 
 CONFIG = Path(__file__).parent.parent / "configs.yaml"
 AGENTS, STEPS = 4, 260

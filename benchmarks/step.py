@@ -43,10 +43,10 @@ from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.layer import LoraSettings
+from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients
-from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.state import TrainState
-from ci_llm.run.watchdog import Heartbeat
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.state import TrainState
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0

@@ -46,9 +46,9 @@ from ci_llm.data.batches import pack
 from ci_llm.data.order import Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.agent_settings import schedule
 from ci_llm.run.job import run_among
-from ci_llm.run.loading import Loaded, load
+from ci_llm.run.start.agent_settings import schedule
+from ci_llm.run.start.loading import Loaded, load
 from ci_llm.sweep import trials
 from ci_llm.sweep.sweep import Sweep
 

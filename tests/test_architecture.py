@@ -1,11 +1,14 @@
-"""The house holds: imports go down only, dangerous imports have one owner, the public surface is what it says."""
+"""The house holds: imports go down only and in no circle, dangerous ones have one owner, public names are as said."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -62,9 +65,15 @@ def is_typing_only(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def imported(tree: ast.Module) -> list[str]:
-    """Every module a file imports, at its top or inside a function; typing-only imports are no arrows."""
-    typing_only = {id(node) for block in ast.walk(tree) if is_typing_only(block) for node in ast.walk(block)}
+def imported(tree: ast.Module, *, for_types: bool = False) -> list[str]:
+    """Every module a file imports, at its top or inside a function.
+
+    Args:
+        for_types: imports under TYPE_CHECKING count as well.
+    """
+    typing_only = set[int]()
+    if not for_types:
+        typing_only = {id(node) for block in ast.walk(tree) if is_typing_only(block) for node in ast.walk(block)}
     names = []
     for node in ast.walk(tree):
         if id(node) in typing_only:
@@ -98,6 +107,81 @@ def test_imports_go_down() -> None:
         if name.startswith("ci_llm.")
         and room(name) != (own := file.split("/")[0].removesuffix(".py"))
         and floor(room(name)) >= floor(own)
+    ]
+    assert wrong == []
+
+
+def module_of(file: str) -> str:
+    """`lora/adapters.py` is the module `ci_llm.lora.adapters`, and `lora/__init__.py` is `ci_llm.lora`."""
+    return ".".join(["ci_llm", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def graph_of(files: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """Each module with the other modules of the package that it imports: at its top, in a function, or for types."""
+    modules = {module_of(file) for file in files}
+    graph: dict[str, set[str]] = {}
+    for file, tree in files.items():
+        names = imported(tree, for_types=True)
+        meant = {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[module_of(file)] = (meant & modules) - {module_of(file)}
+    return graph
+
+
+@cache
+def package_graph() -> dict[str, set[str]]:
+    return graph_of(trees())
+
+
+def ways_from(start: str, graph: Mapping[str, set[str]]) -> dict[str, tuple[str, ...]]:
+    """Every module that `start` reaches by imports, with a shortest way to it; `start` itself only in a circle."""
+    ways: dict[str, tuple[str, ...]] = {}
+    newest = [(start,)]
+    while newest:
+        longer = {name: (*way, name) for way in newest for name in sorted(graph[way[-1]]) if name not in ways}
+        ways |= longer
+        newest = [*longer.values()]
+    return ways
+
+
+def circles(graph: Mapping[str, set[str]]) -> dict[frozenset[str], str]:
+    """The strongly connected components of several modules, each with a shortest circle in it, for people."""
+    ways = {module: ways_from(module, graph) for module in graph}
+    components = {frozenset(name for name in ways[module] if module in ways[name]) for module in graph}
+    shortest = {each: min((ways[name][name] for name in sorted(each)), key=len) for each in components if each}
+    return {each: " imports ".join(circle) for each, circle in shortest.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert list(circles(package_graph()).values()) == []
+
+
+def test_a_circle_is_found_whatever_its_imports_are_for() -> None:
+    files = {
+        "a.py": "from ci_llm.b import Name",
+        "b/__init__.py": "def late():\n    from ci_llm.b import c",
+        "b/c.py": "if TYPE_CHECKING:\n    import ci_llm.a",
+        "d.py": "from ci_llm import a, e",
+        "e.py": "import ast",
+    }
+    found = circles(graph_of({file: ast.parse(text) for file, text in files.items()}))
+    expected = "ci_llm.a imports ci_llm.b imports ci_llm.b.c imports ci_llm.a"
+    assert found == {frozenset({"ci_llm.a", "ci_llm.b", "ci_llm.b.c"}): expected}
+
+
+#: The packages within `run`, from the top down. Their files import none of those directly in `run`, which join them.
+RUN_FLOORS = ("start", "step", "end")
+
+
+def test_imports_between_the_packages_of_a_run_go_one_way() -> None:
+    assert {path.parent.name for path in PACKAGE.glob("run/*/__init__.py")} == set(RUN_FLOORS)
+    allowed = {own: {*RUN_FLOORS[floor:]} for floor, own in enumerate(RUN_FLOORS)}
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in package_graph().items()
+        for name in names
+        if name.startswith("ci_llm.run")
+        and (own := module.removeprefix("ci_llm.run.").split(".")[0]) in allowed
+        and name.removeprefix("ci_llm.run.").split(".")[0] not in allowed[own]
     ]
     assert wrong == []
 
@@ -151,10 +235,40 @@ def test_only_one_room_renames_syncs_or_seeds() -> None:
     assert wrong == []
 
 
+#: Tokens that make no line one of code.
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_lines(text: str) -> int:
+    """How many lines of a file hold code: not docstrings, comments and blank lines."""
+    counted = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            counted.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, WITH_DOCSTRINGS) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            counted.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(counted)
+
+
+def test_code_is_counted_without_what_explains_it() -> None:
+    explained = '"""Charter."""\n\n# why\nx = """a\nb"""  # here too\n\n'
+    function = 'def f():\n    """Does\n    it."""\n    return (\n        x\n    )\n'
+    assert code_lines(explained) == 2
+    assert code_lines(function) == 4
+
+
 def test_a_file_says_its_charter_and_stays_one_idea() -> None:
     charters = {file: (ast.get_docstring(tree) or "").partition("\n")[0] for file, tree in trees().items()}
     assert [file for file, charter in charters.items() if len(charter) <= 10] == []
-    assert [file for file, text in texts().items() if text.count("\n") > 800] == []
+    long = {file: text for file, text in texts().items() if text.count("\n") > 500}
+    assert [file for file, text in long.items() if code_lines(text) > 500] == []
 
 
 def test_functions_fit_a_screen() -> None:

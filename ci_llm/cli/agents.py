@@ -13,7 +13,7 @@ from ci_llm.cli.command import agent_number, make_parser
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
-    from ci_llm.run.members import CrowdRequest, Decision
+    from ci_llm.run.step.members import CrowdRequest, Decision
 
 _DESCRIPTION: Final = """Stop or clone an agent of a run. A running job does so after the step under way, on all its
 processes; a run that was interrupted does so after its first step. K is the number of the agent, as in agent2."""
@@ -35,7 +35,7 @@ def agents(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     from ci_llm.core.run_status import read_status
-    from ci_llm.run.members import ask
+    from ci_llm.run.step.members import ask
 
     own = _settings(call.settings) if call.verb == "clone" else {}
     status = read_status(call.run)
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(words: Sequence[str]) -> dict[str, object]:
     from ci_llm.config.foreign import flag_form
     from ci_llm.config.parsing import read_arguments
-    from ci_llm.run.members import settings_of_clone
+    from ci_llm.run.step.members import settings_of_clone
 
     entries, strays = read_arguments(words, flag_form)
     if strays:
@@ -92,7 +92,7 @@ def _settings(words: Sequence[str]) -> dict[str, object]:
 
 def _wait(run: Path, request: CrowdRequest, patience_s: float) -> Decision | None:
     """What the run decided; None if it has not decided yet."""
-    from ci_llm.run.members import read_record
+    from ci_llm.run.step.members import read_record
 
     until = time.monotonic() + patience_s
     while True:

@@ -65,7 +65,7 @@ def pull(call: argparse.Namespace) -> dict[str, Any]:
     """Bring one checkpoint, or what a run needs to go on, onto this disk; the record of it."""
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.mirror.filling import fill, open_mirror, write_opened
-    from ci_llm.run.mirroring import RUN_FILES
+    from ci_llm.run.end.mirroring import RUN_FILES
 
     reader, head, name = open_mirror(call.url, "URL")
     if name is not None:
@@ -89,7 +89,7 @@ def push(call: argparse.Namespace) -> dict[str, Any]:
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.mirror.head import Found, read_token
     from ci_llm.mirror.sender import Mirror
-    from ci_llm.run.mirroring import RUN_FILES
+    from ci_llm.run.end.mirroring import RUN_FILES
 
     if not current_line(call.run):
         raise BadInput("there is no checkpoint here", where=str(call.run), hint="give the output_dir of a run")

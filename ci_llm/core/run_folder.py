@@ -1,4 +1,4 @@
-"""The names in the folder of a run, and its small records: attempts, recovery.json, hub.json.
+"""The names in the folder of a run, and its small records: attempts, skipped batches, recovery.json, hub.json.
 
 `attempts/<n>/`: the step at which an attempt began, and why its processes failed.
 
@@ -6,6 +6,8 @@ Launchers flatten exit codes, so a reason travels by file. A process that fails 
 anything else. The earliest failure of an attempt is the cause; the others follow from it.
 
 hub.json: how the last push of a run's result to the hub ended, for the next call of the run and `ci-llm status`.
+
+skipped_batches.json: the batches that the next attempts skip, whichever checkpoint they resume from.
 
 recovery.json: what the supervisor asks of the next attempts of a run.
 
@@ -16,11 +18,12 @@ state of the run and not of its configuration: a resume never refuses it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import takewhile
@@ -35,6 +38,8 @@ from ci_llm.errors import BadInput, CheckpointError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+
+logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record", bound="DataclassInstance")
 
@@ -288,7 +293,48 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
         ) from error
 
 
+SKIPPED_BATCHES: Final = "skipped_batches.json"
+
+
+@dataclass(frozen=True)
+class BadBatch:
+    """A step in which every agent was nonfinite. A later attempt compares the rows: the step may hold others then."""
+
+    step: int
+    rows: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as skipped_batches.json and train_state.json have them."""
+        return {"step": self.step, "rows": list(self.rows)}
+
+
+def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
+    """The batches that earlier attempts have skipped, whichever checkpoint the run goes on from.
+
+    Raises:
+        CheckpointError: the file is not of this program.
+    """
+    path = run_folder / SKIPPED_BATCHES
+    try:
+        value: Any = read_json(path)
+        return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
+    except FileNotFoundError:
+        return []
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"no record of skipped batches: {error}", where=str(path), hint="move it away") from error
+
+
+def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:
+    """Record the bad batches; a disk that refuses it is reported, and the run goes on."""
+    try:
+        write_json(run_folder / SKIPPED_BATCHES, [batch.to_dict() for batch in batches])
+    except OSError as error:
+        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run goes on: {error}")
+
+
 BEGINNING: Final = "beginning.json"
+#: What attempts have decided about changes of the crowd.
+CROWD_CHANGES: Final = "crowd_changes.json"
 #: Of a sweep: its record, the folder of its runs, and that of the agent of its best trial.
 SWEEP: Final = "sweep.json"
 SEGMENTS: Final = "segments"
@@ -299,7 +345,7 @@ LAUNCH_TOKEN: Final = ".launch-"
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
-    *("tensorboard", "profile", "requests", "crowd_changes.json", "skipped_batches.json"),
+    *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES),
     *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: What else may be there and keeps its place: of the run, and of a sweep. `BEST` is a likely name of a run.

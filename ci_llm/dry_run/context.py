@@ -28,7 +28,7 @@ from ci_llm.errors import ModelError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
-from ci_llm.run.cost_model import Trace
+from ci_llm.run.start.cost_model import Trace
 
 #: Published figures of the bases of the presets: enough to estimate what a run needs.
 KNOWN: dict[str, dict[str, Any]] = {

@@ -26,7 +26,8 @@ from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
-from ci_llm.run.cost_model import (
+from ci_llm.run.setup import steps_of
+from ci_llm.run.start.cost_model import (
     Trace,
     Untraceable,
     agent_copies,
@@ -35,7 +36,6 @@ from ci_llm.run.cost_model import (
     recompute_on_all,
     trace_longest,
 )
-from ci_llm.run.setup import steps_of
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9

@@ -31,12 +31,12 @@ from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
+from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.job import conclude
-from ci_llm.run.loading import open_base, training_rows
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.resume import newest_source
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
+from ci_llm.run.start.loading import open_base, training_rows
+from ci_llm.run.start.resume import newest_source
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8

@@ -67,7 +67,7 @@ def train(
 
     Args:
         config: a YAML file, a mapping of keys, or a Config; None: the defaults of docs/keys.md and no file.
-        callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see callbacks.py.
+        callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see step/callbacks.py.
         overrides: keys that win over `config`: `learning_rate=1e-3`, or `lr=1e-3`.
 
     Returns:

@@ -24,17 +24,18 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
-from ci_llm.run.evaluation import Evaluator, StopVote, kept_steps
-from ci_llm.run.members import RecordFailure, config_of
-from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.nonfinite import NonFiniteResponse
-from ci_llm.run.out_of_memory import MemoryRelief
-from ci_llm.run.report import MORE_STEPS
-from ci_llm.run.resume import RunCheckpoint
-from ci_llm.run.state import LastGood, TrainState
-from ci_llm.run.step_metrics import Learning, StepMetrics
-from ci_llm.run.watchdog import Heartbeat
+from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.end.report import MORE_STEPS
+from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
+from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.start.resume import RunCheckpoint
+from ci_llm.run.step.callbacks import Callbacks, Event, TrainerState
+from ci_llm.run.step.evaluation import Evaluator, StopVote, kept_steps
+from ci_llm.run.step.members import RecordFailure, config_of
+from ci_llm.run.step.nonfinite import NonFiniteResponse
+from ci_llm.run.step.out_of_memory import MemoryRelief
+from ci_llm.run.step.state import LastGood, TrainState
+from ci_llm.run.step.step_metrics import Learning, StepMetrics
 
 
 @dataclass

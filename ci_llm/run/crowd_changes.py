@@ -31,10 +31,12 @@ from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
 from ci_llm.run.context import Run
-from ci_llm.run.loading import rows_and_plan
-from ci_llm.run.members import (
+from ci_llm.run.setup import lengths_of, steps_of
+from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
+from ci_llm.run.start.loading import rows_and_plan
+from ci_llm.run.start.resume import STOPPED
+from ci_llm.run.step.members import (
     CrowdChange,
     CrowdRequest,
     Decision,
@@ -47,9 +49,7 @@ from ci_llm.run.members import (
     read_record,
     read_waiting,
 )
-from ci_llm.run.resume import STOPPED
-from ci_llm.run.setup import lengths_of, steps_of
-from ci_llm.run.state import Choice, TrainState
+from ci_llm.run.step.state import Choice, TrainState
 
 logger = logging.getLogger(__name__)
 

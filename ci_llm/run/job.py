@@ -30,7 +30,16 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.beginning import (
+from ci_llm.run.context import Run
+from ci_llm.run.crowd_changes import return_to
+from ci_llm.run.end.emergency_save import EmergencySave
+from ci_llm.run.end.mirroring import RunMirror, require_store
+from ci_llm.run.end.report import final_card, log_next_steps, push_result, score_table, write_page
+from ci_llm.run.end.shutdown import Attempt, end_at_once, require_written, watch_walltime
+from ci_llm.run.end.watchdog import Stacks, Watchdog
+from ci_llm.run.loop import Batches, note_evaluation, steps, train
+from ci_llm.run.setup import build, check_folder, require_no_sweep
+from ci_llm.run.start.beginning import (
     Requests,
     Start,
     apply_requests,
@@ -41,11 +50,10 @@ from ci_llm.run.beginning import (
     place_of_attempt,
     prepare,
 )
-from ci_llm.run.callbacks import Callbacks
-from ci_llm.run.context import Run
-from ci_llm.run.crowd_changes import return_to
-from ci_llm.run.emergency_save import EmergencySave
-from ci_llm.run.evaluation import (
+from ci_llm.run.start.loading import Loaded
+from ci_llm.run.start.resume import Restored, Source, settle_precision
+from ci_llm.run.step.callbacks import Callbacks
+from ci_llm.run.step.evaluation import (
     describe_example,
     evaluation_metrics,
     kept_steps,
@@ -54,16 +62,8 @@ from ci_llm.run.evaluation import (
     sets_record,
     weights_of,
 )
-from ci_llm.run.loading import Loaded
-from ci_llm.run.loop import Batches, note_evaluation, steps, train
-from ci_llm.run.mirroring import RunMirror, require_store
-from ci_llm.run.report import final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.resume import Restored, Source, settle_precision
-from ci_llm.run.setup import build, check_folder, require_no_sweep
-from ci_llm.run.shutdown import Attempt, end_at_once, require_written, watch_walltime
-from ci_llm.run.state import TrainState, Validation
-from ci_llm.run.step_metrics import Learning
-from ci_llm.run.watchdog import Stacks, Watchdog
+from ci_llm.run.step.state import TrainState, Validation
+from ci_llm.run.step.step_metrics import Learning
 
 if TYPE_CHECKING:
     from ci_llm.crowd.crowd import Crowd
@@ -139,7 +139,7 @@ def run_job(
 
     Args:
         sources: lines for people about where the values of `config` come from.
-        callbacks: see callbacks.py.
+        callbacks: see step/callbacks.py.
 
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.

@@ -4,7 +4,7 @@ One optimizer step goes one way: rows -> the frozen base, for all agents at once
 backward, without any communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent
 -> the optimizer moves -> the state advances. A reduction inside backward would leave the peers of a process that ran
 out of memory waiting there. So that process says it in the ballot, and all repeat the step in smaller parts. The ballot
-also says which agents are not finite; they are left out before the optimizer moves (nonfinite.py).
+also says which agents are not finite; they are left out before the optimizer moves (step/nonfinite.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.lora.optimizer import Ivon
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
-from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics, kept_steps, validation_after
-from ci_llm.run.loading import data_phases
-from ci_llm.run.members import is_waiting
-from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
-from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
+from ci_llm.run.start.loading import data_phases
+from ci_llm.run.step.evaluation import (
+    describe_example,
+    describe_scores,
+    evaluation_metrics,
+    kept_steps,
+    validation_after,
+)
+from ci_llm.run.step.members import is_waiting
+from ci_llm.run.step.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
+from ci_llm.run.step.out_of_memory import in_parts, unless_out_of_memory
 
 logger = logging.getLogger(__name__)
 

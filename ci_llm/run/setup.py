@@ -29,7 +29,10 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.agent_settings import (
+from ci_llm.run.context import Run
+from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.start.agent_settings import (
     lora_settings,
     objective_of,
     optimizer_of,
@@ -37,19 +40,24 @@ from ci_llm.run.agent_settings import (
     schedules,
     training_of,
 )
-from ci_llm.run.context import Run
-from ci_llm.run.cost_model import settle_passes, settle_recomputation
-from ci_llm.run.evaluation import Evaluator, StopVote
-from ci_llm.run.loading import Loaded, common_form, describe_rows, load, rows_and_plan, shares_layers, training_rows
-from ci_llm.run.members import Members, config_of
-from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.nonfinite import NonFiniteResponse
-from ci_llm.run.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.out_of_memory import MemoryRelief
-from ci_llm.run.resume import RunCheckpoint
-from ci_llm.run.state import LastGood, TrainState, Validation
-from ci_llm.run.step_metrics import StepMetrics
-from ci_llm.run.watchdog import Heartbeat
+from ci_llm.run.start.cost_model import settle_passes, settle_recomputation
+from ci_llm.run.start.loading import (
+    Loaded,
+    common_form,
+    describe_rows,
+    load,
+    rows_and_plan,
+    shares_layers,
+    training_rows,
+)
+from ci_llm.run.start.resume import RunCheckpoint
+from ci_llm.run.step.evaluation import Evaluator, StopVote
+from ci_llm.run.step.members import Members, config_of
+from ci_llm.run.step.nonfinite import NonFiniteResponse
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.out_of_memory import MemoryRelief
+from ci_llm.run.step.state import LastGood, TrainState, Validation
+from ci_llm.run.step.step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from ci_llm.core.durable import remove_tree
 from ci_llm.crowd.external_adapters import META
 from ci_llm.distributed.precision import CHOICES
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
-from ci_llm.run.nonfinite_policy import RecoveryState
-from ci_llm.run.resume import Source
-from ci_llm.run.state import TrainState, Validation
+from ci_llm.run.start.resume import Source
+from ci_llm.run.step.nonfinite_policy import RecoveryState
+from ci_llm.run.step.state import TrainState, Validation
 
 _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
 

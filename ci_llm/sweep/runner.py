@@ -32,14 +32,14 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.dry_run.checks import size
 from ci_llm.errors import CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.beginning import place_of_attempt
-from ci_llm.run.callbacks import Callbacks
-from ci_llm.run.cost_model import USABLE, Untraceable, trace_longest
+from ci_llm.run.end.report import write_page
+from ci_llm.run.end.shutdown import command_line, end_at_once, reason_of
 from ci_llm.run.job import meet, run_among
-from ci_llm.run.loading import Loaded, choice_by_test_rows, load
-from ci_llm.run.report import write_page
 from ci_llm.run.setup import steps_of
-from ci_llm.run.shutdown import command_line, end_at_once, reason_of
+from ci_llm.run.start.beginning import place_of_attempt
+from ci_llm.run.start.cost_model import USABLE, Untraceable, trace_longest
+from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load
+from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.curves import Curves
 from ci_llm.sweep.sweep import Pack, Sweep, known_record, read_record
 from ci_llm.sweep.trials import HalvingPlan, Trial

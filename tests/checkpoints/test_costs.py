@@ -11,7 +11,7 @@ import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import load_config
-from ci_llm.run.beginning import find_start, prepare, read_beginning
+from ci_llm.run.start.beginning import find_start, prepare, read_beginning
 from tests.support import costs
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell

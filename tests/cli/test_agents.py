@@ -12,7 +12,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, last_status
-from ci_llm.run.members import CrowdRequest, Decision, decide, is_waiting, read_waiting
+from ci_llm.run.step.members import CrowdRequest, Decision, decide, is_waiting, read_waiting
 from tools.testbed.events import DEADLINE_S
 
 

@@ -30,7 +30,7 @@ from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
 from ci_llm.lora.layer import LoraSettings
-from ci_llm.run.agent_settings import lora_settings
+from ci_llm.run.start.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tools.testbed.disks import Crash, FailingDisk, MortalDisk
 

@@ -12,11 +12,10 @@ from ci_llm.evaluation.loading import PREDICTIONS
 from ci_llm.logs import hardware, profile, run_log
 from ci_llm.mirror.head import TOKEN_FILE
 from ci_llm.report import page
-from ci_llm.run import beginning, members
+from ci_llm.run.step import members
 
 MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, profile.FOLDER, page.NAME}
-MOVED |= {run_log.LOG_NAME, run_log.METRICS_NAME, beginning.SKIPPED_BATCHES}
-MOVED |= {members.FOLDER, members.RECORD}
+MOVED |= {run_log.LOG_NAME, run_log.METRICS_NAME, members.FOLDER}
 BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, SWEEP}
 
 

@@ -29,7 +29,7 @@ from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.dry_run.plan import CHECKS
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
-from ci_llm.run.cost_model import trace
+from ci_llm.run.start.cost_model import trace
 from tests.support.campaign import sampled
 from tests.support.children import Child
 from tools.testbed.forkserver import ROOT, ForkServer

@@ -19,7 +19,7 @@ from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.optimizer import BETA1, BETA2, Ivon
-from ci_llm.run.agent_settings import optimizer_of
+from ci_llm.run.start.agent_settings import optimizer_of
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.core.run_folder import BEGINNING
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
-from ci_llm.run.beginning import Start, find_start, known_beginning, prepare, read_beginning
+from ci_llm.run.start.beginning import Start, find_start, known_beginning, prepare, read_beginning
 from tests.support.log_lines import log_lines
 from tools.testbed.disks import FailingDisk
 

@@ -17,8 +17,8 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError, ConfigError
-from ci_llm.run.evaluation import result_of
-from ci_llm.run.state import Best, TrainState, Validation
+from ci_llm.run.step.evaluation import result_of
+from ci_llm.run.step.state import Best, TrainState, Validation
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow

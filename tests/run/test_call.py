@@ -30,10 +30,11 @@ from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
-from ci_llm.run import call, job, shutdown
-from ci_llm.run.callbacks import Callbacks, TrainerControl, TrainerState
-from ci_llm.run.evaluation import Evaluator
-from ci_llm.run.mirroring import RunMirror
+from ci_llm.run import call, job
+from ci_llm.run.end import shutdown
+from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.step.callbacks import Callbacks, TrainerControl, TrainerState
+from ci_llm.run.step.evaluation import Evaluator
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 

@@ -17,10 +17,10 @@ from ci_llm.config import Config
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.embedded.stories import rows
 from ci_llm.errors import CheckpointError, ConfigError
-from ci_llm.run.agent_settings import schedules
 from ci_llm.run.crowd_changes import BY_HEART, TRAINING_NLL, change_of, choice_from_nll
-from ci_llm.run.members import CrowdChange, Members, config_of
-from ci_llm.run.state import Choice, TrainState
+from ci_llm.run.start.agent_settings import schedules
+from ci_llm.run.step.members import CrowdChange, Members, config_of
+from ci_llm.run.step.state import Choice, TrainState
 from tests.support.asked import train_asked
 from tests.support.faults import Fault, said, train
 from tools.testbed.forkserver import ForkServer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.run.emergency_save import EmergencySave
+from ci_llm.run.end.emergency_save import EmergencySave
 from tools.testbed.disks import CachedDisk
 
 

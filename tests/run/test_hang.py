@@ -14,7 +14,7 @@ import pytest
 from ci_llm.cluster.deadline import Pace
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
-from ci_llm.run.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
+from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
 from tests.support.faults import Fault, fired, said, train
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
@@ -72,7 +72,7 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
         status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
     )
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ci_llm.run.watchdog.command_line", lambda _: "again")
+        patch.setattr("ci_llm.run.end.watchdog.command_line", lambda _: "again")
         watchdog = Watchdog(attempt, Heartbeat(), Pace(), lambda: 4, stacks_on_demand)
         watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err
@@ -82,7 +82,7 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
 
 TWO_CHILDREN = """
 import os, signal
-from ci_llm.run.watchdog import Stacks
+from ci_llm.run.end.watchdog import Stacks
 
 with Stacks() as stacks:
     children = []

@@ -29,7 +29,8 @@ from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
-from ci_llm.run import job, loop, resume
+from ci_llm.run import job, loop
+from ci_llm.run.start import resume
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -516,7 +517,7 @@ def test_tokens_that_the_base_does_not_know_are_refused_before_the_run(
 
 
 def test_missing_data_is_reported_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.run.loading.load_base", lambda *_: pytest.fail("which takes minutes"))
+    monkeypatch.setattr("ci_llm.run.start.loading.load_base", lambda *_: pytest.fail("which takes minutes"))
     assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
 
 

@@ -14,10 +14,10 @@ import ci_llm
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run import job
-from ci_llm.run.callbacks import TrainerControl, TrainerState
-from ci_llm.run.members import ask
-from ci_llm.run.report import score_table
-from ci_llm.run.step_metrics import FIRST, LOOKS, RECENT, Learning
+from ci_llm.run.end.report import score_table
+from ci_llm.run.step.callbacks import TrainerControl, TrainerState
+from ci_llm.run.step.members import ask
+from ci_llm.run.step.step_metrics import FIRST, LOOKS, RECENT, Learning
 
 #: Losses, then gradient norms, of the agents in every step of real runs on the embedded base.
 CURVES: dict[str, list[list[float]]] = json.loads((Path(__file__).parents[1] / "fixtures/curves.json").read_text())

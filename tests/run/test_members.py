@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from ci_llm.config import Config
 from ci_llm.config.config import entries_of
+from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.errors import CheckpointError, ConfigError, ModelError
-from ci_llm.run import members as crowd_requests
-from ci_llm.run.agent_settings import crowd_settings, require_distinct_branches, schedule, schedules
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.members import (
+from ci_llm.run.start.agent_settings import crowd_settings, require_distinct_branches, schedule, schedules
+from ci_llm.run.step import members as crowd_requests
+from ci_llm.run.step.members import (
     FOLDER,
-    RECORD,
     CrowdChange,
     CrowdRequest,
     Decision,
@@ -38,8 +38,8 @@ from ci_llm.run.members import (
     read_waiting,
     settings_of_clone,
 )
-from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.state import Best, TrainState, Validation
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.state import Best, TrainState, Validation
 from tests.support.log_lines import log_lines
 
 FOUR = Config(num_agents=4)
@@ -236,7 +236,7 @@ def test_a_request_is_decided_once_and_stays_on_record(tmp_path: Path) -> None:
     assert not is_waiting(tmp_path)
     assert [each.step for each in read_record(tmp_path)] == [7]
     forget_after(tmp_path, 6)
-    assert not (tmp_path / RECORD).exists()
+    assert not (tmp_path / CROWD_CHANGES).exists()
 
 
 @pytest.mark.parametrize(
@@ -303,6 +303,6 @@ def test_a_request_holds_only_what_is_checked_again(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / RECORD).write_text('{"a": 1}')
+    (tmp_path / CROWD_CHANGES).write_text('{"a": 1}')
     with pytest.raises(CheckpointError, match="no record of changes"):
         read_record(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
-from ci_llm.run.emergency_save import MARGIN_S, seconds_left
+from ci_llm.run.end.emergency_save import MARGIN_S, seconds_left
 from tests.support.children import DEADLINE_S, ROOT
 from tools.testbed import moments
 from tools.testbed.forkserver import ForkServer

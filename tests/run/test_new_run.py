@@ -11,7 +11,7 @@ import pytest
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core.run_status import read_status
-from ci_llm.run.resume import other_ways
+from ci_llm.run.start.resume import other_ways
 from tests.run.test_job import CONFIG, SMALL
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ci_llm.config import Config
+from ci_llm.core.run_folder import BadBatch
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.nonfinite import Findings, findings_of
-from ci_llm.run.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, BadBatch, Bounds, RecoveryState
-from ci_llm.run.state import TrainState
+from ci_llm.run.step.nonfinite import Findings, findings_of
+from ci_llm.run.step.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.state import TrainState
 
 BOUNDS = Bounds(lr_divisor=2.0, max_in_a_row=3, good_after=4)
 

@@ -14,7 +14,7 @@ from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.data.agent_rows import AgentRows
 from ci_llm.data.batches import AgentBatches, MicroBatch, pack
-from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
+from ci_llm.run.step.out_of_memory import in_parts, unless_out_of_memory
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer

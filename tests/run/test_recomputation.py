@@ -14,7 +14,7 @@ from ci_llm.config import load_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import Lengths
 from ci_llm.distributed import processes
-from ci_llm.run.cost_model import trace_longest
+from ci_llm.run.start.cost_model import trace_longest
 from tests.support import small_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]

@@ -16,8 +16,8 @@ from ci_llm.data.rows import ListedRows
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.run.evaluation import Evaluator, describe_example, describe_scores
-from ci_llm.run.loading import describe_rows
+from ci_llm.run.start.loading import describe_rows
+from ci_llm.run.step.evaluation import Evaluator, describe_example, describe_scores
 from tests.support.crowds import disturbed_crowd
 from tests.support.log_lines import log_lines
 

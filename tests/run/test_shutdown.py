@@ -22,7 +22,7 @@ from ci_llm.cluster.deadline import Deadline
 from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
-from ci_llm.run import shutdown
+from ci_llm.run.end import shutdown
 from tests.run.test_emergency_save import BrokenOnce
 
 

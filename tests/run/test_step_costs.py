@@ -25,10 +25,10 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.lora.layer import LoraSettings
+from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients
-from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.state import TrainState
-from ci_llm.run.watchdog import Heartbeat
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.state import TrainState
 from tools.testbed.tiny import base, batch
 
 #: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.

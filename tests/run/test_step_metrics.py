@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.run import step_metrics
-from ci_llm.run.step_metrics import StepMetrics
+from ci_llm.run.step import step_metrics
+from ci_llm.run.step.step_metrics import StepMetrics
 
 CPU = torch.device("cpu")
 STEPS = [  # targets; summed losses of two agents and of the diversity; gradient norms

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ci_llm.cluster import deadline
 from ci_llm.interrupts import Interrupts
-from ci_llm.run import shutdown
+from ci_llm.run.end import shutdown
 from tests.support.supervised import supervise_forks
 from tools.testbed.forkserver import DEADLINE_S, ForkServer
 from tools.testbed.trials import Cell, Fate, train_watched

@@ -32,9 +32,10 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches
 from ci_llm.lora import layer
-from ci_llm.run import loop, report, shutdown
-from ci_llm.run import watchdog as hang_watch
-from ci_llm.run.watchdog import SilenceTimer
+from ci_llm.run import loop
+from ci_llm.run.end import report, shutdown
+from ci_llm.run.end import watchdog as hang_watch
+from ci_llm.run.end.watchdog import SilenceTimer
 from tools.testbed.events import DEADLINE_S, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 

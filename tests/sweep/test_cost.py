@@ -12,7 +12,7 @@ from ci_llm.config.sweep import read_sweep
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.run.loading import Loaded, load
+from ci_llm.run.start.loading import Loaded, load
 from ci_llm.sweep import runner
 from ci_llm.sweep.trials import HalvingPlan
 

@@ -41,7 +41,7 @@ KEYS = {
     "interrupted_exit_code": 75,
 }
 RATES = "[1e-3,2e-3,4e-3,8e-3]"
-LOADING = "ci_llm.run.loading.load_base"
+LOADING = "ci_llm.run.start.loading.load_base"
 LOADED = "loaded"  # a line of each call of a sweep that loads its base; a call that loads it twice fails
 
 

@@ -20,7 +20,7 @@ import torch
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
 from ci_llm.distributed.processes import Processes
-from ci_llm.run import emergency_save
+from ci_llm.run.end import emergency_save
 from tools.testbed.events import DEADLINE_S, wait_until_committed
 
 STRUCK = "struck"
@@ -70,8 +70,8 @@ class Moment:
 MOMENTS = {
     "the configuration is read": Moment("ci_llm.cluster.launch.read_launch", step=0),
     "processes meet": Moment("ci_llm.run.job.Processes", step=0),
-    "the base is loaded": Moment("ci_llm.run.loading.load_base", step=0),
-    "rows are tokenised": Moment("ci_llm.run.loading.tokenize", step=0),
+    "the base is loaded": Moment("ci_llm.run.start.loading.load_base", step=0),
+    "rows are tokenised": Moment("ci_llm.run.start.loading.tokenize", step=0),
     "a checkpoint is looked for": Moment("ci_llm.run.job.find_beginning", step=0),
     "the folder is claimed": Moment("ci_llm.checkpoints.store.CheckpointStore.acquire_lease", step=0),
     "the status is first written": Moment("ci_llm.core.run_status.RunStatus.start", step=0),
@@ -86,7 +86,7 @@ MOMENTS = {
     "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune", step=3, behind=True),
     "evaluation on the way": Moment("ci_llm.crowd.scoring._score_batch", step=3),
     "the last step": Moment("ci_llm.run.loop.apply_gradients", STEPS, step=STEPS),
-    "evaluation at the end": Moment("ci_llm.run.evaluation.Evaluator.scores", 2, step=STEPS),
+    "evaluation at the end": Moment("ci_llm.run.step.evaluation.Evaluator.scores", 2, step=STEPS),
     "an example is shown": Moment("ci_llm.crowd.scoring.generate_ids", step=3),
     "generation": Moment("ci_llm.crowd.scoring.generate_ids", 2, step=STEPS),
     "the final checkpoint is made": Moment("ci_llm.checkpoints.manager.CheckpointManager.finish", completed=True),

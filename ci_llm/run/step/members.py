@@ -30,6 +30,7 @@ from ci_llm.config.own_keys import NAME, ORDER_KEYS, SHAPE_KEYS, from_plain, to_
 from ci_llm.config.parsing import Entry
 from ci_llm.core.determinism import derive_seed
 from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.errors import CheckpointError, ConfigError
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
@@ -340,7 +341,6 @@ def _clone(original: Member, number: int, own: Mapping[str, Any]) -> Member:
 
 
 FOLDER: Final = "requests"
-RECORD: Final = "crowd_changes.json"
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,7 @@ def read_record(run_folder: Path) -> list[Decision]:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = run_folder / RECORD
+    path = run_folder / CROWD_CHANGES
     try:
         value: Any = read_json(path)
         return [Decision(**decision) for decision in value]
@@ -489,11 +489,11 @@ def forget_after(run_folder: Path, step: int) -> None:
     if kept := [decision for decision in known if decision.step <= step]:
         _write_record(run_folder, kept)
     else:
-        (run_folder / RECORD).unlink(missing_ok=True)
+        (run_folder / CROWD_CHANGES).unlink(missing_ok=True)
 
 
 def _write_record(run_folder: Path, decisions: Sequence[Decision]) -> None:
-    write_json(run_folder / RECORD, [{**asdict(each), "own": to_plain(each.own)} for each in decisions])
+    write_json(run_folder / CROWD_CHANGES, [{**asdict(each), "own": to_plain(each.own)} for each in decisions])
 
 
 def _names(run_folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.run_status import RunStatus
-from ci_llm.run.members import OldPlaces
+from ci_llm.run.step.members import OldPlaces
 
 logger = logging.getLogger(__name__)
 

@@ -23,17 +23,16 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
-from ci_llm.core.durable import read_fields, read_json, write_json
+from ci_llm.core.durable import read_fields, write_json
 from ci_llm.core.remote import is_url
-from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, Recovery, is_run, read_recovery
+from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, BadBatch, Recovery, is_run, read_recovery, read_skipped_batches
 from ci_llm.core.run_status import last_attempt
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError
-from ci_llm.run.members import CrowdChange, Members, forget_after, read_record
-from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.nonfinite_policy import BadBatch, RecoveryState
-from ci_llm.run.resume import Source, newest_source, open_source
-from ci_llm.run.state import TrainState
+from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.start.resume import Source, newest_source, open_source
+from ci_llm.run.step.members import CrowdChange, Members, forget_after, read_record
+from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -347,9 +346,6 @@ def place_of_attempt() -> dict[str, object]:
     return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}
 
 
-SKIPPED_BATCHES: Final = "skipped_batches.json"
-
-
 @dataclass(frozen=True)
 class Requests:
     """What lies in the run's folder for this attempt.
@@ -413,30 +409,6 @@ def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
         yield "layers are recomputed in the backward pass"
     if recovery.bad_batches:
         yield f"steps skipped: {', '.join(str(batch.step + 1) for batch in recovery.bad_batches)}"
-
-
-def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
-    """The batches that earlier attempts have skipped, whichever checkpoint the run goes on from.
-
-    Raises:
-        CheckpointError: the file is not of this program.
-    """
-    path = run_folder / SKIPPED_BATCHES
-    try:
-        value: Any = read_json(path)
-        return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
-    except FileNotFoundError:
-        return []
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"no record of skipped batches: {error}", where=str(path), hint="move it away") from error
-
-
-def write_skipped_batches(run_folder: Path, recovery: RecoveryState) -> None:
-    """Record the bad batches; a disk that refuses it is reported, and the run goes on."""
-    try:
-        write_json(run_folder / SKIPPED_BATCHES, recovery.to_dict()["bad_batches"])
-    except OSError as error:
-        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run goes on: {error}")
 
 
 def find_beginning(

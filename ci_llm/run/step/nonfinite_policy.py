@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from ci_llm.core.run_folder import BadBatch
+
 #: The smallest factor to which cuts reduce an agent's learning rate. Below it, an agent that is nonfinite now and then
 #: would stop moving.
 LEAST_LR_FACTOR: Final = 0.01
@@ -108,14 +110,6 @@ class AgentRecovery:
 
 
 @dataclass(frozen=True)
-class BadBatch:
-    """A step in which every agent was nonfinite. A later attempt compares the rows: the step may hold others then."""
-
-    step: int
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class RecoveryState:
     """What a run does differently because of what happened to it. Checkpoints hold it; it never changes the
     configuration.
@@ -197,7 +191,7 @@ class RecoveryState:
         values = {_RUN_KEYS.get(name, name): value for name, value in asdict(self).items()}
         if not self.pass_per_agent:
             del values["pass_per_agent"]  # the key is younger than the file
-        batches = [{"step": batch.step, "rows": list(batch.rows)} for batch in self.bad_batches]
+        batches = [batch.to_dict() for batch in self.bad_batches]
         return values | {"agents": [agent.to_dict() for agent in self.agents], "bad_batches": batches}
 
     @classmethod

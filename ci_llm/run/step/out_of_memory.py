@@ -28,7 +28,7 @@ from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import OutOfMemory, first_line
-from ci_llm.run.state import TrainState
+from ci_llm.run.step.state import TrainState
 
 T = TypeVar("T")
 

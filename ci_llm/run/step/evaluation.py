@@ -31,9 +31,9 @@ from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.out_of_memory import MemoryRelief, unless_out_of_memory
-from ci_llm.run.state import TrainState, Validation
-from ci_llm.run.watchdog import Heartbeat
+from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.step.out_of_memory import MemoryRelief, unless_out_of_memory
+from ci_llm.run.step.state import TrainState, Validation
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,6 @@ from ci_llm.errors import ConfigError
 
 Event = Literal["on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"]
 EVENTS: Final[tuple[str, ...]] = get_args(Event)
-#: The reason of an interruption that a callback has asked for, as status.json has it.
-STOPPED_BY_CALLBACK: Final = "callback"
 _BASE_OF_THE_TRAINER: Final = "TrainerCallback"  # has a method for every event, each of which does nothing
 _WHERE: Final = "train(callbacks=...)"
 

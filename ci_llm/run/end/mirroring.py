@@ -15,15 +15,14 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
-from ci_llm.core.run_folder import BEGINNING, PUSH_RECORD, RECOVERY
+from ci_llm.core.run_folder import BEGINNING, CROWD_CHANGES, PUSH_RECORD, RECOVERY, SKIPPED_BATCHES
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Found
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.sender import Mirror, MirrorState
-from ci_llm.run.members import RECORD
-from ci_llm.run.shutdown import expected_kill
+from ci_llm.run.end.shutdown import expected_kill
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,9 @@ logger = logging.getLogger(__name__)
 RUN_FILES: Final = (
     *(
         BEGINNING,
-        RECORD,
+        CROWD_CHANGES,
         RECOVERY,
-        "skipped_batches.json",
+        SKIPPED_BATCHES,
         "status.json",
         "training.log",
         "metrics.jsonl",

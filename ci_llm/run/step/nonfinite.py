@@ -17,11 +17,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ci_llm.core.run_folder import BadBatch, write_skipped_batches
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
-from ci_llm.run.beginning import write_skipped_batches
-from ci_llm.run.nonfinite_policy import AgentRecovery, BadBatch, Bounds, RecoveryState
-from ci_llm.run.state import LastGood, TrainState
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.state import LastGood, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class NonFiniteResponse:
     def _record(self, recovery: RecoveryState) -> None:
         """Tell later attempts now: one that follows a kill before the next checkpoint would compute the batch again."""
         if self._may_write():
-            write_skipped_batches(self._run_folder, recovery)
+            write_skipped_batches(self._run_folder, recovery.bad_batches)
 
 
 def _account(name: str, step: int, before: AgentRecovery, after: AgentRecovery) -> str:

@@ -20,7 +20,7 @@ from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.errors import ModelError
 from ci_llm.lora.layer import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.lora.optimizer import Ivon, factor
-from ci_llm.run.members import Members, config_of
+from ci_llm.run.step.members import Members, config_of
 
 
 def lora_settings(config: Config) -> LoraSettings:

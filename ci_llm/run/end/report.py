@@ -19,7 +19,7 @@ from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import agents_of, by_own_rows, rows_evaluated
-from ci_llm.run.shutdown import command_line, described
+from ci_llm.run.end.shutdown import command_line, described
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.manager import CheckpointManager

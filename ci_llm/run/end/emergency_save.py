@@ -31,7 +31,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.shutdown import Attempt, described, expected_kill, finish_save_in_flight
+from ci_llm.run.end.shutdown import Attempt, described, expected_kill, finish_save_in_flight
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
@@ -29,10 +30,11 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.callbacks import STOPPED_BY_CALLBACK
 
 logger = logging.getLogger(__name__)
 
+#: The reason of an interruption that a callback has asked for, as status.json has it.
+STOPPED_BY_CALLBACK: Final = "callback"
 _BRIEFLY_S = 3.0  # a process that is about to be killed cannot wait long for an answer of SLURM
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ci_llm.core.scores import GREATER_IS_BETTER
 from ci_llm.errors import CheckpointError
-from ci_llm.run.members import Members, OldPlaces
-from ci_llm.run.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.members import Members, OldPlaces
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from ci_llm.distributed.precision import AUTO, DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
 from ci_llm.lora.passes import Part
-from ci_llm.run.agent_settings import lora_settings
+from ci_llm.run.start.agent_settings import lora_settings
 
 logger = logging.getLogger(__name__)
 

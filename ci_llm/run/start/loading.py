@@ -20,8 +20,8 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput
-from ci_llm.run.members import Members, config_of
-from ci_llm.run.state import TrainState
+from ci_llm.run.step.members import Members, config_of
+from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 

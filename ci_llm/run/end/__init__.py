@@ -1,0 +1,1 @@
+"""How a run ends: in time, or hanging, or failed; its last save, its mirror, and what it leaves for people."""

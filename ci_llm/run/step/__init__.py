@@ -1,0 +1,1 @@
+"""What belongs to a step: state, members, evaluations, callbacks, numbers that are not finite, lack of memory."""
