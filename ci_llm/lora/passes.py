@@ -535,13 +535,16 @@ def _skipped(layers: Sequence[nn.Module], output: Any, generators: dict[str, Any
         restore(generators)
         return output
 
+    own = [vars(layer).get("forward") for layer in layers]  # hooks of other libraries stand there
     for layer in layers:
-        layer.forward = forward  # hides the method of its class
+        layer.forward = forward
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, before in zip(layers, own, strict=True):
             del layer.forward
+            if before is not None:
+                layer.forward = before
 
 
 def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:

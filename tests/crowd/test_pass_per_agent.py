@@ -1,0 +1,259 @@
+"""A pass per agent: an agent has the bits that it has alone, for every width, dtype, number of threads and place."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ci_llm.core.determinism import seed_everything
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import Objective, StepLoss
+from ci_llm.data.batches import AgentBatches, Batch, MicroBatch
+from ci_llm.errors import BadInput
+from ci_llm.lora.layer import LoraSettings
+from tests.support.campaign import every_pair, sampled
+from tools.testbed.tiny import VOCABULARY, base, batch
+
+#: Three agents that share neither rank nor what is drawn for them; each stands in the place of its number.
+AGENTS: Final[Sequence[dict[str, Any]]] = (
+    {"seed": 5, "rank": 4, "dropout": 0.1},
+    {"seed": 6, "rank": 8},
+    {"seed": 7, "rank": 5, "dropconnect": 0.1},
+)
+#: Rows of three steps, for each agent; no number of tokens is a multiple of 4, 16 or 32.
+MANY: Final = (
+    (batch((31, 57, 45)), batch((101, 5)), batch((63,))),
+    (batch((18, 101)), batch((333,)), batch((40, 41, 42))),
+    (batch((90, 91)), batch((25,)), batch((77, 3, 7))),
+)
+FEW: Final = (
+    (batch((2,)), batch((3, 2)), batch((7,))),
+    (batch((5,)), batch((2,)), batch((3,))),
+    (batch((3, 3)), batch((9,)), batch((2,))),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One corner of the promise."""
+
+    dtype: torch.dtype
+    threads: int
+    width: int
+    own_rows: bool
+    place: int
+    few: bool
+
+    def __str__(self) -> str:
+        rows = ("few " if self.few else "many ") + ("rows of its own" if self.own_rows else "rows of all")
+        return f"{str(self.dtype)[6:]}, {self.threads} threads, width {self.width}, {rows}, agent {self.place}"
+
+
+CELLS: Final = [
+    Cell(*corner)
+    for corner in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float64),
+        (1, 2, 3),
+        (128, 344, 768, 2048),
+        (False, True),
+        (0, 1, 2),
+        (False, True),
+    )
+]
+#: A processor that does not multiply bf16 takes minutes for the widest products of many rows.
+QUICK: Final = [cell for cell in CELLS if cell.few or cell.width < 2048 or cell.dtype != torch.bfloat16]
+
+
+@cache
+def llama(width: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Two layers with random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 8 * 2,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def micro_step(crowd: Crowd, objective: Objective, rows: MicroBatch, step: int) -> StepLoss:
+    """Forward and backward as the training loop makes them."""
+    crowd.agents.begin_micro_step(step, 0, 0)
+    losses = []
+    for part in crowd.parts(rows):
+        seed_everything(1, step)
+        with part.reading():
+            loss = objective(crowd(part.rows), part.rows, step, part.agent)
+            loss.total.backward()
+        losses.append((part.agent, loss))
+    return objective.together(losses, rows, step)
+
+
+def train(
+    model: Any,
+    agents: Sequence[dict[str, Any]],
+    steps: Sequence[MicroBatch],
+    *,
+    pass_per_agent: bool = True,
+    **how: Any,
+) -> list[dict[str, Tensor]]:
+    """Three optimizer steps; per agent its losses, norms, weights and moments."""
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(agents), **how), "toy").train()
+    crowd.agents.pass_per_agent = pass_per_agent
+    generator = torch.Generator().manual_seed(3)
+    for k, row in enumerate(crowd.agents.rows):  # B is not 0, so that every gradient is at work from the first step on
+        row.data.add_(torch.randn(row.shape, generator=generator.manual_seed(agents[k]["seed"])).to(row) * 0.02)
+    optimizer = torch.optim.AdamW([{"params": [row], "lr": 1e-2} for row in crowd.agents.rows], fused=True)
+    told: list[dict[str, Tensor]] = [{} for _ in agents]
+    for step, rows in enumerate(steps):
+        crowd.agents.begin_step(step)
+        loss = micro_step(crowd, Objective(), rows, step)
+        for gradient, count in zip(
+            crowd.agents.gradients, loss.targets or [rows.num_targets] * len(agents), strict=True
+        ):
+            gradient.div_(count)
+        norms = crowd.agents.clip([0.5] * len(agents))
+        optimizer.step()
+        for k, facts in enumerate(told):
+            facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
+    for row, facts in zip(crowd.agents.rows, told, strict=True):
+        facts |= {"weights": row.detach().clone()} | {f"moment {n}": each for n, each in optimizer.state[row].items()}
+    return told
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", sampled(CELLS, every_pair(QUICK)), ids=str)
+def test_an_agent_has_the_bits_that_it_has_alone(cell: Cell) -> None:
+    torch.set_num_threads(cell.threads)
+    model, rows = llama(cell.width, cell.dtype), FEW if cell.few else MANY
+    own = rows[cell.place] if cell.own_rows else rows[0]
+    steps = [AgentBatches(each) for each in zip(*rows, strict=True)] if cell.own_rows else rows[0]
+    (alone,) = train(model, [AGENTS[cell.place]], own)
+    assert differences(train(model, AGENTS, steps)[cell.place], alone) == []
+
+
+def test_the_losses_gradients_and_gap_are_those_of_one_pass() -> None:
+    model, rows = base("phi"), MANY[0]
+    together, apart = (train(model, AGENTS[1:2] * 2, rows, pass_per_agent=each) for each in (False, True))
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    gaps = []
+    for each in (False, True):
+        crowd = Crowd(copy.deepcopy(model), LoraSettings(num_agents=3, rank=4), "toy").train()
+        crowd.agents.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.1)
+        crowd.agents.pass_per_agent = each
+        crowd.agents.begin_step(0)
+        gaps.append(float(micro_step(crowd, Objective(), rows[0], 0).diversity))
+    assert gaps[0] == pytest.approx(gaps[1], rel=1e-9)
+    assert gaps[0] > 0
+
+
+def test_agents_without_settings_of_their_own_draw_what_they_draw_alone() -> None:
+    """The first agent of a crowd has the seed and the number of one that is alone."""
+    kind = {"num_agents": 1, "rank": 4, "dropout": 0.3, "dropconnect": 0.2}
+    found = []
+    for count in (1, 3):
+        crowd = Crowd(base(dtype=torch.float32), LoraSettings(**{**kind, "num_agents": count}), "toy").train()
+        crowd.agents.pass_per_agent = True
+        crowd.agents.begin_step(0)
+        micro_step(crowd, Objective(), MANY[0][0], 0)
+        found.append(crowd.agents.gradients[0].clone())
+    assert torch.equal(*found)
+    assert found[0].any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_trunk_runs_once_and_changes_no_bit(family: str) -> None:
+    """GPT-2 drops within its own layers: what it draws above the trunk is what an agent alone draws there."""
+    model, rows = base(family, torch.float32, layers=4), MANY[0]
+    kinds = [{**own, "layers": (2, 3)} for own in AGENTS]
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(kinds)), "toy").train()
+    crowd.agents.pass_per_agent = True
+    ran = Counter[bool]()
+    for layer in (crowd.agents.trunk[-1], next(iter(crowd.agents.layers.values()))):
+        adapted = layer is not crowd.agents.trunk[-1]
+        inside = layer if adapted else next(each for each in layer.modules() if not [*each.children()])
+        inside.register_forward_hook(lambda *_, adapted=adapted: ran.update([adapted]))
+    crowd.agents.begin_step(0)
+    micro_step(crowd, Objective(), rows[0], 0)
+    assert ran == {False: 1, True: len(AGENTS)}
+    together = train(model, kinds, rows)
+    for k, own in enumerate(kinds):
+        assert differences(together[k], train(model, [own], rows)[0]) == []
+
+
+def test_recomputed_layers_know_whose_pass_they_repeat() -> None:
+    model, rows, found = base(dtype=torch.float32), MANY[0][0], []
+    for recomputed in (False, True):
+        crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(AGENTS)), "toy").train()
+        crowd.agents.pass_per_agent = True
+        if recomputed:
+            crowd.gradient_checkpointing_enable()
+        crowd.agents.begin_step(0)
+        micro_step(crowd, Objective(), rows, 0)
+        found.append(crowd.agents.gradients.clone())
+    assert torch.equal(*found)
+    assert found[0].any(dim=1).all()
+
+
+def test_states_without_gradients_are_those_that_an_agent_has_alone() -> None:
+    model, rows = llama(344, torch.float32), MANY[0][0]
+    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(AGENTS)), "toy").eval()
+    crowd.agents.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.05)
+    crowd.agents.pass_per_agent = True
+    with torch.no_grad():
+        together = crowd.states(rows)
+        for k, own in enumerate(AGENTS):
+            alone = Crowd(copy.deepcopy(model), LoraSettings(agents=(own,)), "toy").eval()
+            alone.agents.load_agent(0, crowd.agents.agent_tensors(k), "here")
+            assert torch.equal(alone.states(rows)[0], together[k])
+
+
+def test_a_form_with_gradients_through_all_agents_is_refused() -> None:
+    crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
+    crowd.agents.pass_per_agent = True
+    with pytest.raises(BadInput, match="diversity joint has gradients through all agents"):
+        micro_step(crowd, Objective("joint", 0.1), MANY[0][0], 0)
+
+
+def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:
+    crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
+    crowd.agents.pass_per_agent = True
+    rows: Batch = MANY[0][0]
+    part, seen = crowd.parts(rows)[1], []
+
+    def fail() -> None:
+        with part.reading():
+            seen.append(crowd.agents.reading.agent)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen == [1]
+    assert (crowd.agents.reading.agent, crowd.agents.reading.shared) == (None, None)
