@@ -37,9 +37,9 @@ MANY: Final = (
     (batch((90, 91)), batch((25,)), batch((77, 3, 7))),
 )
 FEW: Final = (
-    (batch((2,)), batch((3, 2)), batch((7,))),
-    (batch((5,)), batch((2,)), batch((3,))),
-    (batch((3, 3)), batch((9,)), batch((2,))),
+    (batch((2,), 1), batch((3, 2), 1), batch((7,), 1)),
+    (batch((5,), 1), batch((2,), 1), batch((3,), 1)),
+    (batch((3, 3), 1), batch((9,), 1), batch((2,), 1)),
 )
 
 
@@ -144,6 +144,7 @@ def train(
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     assert one.keys() == other.keys()
+    assert all(tensor.isfinite().all() for tensor in one.values())
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
