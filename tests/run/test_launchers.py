@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 LONG = {"max_train_steps": 100_000, "eval_steps": "null", "save_steps": "null"}
 SHORT = {"max_train_steps": 3, "eval_steps": "null"}
-#: What is read before the launcher is told to end, where the run waits for that, its keys, and the step that it must save.
+#: What is read before the launcher is told to end, where the run waits for that, its keys, and the step to be saved.
 MOMENTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "at the start": ("loading...", "ci_llm.run.loading:load_base", LONG, 0),
     "in the evaluation at the end": ("step 3/3", "ci_llm.crowd.scoring:_score_batch", SHORT, 3),
