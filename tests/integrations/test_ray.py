@@ -15,7 +15,7 @@ from tests.support.children import ROOT, Child, hold_at
 from tools.testbed.events import wait_until_committed
 from tools.testbed.moments import arguments
 
-pytest.importorskip("ray", reason="there is no wheel of it for every Python")
+pytest.importorskip("ray", reason="there is no ray; make install-dev, with a Python for which ray has a wheel")
 pytestmark = pytest.mark.slow
 
 RECIPE = ROOT / "examples/machines_that_vanish/ray_train.py"

@@ -321,8 +321,8 @@ def test_in_a_notebook_one_output_is_replaced_and_lines_are_printed(
 
 @pytest.mark.slow
 def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="comes with nbconvert")
-    nbclient = pytest.importorskip("nbclient", reason="comes with nbconvert")
+    nbformat = pytest.importorskip("nbformat", reason="there is no nbformat; make install-dev")
+    nbclient = pytest.importorskip("nbclient", reason="there is no nbclient; make install-dev")
     begin = f"""
         import logging, time
         from ci_llm.logs.run_log import Position, RunLog

@@ -82,8 +82,8 @@ def missing() -> str | None:
     """Why no cluster can be started here; None if one can."""
     absent = [name for name in PROGRAMS if not _program(name)]
     if absent:
-        return f"needs Debian's slurmctld, slurmd, slurm-client and munge: no {', '.join(absent)}"
-    return None if os.geteuid() == 0 else "slurmd needs root"
+        return f"there is no {', '.join(absent)}; apt-get install slurmctld slurmd slurm-client munge"
+    return None if os.geteuid() == 0 else "slurmd needs root; sudo make test-slurm"
 
 
 def _program(name: str) -> str | None:
