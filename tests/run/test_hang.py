@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from ci_llm.crowd.decoding import CrowdChoice
 from ci_llm.crowd.model import Crowd
 from ci_llm.run.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
-from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
@@ -85,30 +84,27 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
     assert ends == ["failed"]
 
 
-TWO_CHILDREN = """
-import os, signal
-from ci_llm.run.watchdog import Stacks
-
-with Stacks() as stacks:
-    children = []
-    for _ in range(2):
-        if (child := os.fork()) == 0:
-            signal.pause()
-        children.append(child)
-    os.kill(children[0], signal.SIGSTOP)
-    os.waitpid(children[0], os.WUNTRACED)
-    try:
-        said = stacks.take()
-    finally:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-    assert f"child process {children[0]}" not in said, said
-    assert f"child process {children[1]}" in said, said
-"""
+def take_stacks_beside_two_children() -> int:
+    """A trial for the fork server: of two children, the first has stopped."""
+    with Stacks() as stacks:
+        children = []
+        for _ in range(2):
+            if (child := os.fork()) == 0:
+                signal.pause()
+            children.append(child)
+        os.kill(children[0], signal.SIGSTOP)
+        os.waitpid(children[0], os.WUNTRACED)
+        try:
+            said = stacks.take()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    print(said)
+    return [f"child process {child}:" in said for child in children] != [False, True]
 
 
-def test_a_silent_child_does_not_use_the_time_of_the_others() -> None:
-    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=DEADLINE_S)
+def test_a_silent_child_does_not_use_the_time_of_the_others(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(take_stacks_beside_two_children, tmp_path / "log") == [0], said(tmp_path)
 
 
 def train_and_count(folder: str, words: list[str]) -> int:
