@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -244,13 +245,29 @@ def bug(fault: Fault) -> None:
 
 
 def hang(fault: Fault) -> None:
-    """The main thread never comes back; the other processes wait for it in the ballot."""
+    """The main thread never comes back, once the other processes wait for it in the ballot of the step."""
 
     def wait_for_nothing(*_: object) -> None:
+        if Now.step in fault.steps:
+            others = [Path(f"votes_{index}") for index in range(int(os.environ.get("WORLD_SIZE", "1")))]
+            others.pop(own_index())
+            wait_until("the others vote", lambda: all(str(Now.step) in other.read_text().split() for other in others))
         if Now.strikes(fault):
             threading.Event().wait()
 
     wrap(loop, "compute_gradients", wait_for_nothing)
+
+
+def note_votes() -> None:
+    """A process writes down the steps in which it comes to the ballot: the last line before it waits for the others."""
+    votes = Path(f"votes_{own_index()}")
+    votes.touch()
+
+    def note(*_: object) -> None:
+        with votes.open("a") as file:
+            file.write(f"{Now.step}\n")
+
+    wrap(dist, "all_reduce", note)
 
 
 def hang_in_worker(fault: Fault) -> None:
@@ -368,6 +385,7 @@ def arm(faults: Sequence[Fault]) -> None:
     register_optimizer_step_post_hook(note_step)
     if {fault.kind for fault in faults} & {"hang", "hang in a worker"}:
         watch_once_it_hangs()
+        note_votes()
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
@@ -282,6 +283,7 @@ def _run_agent(endpoint: str, folder: str, words: list[str]) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # It looks through every module that is loaded, for seconds in a fork of this server: the others are faster then.
     dynamic_rendezvous.get_method_name = lambda depth=2: "a method"
+    _miss_only_the_lost()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=MOST_MACHINES,
@@ -294,6 +296,27 @@ def _run_agent(endpoint: str, folder: str, words: list[str]) -> None:
         start_method="fork",
     )
     elastic_launch(config, _train)(folder, words)
+
+
+def _miss_only_the_lost() -> None:
+    """A machine that lives is not missed, however long this one lets it wait for its turn to say so."""
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder
+    sanitize = holder._sanitize
+
+    def sanitize_the_lost(one: Any) -> None:
+        heartbeats = one.state.last_heartbeats
+        heartbeats.update({node: datetime.now(timezone.utc) for node in heartbeats if _runs(node.pid)})
+        sanitize(one)
+
+    holder._sanitize = sanitize_the_lost
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and has not been stopped."""
+    try:
+        return is_alive(pid) and psutil.Process(pid).status() != psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ----------------------------------------------------------------------------------------- in whoever judges
