@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -52,6 +52,7 @@ class Run:
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
         record_failure: why the disk takes no decision about requests, if it takes none.
         last_scores: those of the evaluation after step `state.validation.step`; None: this attempt has not made it.
+        exactness: how exactly this attempt goes on from a checkpoint, for people; None: it began anew.
         logs_next_steps: whether people are told at its end what to do next.
         last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
     """
@@ -88,6 +89,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     record_failure: RecordFailure = field(default_factory=RecordFailure)
     last_scores: Scores | None = None
+    exactness: str | None = None
     logs_next_steps: bool = True
     last_act: Callable[[], str | None] = lambda: None
 
@@ -105,6 +107,11 @@ class Run:
     def info(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of where the run stands."""
         return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.step_metrics.record()
+
+    def without_past(self) -> Run:
+        """The same run without moments and loss scale, for what must be computed alike at every step."""
+        state = replace(self.state, loss_scale=None)
+        return replace(self, optimizer=torch.optim.SGD(self.crowd.agents.rows), state=state)
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""

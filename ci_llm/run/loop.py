@@ -31,6 +31,7 @@ from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_
 from ci_llm.run.loading import data_phases
 from ci_llm.run.members import is_waiting
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
+from ci_llm.run.numerics import NOT_A_STEP
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,10 @@ def train(run: Run, batches: Batches) -> str | None:
         run.heartbeat.tick()
         run.call_event("on_step_end")
         report(run, verdict, findings, norms)
+        settings = run.crowd.settings
         change_crowd(run, verdict)
+        if run.crowd.settings is not settings:
+            run.checkpoint.measure(partial(compute_gradients, run.without_past(), NOT_A_STEP), run.state)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
