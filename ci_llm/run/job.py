@@ -54,10 +54,10 @@ from ci_llm.run.evaluation import (
     sets_record,
     weights_of,
 )
+from ci_llm.run.layer_digest import NOT_A_STEP
 from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
-from ci_llm.run.numerics import NOT_A_STEP
 from ci_llm.run.report import final_card, log_next_steps, push_result, score_table, write_page
 from ci_llm.run.resume import Restored, Source, recorded_config, settle_precision
 from ci_llm.run.setup import build, check_folder, require_no_sweep

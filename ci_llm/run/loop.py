@@ -28,10 +28,10 @@ from ci_llm.lora.optimizer import Ivon
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics, kept_steps, validation_after
+from ci_llm.run.layer_digest import NOT_A_STEP
 from ci_llm.run.loading import data_phases
 from ci_llm.run.members import is_waiting
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
-from ci_llm.run.numerics import NOT_A_STEP
 from ci_llm.run.out_of_memory import in_parts, unless_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ What to do where a folder holds a run with other settings: a command for a new r
 
 The command is ready to be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
 
-The log names a grade: `bitwise` (names and digest of numerics.py are those of the checkpoint, and so are processes,
-micro-batch and threads), `sample-exact` (the same samples in the same optimizer steps; sums may round differently), or
-`state-exact` (the same state to go on from, on a device that may round differently each time). It adds which keys make
-it another run from here on, because rows, mathematics or the schedule are others.
+The log names a grade: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of the checkpoint,
+and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer steps; sums may
+round differently), or `state-exact` (the same state to go on from, on a device that may round differently each time).
+It adds which keys make it another run from here on, because rows, mathematics or the schedule are others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
+from ci_llm.core.numerics import differences, names, names_of_all
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.external_adapters import require_checkpoint, require_run
 from ci_llm.crowd.model import Crowd
@@ -40,16 +41,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.lora.layer import SHAPE, LoraSettings
 from ci_llm.mirror.filling import local_copy
+from ci_llm.run.layer_digest import Train, fixed_batch, layer_digest, longest_lengths
 from ci_llm.run.members import config_of
-from ci_llm.run.numerics import (
-    Train,
-    differences,
-    fixed_batch,
-    layer_digest,
-    longest_lengths,
-    names,
-    names_of_all,
-)
 from ci_llm.run.out_of_memory import unless_out_of_memory
 from ci_llm.run.shutdown import command_line
 from ci_llm.run.state import LastGood, TrainState, placed
@@ -188,7 +181,7 @@ class RunCheckpoint:
         tokenizer_files: name -> content.
         last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
-        bits: names and digest that decide the bits here, see numerics.py; `measure` puts them in.
+        bits: names and digest that decide the bits here; `measure` puts them in.
     """
 
     config: Config
@@ -477,15 +470,7 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
-    if "machine" in before:
-        odd += differences(before, now)
-    else:
-        odd.append(f"made on {before['device']} by an older release, which noted no more: the bits may be the same")
-    odd += [
-        f"{name} {version} -> {now['versions'][name]}"
-        for name, version in before["versions"].items()
-        if now["versions"].get(name) != version
-    ]
+    odd += differences(before, now)
     return [*odd, *_other_bits(before, now, odd)]
 
 

@@ -1,19 +1,14 @@
-"""What decides the bits of a run: names of processor, libraries and settings, and the digest of one of its layers.
+"""The digest of one layer and the head of a run: shows whether a machine gives the bits that another one gave.
 
-Names alone promise nothing: a library picks its kernels by what it finds, and may pick others under the same names.
-So one decoder layer and the head of the run are computed as well, forward and backward, on fixed tokens and by the code
-that trains. A resumed run is called bitwise only where names and digest are both those of the checkpoint.
+Names alone promise nothing: a library picks its kernels by what it finds, and may pick others under the same names. So
+one decoder layer and the head are computed, forward and backward, on fixed tokens and by the code that trains. A
+resumed run is called bitwise only where names and digest are both those of the checkpoint.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -21,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ci_llm._version import __version__
 from ci_llm.base.targets import layer_list, layer_numbers
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.core import determinism
@@ -31,103 +25,9 @@ from ci_llm.data.batches import AgentBatches, MicroBatch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.lora.passes import describe_error
 
-#: The version of this package's own arithmetic. Raise it with every change of ours that changes bits: another order of
-#: a sum, another operation, another draw.
-NUMERICS: Final = 1
-
-LIBRARIES: Final = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
-#: Variables of the environment by which a library picks its kernels.
-SETTINGS: Final = {
-    "cpu": re.compile(r"ATEN_CPU_CAPABILITY|MKL_CBWR|MKL_ENABLE_INSTRUCTIONS|ONEDNN_MAX_CPU_ISA|DNNL_\w+"),
-    "cuda": re.compile(r"CUBLAS_WORKSPACE_CONFIG|CUBLASLT_\w+|CUDNN_\w+|NVIDIA_TF32_OVERRIDE"),
-}
-#: Units of a processor with kernels of their own, beside those that torch's capability stands for.
-UNITS: Final = frozenset(
-    {"avx_vnni", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "amx_int8"}
-    | {"bf16", "i8mm", "sve", "sve2"}
-)
 MOST_TOKENS: Final = 512  # of the fixed rows: as many as show which kernels are taken
 WEIGHTS_UP_TO: Final = 0.05  # of the fixed agents: with B = 0 half of their products would be zero
 NOT_A_STEP: Final = -1  # keys what is drawn
-UNKNOWN: Final = "not set"
-
-
-def names(device: torch.device) -> dict[str, Any]:
-    """Everything with a name that decides bits on this device in this process; `differences` compares two of them."""
-    pattern = SETTINGS["cuda" if device.type == "cuda" else "cpu"]
-    return {
-        "numerics": NUMERICS,
-        "machine": _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()},
-        "settings": {key: value for key, value in sorted(os.environ.items()) if pattern.fullmatch(key)},
-        "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in(),
-    }
-
-
-def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The names of the first process, and what is called otherwise in another one."""
-    found = {**each[0]}
-    for kind in ("machine", "settings"):
-        own = {f"{key} of process {i}": value for i, names in enumerate(each) for key, value in names[kind].items()}
-        odd = {key: value for key, value in own.items() if found[kind].get(key.partition(" of process ")[0]) != value}
-        found[kind] = found[kind] | odd
-    return found
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is called otherwise than before, in words."""
-    odd = [f"another {key}: {new}, was {old}" for key, old, new in _changed(before, now, "machine")]
-    for key, old, new in _changed(before, now, "settings"):
-        odd.append(f"{key} {UNKNOWN}, was {old}" if new == UNKNOWN else f"{key}={new}, was {old}")
-    if before["numerics"] != now["numerics"]:
-        odd.append(f"the arithmetic of ci-llm is another one: numerics {now['numerics']}, was {before['numerics']}")
-    return odd
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, str]]:
-    """(name, its value before, its value now) of what has changed."""
-    for key in {**before[kind], **now[kind]}:
-        old, new = (names[kind].get(key, UNKNOWN) for names in (before, now))
-        if old != new:
-            yield key, old, new
-
-
-def processor() -> str:
-    """The model of this machine's processor, as its maker calls it."""
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # no Linux
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
-def _units() -> str:
-    """Architecture, the vector units that torch uses, and what else the processor has."""
-    try:
-        words = {*re.split(r"[\s:]+", Path("/proc/cpuinfo").read_text())}
-    except OSError:
-        words = set()
-    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(UNITS & words)])
-
-
-def _gpu(device: torch.device) -> dict[str, str]:
-    about = torch.cuda.get_device_capability(device)
-    try:
-        driver = re.search(r"\s(\d+(?:\.\d+)+)\s", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:  # a container may hide it
-        driver = None
-    return {
-        "GPU": torch.cuda.get_device_name(device),
-        "capability": ".".join(map(str, about)),
-        "driver": driver[1] if driver else "unknown",
-        "cuDNN": str(torch.backends.cudnn.version()),
-    }
-
-
-def _built_in() -> dict[str, str]:
-    """Versions of the libraries inside of torch that compute its products."""
-    kinds = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
-    found = {name: re.search(pattern, torch.__config__.show()) for name, pattern in kinds.items()}
-    return {name: match[1] for name, match in found.items() if match}
 
 
 def longest_lengths(rows: TrainingRows, count: int) -> list[int]:
