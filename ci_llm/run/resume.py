@@ -333,6 +333,7 @@ class RunCheckpoint:
             odd += self._restore_generators(source)
         changes = _bits_changing(recorded_config(source).diff(self.config), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
+        odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
         if not self._has_same_rows(source):
             others.append("training rows")
@@ -470,8 +471,7 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
-    odd += differences(before, now)
-    return [*odd, *_other_bits(before, now, odd)]
+    return odd + differences(before, now)
 
 
 def _other_bits(before: Mapping[str, Any], now: Mapping[str, Any], odd: Sequence[str]) -> Iterator[str]:
