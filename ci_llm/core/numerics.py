@@ -75,7 +75,7 @@ def foretold(before: Mapping[str, Any]) -> str:
     made = f"made on {', '.join(machine.values())}; " if machine else ""
     here = names(torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu"))
     if odd := differences(before, here):
-        return f"{made}a resume here is not bitwise: {'; '.join(odd)}"
+        return f"{made}a resume here is not called bitwise: {'; '.join(odd)}"
     return f"{made}the same names here; a resume also compares the digest of a layer"
 
 
@@ -88,7 +88,7 @@ def _of_machines(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     for key, old, new in _changed(before, now, "settings"):
         odd.append(f"{key} {UNKNOWN}, was {old}" if new == UNKNOWN else f"{key}={new}, was {old}")
     if before["numerics"] != now["numerics"]:
-        odd.append(f"the arithmetic of ci-llm is another one: numerics {now['numerics']}, was {before['numerics']}")
+        odd.append(f"another arithmetic of ci-llm: numerics {now['numerics']}, was {before['numerics']}")
     return odd
 
 
@@ -102,28 +102,27 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> It
 
 def processor() -> str:
     """The model of this machine's processor, as its maker calls it."""
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # no Linux
-        found = None
+    found = re.search(r"^model name\s*: (.+)$", _told_by(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _told_by(path: Path) -> str:
+    """The text of a file of the kernel; "" where the system is another one, or a container hides it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _units() -> str:
     """Architecture, the vector units that torch uses, and what else the processor has."""
-    try:
-        words = {*re.split(r"[\s:]+", Path("/proc/cpuinfo").read_text())}
-    except OSError:
-        words = set()
+    words = {*_told_by(Path("/proc/cpuinfo")).split()}
     return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(UNITS & words)])
 
 
 def _gpu(device: torch.device) -> dict[str, str]:
     about = torch.cuda.get_device_capability(device)
-    try:
-        driver = re.search(r"\s(\d+(?:\.\d+)+)\s", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:  # a container may hide it
-        driver = None
+    driver = re.search(r"\s(\d+(?:\.\d+)+)\s", _told_by(Path("/proc/driver/nvidia/version")))
     return {
         "GPU": torch.cuda.get_device_name(device),
         "capability": ".".join(map(str, about)),
