@@ -23,15 +23,12 @@ NUMERICS: Final = 1
 
 LIBRARIES: Final = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 #: Variables of the environment by which a library picks its kernels.
-SETTINGS: Final = {
-    "cpu": re.compile(r"ATEN_CPU_CAPABILITY|MKL_CBWR|MKL_ENABLE_INSTRUCTIONS|ONEDNN_MAX_CPU_ISA|DNNL_\w+"),
-    "cuda": re.compile(r"CUBLAS_WORKSPACE_CONFIG|CUBLASLT_\w+|CUDNN_\w+|NVIDIA_TF32_OVERRIDE"),
-}
-#: Units of a processor with kernels of their own, beside those that torch's capability stands for.
-UNITS: Final = frozenset(
-    {"avx_vnni", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "amx_int8"}
-    | {"bf16", "i8mm", "sve", "sve2"}
+SETTINGS: Final = re.compile(
+    r"ATEN_CPU_CAPABILITY|MKL_CBWR|MKL_ENABLE_INSTRUCTIONS|ONEDNN_MAX_CPU_ISA|DNNL_\w+"
+    r"|CUBLAS_WORKSPACE_CONFIG|CUBLASLT_\w+|CUDNN_\w+|NVIDIA_TF32_OVERRIDE"
 )
+#: Units of a processor with kernels of their own, beside those that torch's capability stands for.
+UNITS: Final = re.compile(r"avx_vnni|avx512_(bf16|fp16|vnni)|amx_\w+|bf16|i8mm|sve2?")
 UNKNOWN: Final = "not set"
 _OLDER: Final = (
     "made on {} by an older release, which noted neither processor nor digest: the bits may be the same or not"
@@ -40,23 +37,21 @@ _OLDER: Final = (
 
 def names(device: torch.device) -> dict[str, Any]:
     """Everything with a name that decides bits on this device in this process; `differences` compares two of them."""
-    pattern = SETTINGS["cuda" if device.type == "cuda" else "cpu"]
-    return {
-        "numerics": NUMERICS,
-        "machine": _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()},
-        "settings": {key: value for key, value in sorted(os.environ.items()) if pattern.fullmatch(key)},
-        "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in(),
-    }
+    machine = _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()}
+    settings = {key: value for key, value in sorted(os.environ.items()) if SETTINGS.fullmatch(key)}
+    versions = {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in()
+    return {"machine": machine, "settings": settings | {"numerics": str(NUMERICS)}, "versions": versions}
 
 
 def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The names of the first process, and what is called otherwise in another one."""
-    found = {**each[0]}
+    first = dict(each[0])
     for kind in ("machine", "settings"):
-        own = {f"{key} of process {i}": value for i, names in enumerate(each) for key, value in names[kind].items()}
-        odd = {key: value for key, value in own.items() if found[kind].get(key.partition(" of process ")[0]) != value}
-        found[kind] = found[kind] | odd
-    return found
+        odd = {
+            f"{key} of process {i}": new for i, own in enumerate(each) for key, _, new in _changed(each[0], own, kind)
+        }
+        first[kind] = first[kind] | odd
+    return first
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -80,16 +75,10 @@ def foretold(before: Mapping[str, Any]) -> str:
 
 
 def _of_machines(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    if ("GPU" in before["machine"]) == ("GPU" in now["machine"]):
-        odd = [f"another {key}: {new}, was {old}" for key, old, new in _changed(before, now, "machine")]
-    else:
-        new, old = (", ".join(names["machine"].values()) for names in (now, before))
-        odd = [f"another device: {new}, was {old}"]
-    for key, old, new in _changed(before, now, "settings"):
-        odd.append(f"{key} {UNKNOWN}, was {old}" if new == UNKNOWN else f"{key}={new}, was {old}")
-    if before["numerics"] != now["numerics"]:
-        odd.append(f"another arithmetic of ci-llm: numerics {now['numerics']}, was {before['numerics']}")
-    return odd
+    odd = [f"another {key}: {new}, was {old}" for key, old, new in _changed(before, now, "machine")]
+    if ("GPU" in before["machine"]) != ("GPU" in now["machine"]):
+        odd = [f"another device: {', '.join(now['machine'].values())}, was {', '.join(before['machine'].values())}"]
+    return odd + [f"{key}={new}, was {old}" for key, old, new in _changed(before, now, "settings")]
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, str]]:
@@ -116,8 +105,8 @@ def _told_by(path: Path) -> str:
 
 def _units() -> str:
     """Architecture, the vector units that torch uses, and what else the processor has."""
-    words = {*_told_by(Path("/proc/cpuinfo")).split()}
-    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(UNITS & words)])
+    units = sorted({word for word in _told_by(Path("/proc/cpuinfo")).split() if UNITS.fullmatch(word)})
+    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *units])
 
 
 def _gpu(device: torch.device) -> dict[str, str]:

@@ -31,7 +31,6 @@ CHECKS: tuple[Check[CheckContext], ...] = (
     Check("estimate", ("port", "architecture"), inputs.estimate),
     Check("batch", ("estimate",), inputs.batch),
     Check("model", ("template", "batch"), toy_run.model),
-    Check("bits", ("model",), toy_run.bits),
     Check("two steps", ("model",), toy_run.two_steps),
     Check("checkpoint", ("two steps",), toy_run.checkpoint),
     Check("interruption", ("checkpoint",), toy_run.interruption),

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.job import conclude
-from ci_llm.run.layer_digest import NOT_A_STEP
 from ci_llm.run.loading import open_base, training_rows
 from ci_llm.run.loop import Batches, compute_gradients, steps, train
 from ci_llm.run.mirroring import RunMirror
@@ -72,8 +70,11 @@ def model(context: CheckContext) -> str:
         run.state = replace(run.state, members=members.at_once(run.state.step))
         make_due_changes(run)
     run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
+    start = time.perf_counter()
+    run.measure(compute_gradients)
+    took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{run.crowd.num_agents} agents of {count(run.crowd.agents.weights.shape[1])}"
-    return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}{remark}"
+    return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{remark}"
 
 
 def _base(context: CheckContext) -> tuple[Base, str]:
@@ -91,21 +92,6 @@ def _base(context: CheckContext) -> tuple[Base, str]:
     tokenize_samples(context, tokenizer, SAMPLED, TOY_EVAL_ROWS, min(config.max_seq_length, 512))
     remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
     return open_base(config, context.processes, "embedded"), remark
-
-
-def bits(context: CheckContext) -> str:
-    """A layer and the head give the same bits twice, by which a run that resumes knows its machine."""
-    run, digests, start = context.run, [], time.perf_counter()
-    for _ in range(2):
-        run.checkpoint.measure(partial(compute_gradients, run.without_past(), NOT_A_STEP), run.state)
-        digests.append(run.checkpoint.bits["layer"]["digests"])
-    took = duration((time.perf_counter() - start) / 2)
-    named = ", ".join(run.checkpoint.bits["machine"].values())
-    if digests[0] != digests[1] and run.checkpoint.environment(run.state)["deterministic"]:
-        raise CiLlmError(
-            "one layer gives other bits when it is computed again", where=named, hint="report this processor and base"
-        )
-    return f"{named}; the digest of a layer takes {took}"
 
 
 def two_steps(context: CheckContext) -> str:

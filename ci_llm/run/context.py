@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,11 +15,13 @@ from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
+from ci_llm.core.numerics import names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.model import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.scoring import Scores
-from ci_llm.data.agent_rows import EvaluationRows, TrainingRows
+from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
+from ci_llm.data.batches import MicroBatch
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
@@ -26,10 +29,11 @@ from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.callbacks import STOPPED_BY_CALLBACK, Callbacks, Event, TrainerState
 from ci_llm.run.evaluation import Evaluator, StopVote, kept_steps
+from ci_llm.run.layer_digest import NOT_A_STEP, fixed_batch, layer_digest, longest_lengths
 from ci_llm.run.members import RecordFailure, config_of
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.nonfinite import NonFiniteResponse
-from ci_llm.run.out_of_memory import MemoryRelief
+from ci_llm.run.out_of_memory import MemoryRelief, unless_out_of_memory
 from ci_llm.run.report import MORE_STEPS
 from ci_llm.run.resume import RunCheckpoint
 from ci_llm.run.state import LastGood, TrainState
@@ -108,10 +112,25 @@ class Run:
         """What the manifest of a checkpoint says of where the run stands."""
         return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.step_metrics.record()
 
-    def without_past(self) -> Run:
-        """The same run without moments and loss scale, for what must be computed alike at every step."""
+    def measure(self, train: Callable[[Run, int, list[MicroBatch]], Any], lengths: Sequence[int] = ()) -> None:
+        """Find the names and the digest that decide the bits of the crowd as it is now. A collective.
+
+        Args:
+            train: `compute_gradients` of the loop.
+            lengths: of the fixed rows; by default those of the call before, or of the longest micro-batch.
+        """
+        bits, crowd = self.checkpoint.bits, self.crowd
+        known = bits.get("layer", {}).get("lengths")
+        lengths = [*lengths] or known or longest_lengths(self.rows, self.micro_batch_size)
+        batch = fixed_batch(crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
+        # Neither moments, from which an optimizer may draw noise, nor the loss scale are those of every step.
         state = replace(self.state, loss_scale=None)
-        return replace(self, optimizer=torch.optim.SGD(self.crowd.agents.rows), state=state)
+        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state)
+        found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
+        self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
+        each = self.processes.gather_object((names(crowd.device), found))
+        bits.update(names_of_all([own for own, _ in each]))
+        bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""

@@ -54,7 +54,6 @@ from ci_llm.run.evaluation import (
     sets_record,
     weights_of,
 )
-from ci_llm.run.layer_digest import NOT_A_STEP
 from ci_llm.run.loading import Loaded
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.mirroring import RunMirror, require_store
@@ -295,11 +294,11 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
     _log_lines(
         f"recovery: {line}" for line in (*in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
-    fixed_step = partial(compute_gradients, run.without_past(), NOT_A_STEP)
+    measure = partial(run.measure, compute_gradients)
     if start.source is None:
-        run.checkpoint.measure(fixed_step, run.state)
+        measure()
     else:
-        run.exactness = run.checkpoint.restore_environment(start.source, run.state, fixed_step)
+        run.exactness = run.checkpoint.restore_environment(start.source, run.state, measure)
         _log_lines([f"exactness: {run.exactness}"])
         _recover_evaluation(run, from_log=start.is_own)
     return replace(start, source=None), restored.trackers

@@ -28,7 +28,6 @@ from ci_llm.lora.optimizer import Ivon
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
 from ci_llm.run.evaluation import describe_example, describe_scores, evaluation_metrics, kept_steps, validation_after
-from ci_llm.run.layer_digest import NOT_A_STEP
 from ci_llm.run.loading import data_phases
 from ci_llm.run.members import is_waiting
 from ci_llm.run.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
@@ -79,7 +78,7 @@ def train(run: Run, batches: Batches) -> str | None:
         settings = run.crowd.settings
         change_crowd(run, verdict)
         if run.crowd.settings is not settings:
-            run.checkpoint.measure(partial(compute_gradients, run.without_past(), NOT_A_STEP), run.state)
+            run.measure(compute_gradients)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,18 +31,16 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
-from ci_llm.core.numerics import differences, names, names_of_all
+from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.external_adapters import require_checkpoint, require_run
 from ci_llm.crowd.model import Crowd
-from ci_llm.data.agent_rows import AgentRows, TrainingRows
+from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.lora.layer import SHAPE, LoraSettings
 from ci_llm.mirror.filling import local_copy
-from ci_llm.run.layer_digest import Train, fixed_batch, layer_digest, longest_lengths
 from ci_llm.run.members import config_of
-from ci_llm.run.out_of_memory import unless_out_of_memory
 from ci_llm.run.shutdown import command_line
 from ci_llm.run.state import LastGood, TrainState, placed
 
@@ -181,7 +178,7 @@ class RunCheckpoint:
         tokenizer_files: name -> content.
         last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
-        bits: names and digest that decide the bits here; `measure` puts them in.
+        bits: names and digest that decide the bits here, see `Run.measure`.
     """
 
     config: Config
@@ -255,23 +252,6 @@ class RunCheckpoint:
             "data": self.rows.fingerprint,
         }
 
-    def measure(self, train: Train, state: TrainState, lengths: Sequence[int] = ()) -> None:
-        """Find the names and the digest that decide the bits of the crowd as it is now. A collective.
-
-        Args:
-            train: see `layer_digest`.
-            lengths: of the fixed rows; by default those of the first call, or of the longest micro-batch.
-        """
-        known = self.bits.get("layer", {}).get("lengths")
-        size = state.recovery.limit(self.config.batch_size)
-        lengths = [*lengths] or known or longest_lengths(self.rows, size)
-        batch = fixed_batch(self.crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
-        found, _ = unless_out_of_memory(partial(layer_digest, self.crowd, batch, train))
-        self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
-        each = self.processes.gather_object((names(self.crowd.device), found))
-        self.bits.update(names_of_all([own for own, _ in each]))
-        self.bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
-
     def environment(self, state: TrainState) -> dict[str, Any]:
         """What must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
@@ -311,17 +291,17 @@ class RunCheckpoint:
         self.last_good.load(_in_episode(state), saved.get("guard", {}), with_moments=same_moments)
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
 
-    def restore_environment(self, source: Source, state: TrainState, train: Train) -> str:
+    def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
         """Set threads and generators as they were; returns the grade for people, and all that lowers it. A collective.
 
         Args:
-            train: see `layer_digest`.
+            measure: `Run.measure` for rows of these lengths; it fills `bits`.
         """
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
         if self.crowd.device.type == "cpu" and same_processes:
             torch.set_num_threads(before["threads"])
-        self.measure(train, state, before.get("layer", {}).get("lengths", ()))
+        measure(before.get("layer", {}).get("lengths", ()))
         now = self.environment(state)
         if self.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
