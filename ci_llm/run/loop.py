@@ -81,7 +81,10 @@ def train(run: Run, batches: Batches) -> str | None:
         run.heartbeat.tick()
         run.call_event("on_step_end")
         report(run, verdict, findings, norms)
+        settings = run.crowd.settings
         change_crowd(run, verdict)
+        if run.crowd.settings is not settings:
+            run.measure(compute_gradients)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)

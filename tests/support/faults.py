@@ -374,7 +374,7 @@ def arm(faults: Sequence[Fault]) -> None:
         Now.step, Now.rows = step, []
 
     def note_rows(_crowd: Crowd, batch: batches.Batch) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and Now.step >= 0:  # else it is the digest of a layer, and no step
             Now.rows += batch.sample_ids
 
     def note_step(*_: object) -> None:

@@ -134,13 +134,14 @@ def _keep_ledger(folder: Path) -> None:
     def begin_and_wait(agents: AgentStorage, step: int) -> None:
         nonlocal present
         present = step
-        write([])
+        if step >= 0:
+            write([])
         while step >= int((folder / GATE).read_text() or 0) and not _asked_to_stop():
             time.sleep(0.005)
         begin_step(agents, step)
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, Crowd) and module.training:
+        if isinstance(module, Crowd) and module.training and present >= 0:  # else it is the digest of a layer
             write(list(inputs[0].sample_ids))
 
     AgentStorage.begin_step = begin_and_wait  # type: ignore[method-assign]
