@@ -93,6 +93,14 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     Args:
         debug: show the traceback of such an error, and log what is meant for developers.
     """
+    from ci_llm.cluster.starter import tell_exit_code
+
+    code = _run_guarded(command, debug=debug)
+    tell_exit_code(code)  # torchrun flattens it
+    return code
+
+
+def _run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     _prepare_standard_files()
     set_library_defaults()  # before a command imports what reads them
     if debug:
