@@ -55,7 +55,8 @@ def _numbers(path: Path) -> int:
     """How many numbers a file holds, by its header: a length in 8 bytes, then JSON with the shape of each tensor."""
     try:
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, OverflowError):  # loading it fails as well, and says why
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+    except (OSError, ValueError):  # loading it fails as well, and says why
         return 0
     return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")

@@ -84,6 +84,7 @@ def make_parser(command: str, description: str, examples: str) -> Parser:
 
 _LOGGER = logging.getLogger(__name__)
 
+_STARTED: Final = "CI_LLM_STARTED"  # of cluster/launch.py, which a command that only helps does without
 BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
 
 
@@ -93,10 +94,11 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     Args:
         debug: show the traceback of such an error, and log what is meant for developers.
     """
-    from ci_llm.cluster.starter import tell_exit_code
-
     code = _run_guarded(command, debug=debug)
-    tell_exit_code(code)  # torchrun flattens it
+    if _STARTED in os.environ:
+        from ci_llm.cluster.starter import tell_exit_code
+
+        tell_exit_code(code)  # torchrun flattens it
     return code
 
 

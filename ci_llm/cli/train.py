@@ -78,7 +78,9 @@ def _run_as_several(number: int, config: Config, launch: Launch, interrupts: Int
     if code is not None:
         raise SystemExit(code)
     if interrupts.stop_reason is None:
-        print_line(f"launch    the {number} processes did not come up within {COME_UP_S:g} s: this one runs alone")
+        print_line(
+            f"launch    the {number} processes do not come up ({COME_UP_S:g} s without a sign): this one runs alone"
+        )
 
 
 _LOGGER = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from ci_llm.core.run_status import is_alive
 from ci_llm.interrupts import ABORTED_EXIT_CODE, Interrupts, ignore, notify_of_parent_death, send
 
 COME_UP_S: Final = 30.0
-_LOOK_S: Final = 0.05
+_LOOK_S: Final = 0.1
+_WORKING_S: Final = 0.5  # of a processor: an agent that only waits needs minutes for it
 _DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re.IGNORECASE)
 #: What the driver of a GPU leaves in /dev: of NVIDIA, of AMD, of WSL, of Jetson.
 _DEVICES: Final = ("nvidia*", "kfd", "dxg", "nvmap")
@@ -70,8 +71,8 @@ def run_as_several(number: int, launch: Launch, interrupts: Interrupts) -> int |
     """Run this command as `number` processes, and wait for their end.
 
     Returns:
-        the exit code; None if they did not come up within 30 s, or this process was asked to stop before: nothing is
-        left of them, and this process is to run the command alone.
+        the exit code; None if they did not come up and nothing happened for 30 s, or this process was asked to stop
+        before: nothing is left of them, and this process is to run the command alone.
     """
     with TemporaryDirectory(prefix="ci_llm_") as name, _agent(number, launch, interrupts, name) as agent:
         folder, sent = Path(name), list[str]()
@@ -131,12 +132,28 @@ def _kill(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until_up(agent: subprocess.Popen[bytes], folder: Path, number: int, interrupts: Interrupts) -> list[int]:
-    """Pids of the processes that are up, by process index, when all are or something else is to be done."""
-    until, pids = time.monotonic() + COME_UP_S, dict[int, int]()
+    """Pids of the processes that are up, by process index, when all are or something else is to be done.
+
+    Python and torch load for long from a slow disk or on a busy machine: while they do, the time does not count.
+    """
+    used, until, pids = 0.0, time.monotonic() + COME_UP_S, dict[int, int]()
     while len(pids) < number and time.monotonic() < until and agent.poll() is None and not interrupts.stop_reason:
         time.sleep(_LOOK_S)
         pids = {int(path.suffix[1:]): int(path.stem) for path in folder.glob("*.*")}
+        if (now := _processor_seconds(agent.pid)) > used + _WORKING_S:
+            used, until = now, time.monotonic() + COME_UP_S
     return [pids[index] for index in sorted(pids)]
+
+
+def _processor_seconds(pid: int) -> float:
+    """What this process and its descendants have used of processors."""
+    seconds = 0.0
+    with suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(pid)
+        for one in (tree, *tree.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                seconds += sum(one.cpu_times()[:2])
+    return seconds
 
 
 def _end(pids: Collection[int]) -> None:
