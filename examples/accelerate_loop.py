@@ -10,18 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from ci_llm import (
-    Config,
-    Crowd,
-    LoraSettings,
-    StatefulSampler,
-    latest_state,
-    load_base,
-    load_rows,
-    pack,
-    register_hooks,
-    tokenize,
-)
+import ci_llm
+from ci_llm import Config, Crowd, LoraSettings, StatefulSampler, load_base, load_rows, pack, tokenize
 
 SETTINGS = Config(max_train_samples=160, batch_size=4, gradient_accumulation_steps=2, lora_rank=4, learning_rate=4e-3)
 
@@ -52,9 +42,9 @@ def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"),
     parameters = [p for p in crowd.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, config.learning_rate, weight_decay=config.weight_decay)
     crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
-    register_hooks(accelerator)
+    ci_llm.register_hooks(accelerator)
     done = 0
-    if (state := latest_state(folder)) is not None:
+    if (state := ci_llm.latest_state(folder)) is not None:
         accelerator.load_state(str(state))
         done = int(state.name.removeprefix("step_"))
     losses: list[float] = []

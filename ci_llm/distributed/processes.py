@@ -343,6 +343,8 @@ def check_process_group() -> str:
 
 
 def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
+    if launch.requested_processes is None:
+        return launch_notes(launch, os.environ, num_gpus=num_gpus)
     rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
     return launch_notes(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
 
