@@ -32,13 +32,11 @@ def require_memory(config: Config, copies: int) -> None:
     needed = one * (1 if config.base_sharding == "layers" else copies)
     free, _ = free_host_memory()
     if needed > free:
-        fitting = free // one
-        way = f"--num_processes={fitting}, " if fitting > 1 else ""
         sizes = f"{needed / 1e9:,.1f} GB of memory for their bases alone, and {free / 1e9:,.1f} GB are free"
         raise LaunchError(
             f"{copies} processes need {sizes}",
             where=f"model_name={config.model_name}: {one / 1e9:,.1f} GB each",
-            hint=f"{way}model_dtype=bf16, or base_sharding=layers, which keeps one base for all of them",
+            hint="fewer processes, model_dtype=bf16, or base_sharding=layers, which keeps one base for all of them",
         )
 
 

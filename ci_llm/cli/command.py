@@ -96,9 +96,9 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     """
     code = _run_guarded(command, debug=debug)
     if _STARTED in os.environ:
-        from ci_llm.cluster.starter import tell_exit_code
+        from ci_llm.cluster.starter import tell
 
-        tell_exit_code(code)  # torchrun flattens it
+        tell(str(code))  # torchrun flattens it
     return code
 
 

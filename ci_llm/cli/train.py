@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ci_llm._version import __version__
 from ci_llm.base.files import require_memory
 from ci_llm.cli.command import print_line, take_dry_run
-from ci_llm.cluster.launch import Launch, read_launch
-from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell_up, without_distributed
+from ci_llm.cluster.launch import STARTED, Launch, read_launch
+from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_distributed
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
@@ -52,7 +52,7 @@ def start(
     if require is not None:
         require(config)
     launch = read_launch(arguments=words)
-    if not launch.forwards_sigterm:
+    if not launch.forwards_sigterm or STARTED in os.environ:
         die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
     if (number := processes_to_start(launch, words)) > 1:
         _run_as_several(number, config, launch, interrupts)
@@ -60,7 +60,7 @@ def start(
         print_line(
             "launch    --distributed: one process, for this machine has no GPU; --distributed=N starts N on the CPU"
         )
-    tell_up(launch)
+    tell()
     if launch.is_main_process:
         print_line(f"ci_llm {__version__}   {what} {config.run_folder}   loading...")
         for line in lines:

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE, Interrupts, ignore, notify_of_p
 
 COME_UP_S: Final = 30.0
 _LOOK_S: Final = 0.1
+_UP: Final = "up"
 _WORKING_S: Final = 0.5  # of a processor: an agent that only waits needs minutes for it
 _DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re.IGNORECASE)
 #: What the driver of a GPU leaves in /dev: of NVIDIA, of AMD, of WSL, of Jetson.
@@ -84,13 +85,17 @@ def run_as_several(number: int, launch: Launch, interrupts: Interrupts) -> int |
                 send(pid, signal_name)
 
         interrupts.pass_on = pass_on
-        is_failure = len(pids) > 0 and agent.poll() is not None
-        if (interrupts.stop_reason and not sent) or (len(pids) < number and not is_failure):
+        has_failed = len(pids) > 0 and agent.poll() is not None
+        if (interrupts.stop_reason and not sent) or (len(pids) < number and not has_failed):
             interrupts.pass_on = None
             return None
         agent.wait()
-        _end(pids)  # if the agent was killed, they go on without it
-        return _exit_code(pids, folder, aborted=sent.count("SIGINT") > 1)
+        while any(map(is_alive, pids)):  # the agent was killed, and they save
+            time.sleep(_LOOK_S)
+        codes = [int(word) for pid in pids for told, word in _told(folder) if told == pid and word.isdecimal()]
+        aborted = ABORTED_EXIT_CODE if sent.count("SIGINT") > 1 else 0
+        # That of the main process, or of another one that failed; one that was killed has told none.
+        return next(filter(None, codes), aborted or int(len(codes) < max(1, len(pids))))
 
 
 @contextmanager
@@ -136,61 +141,32 @@ def _wait_until_up(agent: subprocess.Popen[bytes], folder: Path, number: int, in
 
     Python and torch load for long from a slow disk or on a busy machine: while they do, the time does not count.
     """
-    used, until, pids = 0.0, time.monotonic() + COME_UP_S, dict[int, int]()
+    used, until, pids = 0.0, time.monotonic() + COME_UP_S, list[int]()
     while len(pids) < number and time.monotonic() < until and agent.poll() is None and not interrupts.stop_reason:
         time.sleep(_LOOK_S)
-        pids = {int(path.suffix[1:]): int(path.stem) for path in folder.glob("*.*")}
+        pids = [pid for pid, word in _told(folder) if word == _UP]
         if (now := _processor_seconds(agent.pid)) > used + _WORKING_S:
             used, until = now, time.monotonic() + COME_UP_S
-    return [pids[index] for index in sorted(pids)]
+    return pids
 
 
 def _processor_seconds(pid: int) -> float:
-    """What this process and its descendants have used of processors."""
-    seconds = 0.0
+    """What this process and its descendants have used of processors; 0 if one of them ends at this moment."""
     with suppress(psutil.NoSuchProcess):
         tree = psutil.Process(pid)
-        for one in (tree, *tree.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                seconds += sum(one.cpu_times()[:2])
-    return seconds
+        return sum(sum(one.cpu_times()[:2]) for one in (tree, *tree.children(recursive=True)))
+    return 0.0
 
 
-def _end(pids: Collection[int]) -> None:
-    for pid in pids:
-        if is_alive(pid):
-            send(pid, "SIGTERM")
-    while any(map(is_alive, pids)):
-        time.sleep(_LOOK_S)
-
-
-def _exit_code(pids: Sequence[int], folder: Path, *, aborted: bool) -> int:
-    """The code of the main process, or of another one that failed; 1 where one ended without a word."""
-    told = [_read_code(folder / f"{pid}") for pid in pids]
-    if failed := next((code for code in told if code), 0):
-        return failed
-    if aborted:
-        return ABORTED_EXIT_CODE
-    return 0 if told and None not in told else 1
-
-
-def _read_code(path: Path) -> int | None:
-    return int(path.read_text()) if path.is_file() else None
-
-
-def tell_up(launch: Launch, environ: Mapping[str, str] = os.environ) -> None:
-    """Tell the process that started this one, if one did, that this one is up and heeds its signals."""
-    if folder := _folder(environ):
+def tell(word: str = _UP, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the process that started this one, if one did, that this one is up and heeds signals, or its exit code."""
+    if STARTED in environ:
         with suppress(OSError):  # that process is gone, and its folder
-            (folder / f"{os.getpid()}.{launch.process_index}").touch()
+            folder = shlex.split(environ[STARTED])[0]
+            Path(folder, f"{int(environ.get('RANK', 0)):06}.{os.getpid()}.{word}").touch()
 
 
-def tell_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Tell it with which code this process ends."""
-    if folder := _folder(environ):
-        with suppress(OSError):
-            (folder / f"{os.getpid()}").write_text(str(code))
-
-
-def _folder(environ: Mapping[str, str]) -> Path | None:
-    return Path(shlex.split(environ[STARTED])[0]) if STARTED in environ else None
+def _told(folder: Path) -> list[tuple[int, str]]:
+    """(pid, word), in the order of the process indices."""
+    names = sorted(path.name.split(".") for path in folder.iterdir())
+    return [(int(pid), word) for _, pid, word in names]

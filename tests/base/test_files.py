@@ -51,7 +51,6 @@ def test_the_refusal_says_what_fits(base: Path, monkeypatch: pytest.MonkeyPatch)
         files.require_memory(Config(model_name=str(base)), 4)
     assert refused.value.what == "4 processes need 17.6 GB of memory for their bases alone, and 14.0 GB are free"
     assert refused.value.where == f"model_name={base}: 4.4 GB each"
-    assert str(refused.value.hint).startswith("--num_processes=3, model_dtype=bf16")
 
 
 def test_a_base_from_the_hub_is_found_in_its_cache(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from ci_llm.cli import command
 from ci_llm.cluster import launch as launches
 from ci_llm.cluster import starter
 from ci_llm.cluster.launch import STARTED, Launch, accelerate_option, accelerate_settings, read_launch, started_by
-from ci_llm.cluster.starter import processes_to_start, tell_exit_code, tell_up, without_distributed
+from ci_llm.cluster.starter import processes_to_start, tell, without_distributed
 from ci_llm.interrupts import Interrupts
 
 ACCELERATE = ["/venv/bin/accelerate", "launch"]
@@ -114,40 +115,54 @@ def test_what_was_started_knows_the_launcher(tmp_path: Path) -> None:
     assert accelerate_settings(rank) == {"gradient_accumulation_steps": "3"}
 
 
+def test_what_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(environ={})
+    assert command._STARTED == STARTED
+    monkeypatch.setenv(STARTED, started_by(str(tmp_path), Launch("torchrun", 2, 1, 1, 2, None, {})))
+    monkeypatch.setenv("RANK", "10")
+    tell()
+    assert command.run_guarded(lambda: 75, debug=False) == 75
+    (tmp_path / "000002.5.up").touch()
+    assert starter._told(tmp_path) == [(5, "up"), (os.getpid(), "75"), (os.getpid(), "up")]
+    tell(environ={STARTED: str(tmp_path / "gone")})
+
+
 @pytest.mark.parametrize(
-    ("codes", "aborted", "code"),
+    ("codes", "interrupts", "code"),
     [
-        ([0, 0], False, 0),
-        ([75, 75], False, 75),
-        ([2, 1], False, 2),
-        ([0, 2], False, 2),
-        ([None, 0], False, 1),  # one was killed
-        ([None, None], True, 130),
-        ([], False, 1),
+        (["0", "0"], 1, 0),
+        (["75", "75"], 1, 75),
+        (["2", "1"], 0, 2),
+        (["0", "2"], 0, 2),
+        (["0", None], 0, 1),  # one was killed
+        ([None, None], 0, 1),
+        ([None, None], 2, 130),
     ],
 )
-def test_the_exit_code(codes: list[int | None], aborted: bool, code: int, tmp_path: Path) -> None:
-    for pid, one in enumerate(codes):
-        if one is not None:
-            (tmp_path / f"{pid}").write_text(str(one))
-    assert starter._exit_code(range(len(codes)), tmp_path, aborted=aborted) == code
+def test_the_exit_code(
+    codes: list[str | None], interrupts: int, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agent ends with 1 in every case."""
+    heeded = Interrupts()
 
+    def wait(_agent: Any, folder: Path, number: int, _interrupts: Any) -> list[int]:
+        for index, one in enumerate(codes):
+            for word in ["up", one] if one else ["up"]:
+                (folder / f"{index:06}.{-index - 1}.{word}").touch()
+        return [-index - 1 for index in range(number)]
 
-def test_what_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = Launch("torchrun", 2, 1, 1, 2, None, {})
-    tell_up(launch, {})
-    assert command._STARTED == STARTED
-    monkeypatch.setenv(STARTED, started_by(str(tmp_path), launch))
-    tell_up(launch)
-    assert command.run_guarded(lambda: 5, debug=False) == 5
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        f"{os.getpid()}.1": "",
-        f"{os.getpid()}": "5",
-    }
-    tmp_path.joinpath(f"{os.getpid()}").unlink()
-    gone = {STARTED: started_by(str(tmp_path / "gone"), launch)}
-    tell_up(launch, gone)
-    tell_exit_code(5, gone)
+    def end() -> int:
+        for _ in range(interrupts):
+            assert heeded.pass_on
+            heeded.pass_on("SIGINT")
+        return 1
+
+    agent = SimpleNamespace(pid=1, poll=lambda: None, wait=end)
+    monkeypatch.setattr(starter, "_agent", lambda *_: nullcontext(agent))
+    monkeypatch.setattr(starter, "_wait_until_up", wait)
+    monkeypatch.setattr(starter, "send", lambda _pid, _name: True)
+    monkeypatch.setattr(starter, "is_alive", lambda _pid: False)
+    assert starter.run_as_several(len(codes), read_launch({}, []), heeded) == code
 
 
 def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:

@@ -187,3 +187,20 @@ def act(number):
 def test_a_second_ctrl_c_aborts(base: Path, tmp_path: Path) -> None:
     with launch(tmp_path, PLAIN, ["--distributed=2", *words(base, tmp_path / "run")], ABORT) as child:
         assert end(child, tmp_path) == 130, child.seen
+
+
+AGENT_DIES = """
+def act(number):
+    if number == 5:
+        if rank == "0":
+            os.kill(os.getppid(), signal.SIGKILL)
+        heard("stop_reason")
+"""
+
+
+def test_without_torchrun_s_agent_the_processes_save_and_end(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with launch(tmp_path, PLAIN, ["--distributed=2", *words(base, run)], AGENT_DIES) as child:
+        assert end(child, tmp_path) == 0, child.seen
+    status = read_status(run)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3), child.seen
