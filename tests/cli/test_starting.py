@@ -60,11 +60,12 @@ def test_a_dry_run_stops_by_the_signals_of_the_run(
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """The launches of the runs that this process makes; each is completed at once."""
+    """(launch, why it is to stop) of each run that this process makes; each heeds its own signals, and ends at once."""
     made: list[Any] = []
 
-    def job(_config: Any, _interrupts: Interrupts, launch: Any, **_named: Any) -> Any:
-        made.append(launch)
+    def job(_config: Any, interrupts: Interrupts, launch: Any, **_named: Any) -> Any:
+        assert interrupts.pass_on is None
+        made.append((launch.num_processes, interrupts.stop_reason))
         return Result("completed", 0, tmp_path)
 
     monkeypatch.setitem(sys.modules, "ci_llm.run.job", SimpleNamespace(run_job=job))
@@ -88,7 +89,7 @@ def test_processes_that_do_not_come_up_are_ended_and_this_one_runs_alone(
     monkeypatch.setattr(starter, "COME_UP_S", 0.0)
     monkeypatch.setattr(starter.subprocess, "Popen", popen)
     assert main(command(tmp_path, "--distributed=3")) == 0
-    assert [launch.num_processes for launch in alone] == [1]
+    assert alone == [(1, None)]
     assert [agent.poll() for agent in agents] == [-signal.SIGKILL]
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "launch    starting 3 processes, by torch.distributed.run --nproc-per-node=3"
@@ -106,7 +107,7 @@ def test_a_stop_before_they_are_up_ends_them_and_leaves_a_status(
 
     monkeypatch.setattr(starter, "_wait_until_up", interrupted)
     assert main(command(tmp_path, "--distributed=3")) == 0
-    assert len(alone) == 1
+    assert alone == [(1, "signal:SIGTERM")]
     assert "do not come up" not in capsys.readouterr().out
 
 
@@ -114,7 +115,7 @@ def test_distributed_without_several_gpus_is_one_process(
     alone: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(tmp_path, "--distributed")) == 0
-    assert len(alone) == 1
+    assert alone == [(1, None)]
     assert capsys.readouterr().out.startswith("launch    --distributed: one process, ")
 
 
