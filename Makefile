@@ -14,6 +14,9 @@ SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
 	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py
 
+# Where `make test` notes what is skipped.
+SKIPPED := build/skipped.jsonl
+
 .PHONY: install install-dev train test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean
 
 install: $(VENV)/.installed
@@ -38,18 +41,21 @@ train: install
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down. Half of that time its jobs wait
 # for SLURM, and what runs with coverage, on one core, runs beside it.
+# At the end a table of what was skipped, whatever has failed.
 test: install-dev
-	@$(MAKE) --no-print-directory nodeless
-	@$(MAKE) --no-print-directory -j 2 coverage test-slurm
+	@rm -f $(SKIPPED)
+	@$(MAKE) --no-print-directory nodeless NOTE=--note-skips=$(SKIPPED) && \
+		$(MAKE) --no-print-directory -j 2 coverage test-slurm NOTE=--note-skips=$(SKIPPED); \
+		ended=$$?; $(BIN)/python -m tests.support.skips $(SKIPPED); exit $$ended
 
 # Without the tests that `coverage` runs.
 nodeless: install-dev
-	$(PYTEST) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)
+	$(PYTEST) $(NOTE) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev
 	$(BIN)/python -m coverage erase
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q -m "not slow" $(MEASURED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest $(NOTE) -q -m "not slow" $(MEASURED)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
@@ -59,7 +65,7 @@ campaign: install-dev
 
 # Preemption, walltime, requeue, a dead node, on a real SLURM.
 test-slurm: install-dev
-	$(PYTEST) tests/slurm
+	$(PYTEST) $(NOTE) tests/slurm
 
 # Lint, types and the fast tests, side by side: the tests wait now and then.
 check: install-dev

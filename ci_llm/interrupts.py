@@ -67,6 +67,8 @@ class Interrupts:
         self._stop_signals, self._save_signals = _signal_numbers(stop, save)
         self.announce = announce or _to_stderr
         self.describe_stop = describe_stop
+        #: If set, it gets the name of every signal, from the listening thread, instead of all that this one would do.
+        self.pass_on: Callable[[str], None] | None = None
         self._abort_grace_s = abort_grace_s
         self._stop_request: tuple[str, float] | None = None  # the reason, and time.monotonic()
         self._save_requested = False
@@ -117,6 +119,11 @@ class Interrupts:
         self.announce(f"{cause}: {self.describe_stop()}{remark}")
 
     # Installing
+
+    @property
+    def signals(self) -> frozenset[str]:
+        """The names of the signals that stop and that save."""
+        return frozenset(map(_name, self._stop_signals | self._save_signals))
 
     @property
     def installed(self) -> bool:
@@ -229,7 +236,9 @@ class Interrupts:
                 self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
-        if number in self._save_signals:
+        if self.pass_on is not None:
+            self.pass_on(_name(number))
+        elif number in self._save_signals:
             self.announce(f"{_name(number)}: saving after this step, then going on")
         elif number == signal.SIGINT and number in self._stop_signals:
             self._on_ctrl_c()
@@ -310,6 +319,12 @@ def termination_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore(names: Iterable[str]) -> None:
+    """Ignore these signals in this process, and in the program that it becomes."""
+    for name in names:
+        signal.signal(_number(name), signal.SIG_IGN)
 
 
 def ignore_signals(_worker_id: int = 0) -> None:

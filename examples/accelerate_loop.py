@@ -1,45 +1,74 @@
-"""A crowd in a plain Accelerate loop, reduced by DDP: run it by python, accelerate launch or torchrun."""
+"""A crowd in a plain Accelerate loop, reduced by DDP: run it by python, accelerate launch or torchrun, also once more.
 
-from itertools import islice
+Killed and started again, it goes on from the last state. It ends with the agents of `train.py` with the same settings.
+"""
+
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
+import ci_llm
 from ci_llm import Config, Crowd, LoraSettings, StatefulSampler, load_base, load_rows, pack, tokenize
 
+SETTINGS = Config(max_train_samples=160, batch_size=4, gradient_accumulation_steps=2, lora_rank=4, learning_rate=4e-3)
 
-def train(rows_per_process: int = 4, steps: int = 20, cache: Path = Path("ci_llm_output/cache")) -> list[float]:
-    """Train for `steps` steps, which must fit into one epoch of the 160 rows.
+
+def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"), save_steps: int = 10) -> list[float]:
+    """Train for one epoch, from the newest state in `folder` on.
 
     Returns:
-        the loss of every step, in nats per target token, summed over the agents.
+        the loss of every step of this call, in nats per target token, summed over the agents.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    base = load_base("embedded", device=accelerator.device)
-    crowd = Crowd(base.model, LoraSettings(num_agents=4, rank=4), base.name)
-    found = load_rows(Config(dataset_name="embedded", max_train_samples=160), "train")
+    window = config.gradient_accumulation_steps
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        gradient_accumulation_steps=window,
+        dataloader_config=DataLoaderConfiguration(even_batches=False),  # which would train on some rows twice
+    )
+    base = load_base(config.model_name, device=accelerator.device, model_dtype=config.model_dtype)
+    crowd = Crowd(base.model, LoraSettings(config.num_agents, config.lora_rank, config.lora_alpha), base.name)
+    found = load_rows(config, "train")
     with accelerator.main_process_first():
-        rows = tokenize(found, base.tokenizer, max_seq_length=256, cache_folder=cache)
+        rows = tokenize(found, base.tokenizer, max_seq_length=256, cache_folder=folder / "cache")
     loader = DataLoader(
         rows,
-        rows_per_process,
-        sampler=StatefulSampler(rows, seed=42),
+        config.batch_size,
+        sampler=StatefulSampler(rows, seed=config.seed),
         collate_fn=lambda part: pack(part, range(len(part))),
     )
-    optimizer = torch.optim.AdamW([p for p in crowd.parameters() if p.requires_grad], lr=4e-3)
+    parameters = [p for p in crowd.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, config.learning_rate, weight_decay=config.weight_decay)
     crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
-    losses = []
-    for batch in islice(loader, steps):
-        # DDP takes the mean over processes; a mean over targets needs the number of them in all processes.
-        targets = accelerator.reduce(torch.tensor(batch.num_targets, device=accelerator.device), "sum")
-        loss = -crowd(batch).log_probs.sum() / targets
-        accelerator.backward(loss * accelerator.num_processes)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "sum")))
-        accelerator.print(f"step {len(losses)}: loss {losses[-1]:.4f}")
+    ci_llm.register_hooks(accelerator)
+    done = 0
+    if (state := ci_llm.latest_state(folder)) is not None:
+        accelerator.load_state(str(state))
+        done = int(state.name.removeprefix("step_"))
+    losses: list[float] = []
+    total, targets = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    for batch in accelerator.skip_first_batches(loader, done * window) if done else loader:
+        with accelerator.accumulate(crowd):
+            # Accelerate divides by the window and DDP by the processes. What is wanted is the mean over the targets of
+            # the whole step, whose number is known at its end.
+            loss = -crowd(batch).log_probs.sum()
+            accelerator.backward(loss * window * accelerator.num_processes)
+            total, targets = total + loss.detach(), targets + batch.num_targets
+            if accelerator.sync_gradients:
+                total, targets = accelerator.reduce(torch.stack((total, targets)), "sum")
+                for parameter in parameters:
+                    parameter.grad /= targets
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            done += 1
+            losses.append(float(total / targets))
+            accelerator.print(f"step {done}: loss {losses[-1]:.4f}")
+            total, targets = torch.zeros_like(total), torch.zeros_like(targets)
+            if done % save_steps == 0:
+                accelerator.save_state(str(folder / f"step_{done}"))
     return losses
 
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ci_llm.core.imports import importing
-from tests.support import campaign
+from tests.support import campaign, skips
 from tools.testbed.forkserver import ForkServer
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ OF_A_TERMINAL = {"FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "COLUMNS"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--campaign", action="store_true", help="run in full what is a sample otherwise")
+    parser.addoption("--note-skips", type=Path, metavar="FILE", help="append what is skipped, and why, to a file")
     parser.addoption(
         "--fast-elsewhere", nargs="*", default=[], metavar="PATH", help="another process runs the fast tests of these"
     )
@@ -86,6 +87,8 @@ def is_left_out(item: pytest.Item, elsewhere: list[Path]) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     campaign.in_full = config.getoption("--campaign")
+    if config.option.note_skips and not hasattr(config, "workerinput"):  # what a worker skips is told to its controller
+        config.pluginmanager.register(skips.Notes(config.option.note_skips))
     foreign = [name for name in os.environ if name.startswith(FOREIGN) or name in WORLD]
     for name in (*foreign, *OF_A_TERMINAL):
         os.environ.pop(name, None)

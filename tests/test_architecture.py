@@ -43,7 +43,7 @@ OWNERS = {
     "yaml": {"config/yaml_file.py", "supervisor/script_settings.py"},
     "signal": {"interrupts.py"},
     "peft": {"lora/adapters.py", "crowd/merging.py"},
-    "subprocess": {"cluster/slurm.py", "supervisor/shim.py"},
+    "subprocess": {"cluster/slurm.py", "cluster/starter.py", "supervisor/shim.py"},
     "pickle": {"base/load.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
     "jinja2": {"report/page.py", "data/encoder.py"},  # the latter for the name of an error

@@ -227,26 +227,33 @@ def _verify(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.catalog import current_line
     from ci_llm.checkpoints.folders import is_named_checkpoint
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
+    from ci_llm.core.numerics import foretold
 
     # A folder with the name of a checkpoint counts without a manifest too: it is damaged.
     lone = (call.path / MANIFEST).exists() or is_named_checkpoint(call.path)
     folders = [call.path] if lone else current_line(call.path)
     if not (call.path.is_dir() and folders):
         raise _no_checkpoint(call.path)
-    damage = {}
+    damage, foreseen = {}, {}
     for folder in folders:
         try:
             manifest = verify_folder(folder)
         except DamagedCheckpoint as error:
             damage[str(folder)] = error.what
         else:
+            surroundings: Any = manifest.info.get("surroundings", {})
+            if "versions" in surroundings:  # else it is of a loop that is not ours
+                foreseen[str(folder)] = foretold(surroundings)
             if not call.json:
                 print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
     if call.json:
-        _print_json({"verified": [str(f) for f in folders if str(f) not in damage], "damaged": damage})
-    elif damage:
+        verified = [str(folder) for folder in folders if str(folder) not in damage]
+        _print_json({"verified": verified, "damaged": damage, "exactness": foreseen})
+        return 1 if damage else 0
+    print(*dict.fromkeys(foreseen.values()), sep="\n")
+    if damage:
         raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
-    return 1 if damage else 0
+    return 0
 
 
 def _verify_mirror(call: argparse.Namespace) -> int:

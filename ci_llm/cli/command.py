@@ -84,6 +84,7 @@ def make_parser(command: str, description: str, examples: str) -> Parser:
 
 _LOGGER = logging.getLogger(__name__)
 
+_STARTED: Final = "CI_LLM_STARTED"  # of cluster/launch.py, which a command that only helps does without
 BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
 
 
@@ -93,6 +94,15 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     Args:
         debug: show the traceback of such an error, and log what is meant for developers.
     """
+    code = _run_guarded(command, debug=debug)
+    if _STARTED in os.environ:
+        from ci_llm.cluster.starter import tell
+
+        tell(str(code))  # torchrun flattens it
+    return code
+
+
+def _run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     _prepare_standard_files()
     set_library_defaults()  # before a command imports what reads them
     if debug:

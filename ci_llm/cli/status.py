@@ -72,6 +72,7 @@ def _lines(found: Reading) -> list[str]:
         ", ".join(filter(None, [progress(found), *moving])),
         f"{run.agent_steps:,} agent-steps" if run.agent_steps else "",
         run.choice or "",
+        f"exactness: {run.exactness}" if run.exactness else "",
         losses(found),
         scores(found),
         whereabouts(found) if run.status in ("running", "vanished") else "",

@@ -88,12 +88,23 @@ def _target(options: Options) -> Target:
         return ExternalScript(options)
     if useless := options.external_script_options():
         raise _no_options_for_own_run(options, useless)
+    from ci_llm.cluster.launch import read_launch
+    from ci_llm.cluster.starter import processes_to_start, without_distributed
     from ci_llm.supervisor.own_run import OwnRun, SweepRun
 
+    launch = read_launch()
+    if launch.num_local_processes > 1:
+        raise LaunchError(
+            f"{launch.num_local_processes} supervisors were started, each of which would supervise the same run",
+            where=f"launcher: {launch.launcher}",
+            hint="start one, which starts the launcher: python safe_train.py -- torchrun --nproc-per-node 4 train.py",
+        )
     command = options.command or (sys.executable, str(script))
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
+    if not options.command and (number := processes_to_start(launch)) > 1:
+        extra.append(f"--distributed={number}")  # what Accelerate was asked for, the trainer starts
     target = SweepRun if sweeps else OwnRun
-    return target([*command, *extra], [*words, *extra], grace_s=options.grace_s)
+    return target([*command, *extra], without_distributed([*words, *extra]), grace_s=options.grace_s)
 
 
 def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
+from ci_llm.base.files import require_memory
 from ci_llm.cli.command import print_line, take_dry_run
-from ci_llm.cluster.launch import Launch, read_launch
+from ci_llm.cluster.launch import STARTED, Launch, read_launch
+from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_distributed
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
@@ -31,6 +33,8 @@ def start(
 ) -> Launch:
     """Heed the signals that the configuration names, read the launcher, and say on the main process what is loading.
 
+    If the command asks for processes that no launcher has started, it runs as those, and ends with them.
+
     Args:
         what: is loading, for the first line: "run".
         words: of the command line.
@@ -39,13 +43,24 @@ def start(
 
     Returns:
         the place of this process.
+
+    Raises:
+        SystemExit: with the exit code of the processes that this one has started instead.
+        LaunchError: the memory of this machine does not hold a base for each of them.
     """
     interrupts.set_signals(config.stop_signals, config.save_signals)
     if require is not None:
         require(config)
     launch = read_launch(arguments=words)
-    if not launch.forwards_sigterm:
+    if not launch.forwards_sigterm or STARTED in os.environ:
         die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
+    if (number := processes_to_start(launch, words)) > 1:
+        _run_as_several(number, config, launch, interrupts)
+    elif launch.num_processes == 1 and "--distributed" in words:
+        print_line(
+            "launch    --distributed: one process, for this machine has no GPU; --distributed=N starts N on the CPU"
+        )
+    tell()
     if launch.is_main_process:
         print_line(f"ci_llm {__version__}   {what} {config.run_folder}   loading...")
         for line in lines:
@@ -55,12 +70,26 @@ def start(
     return launch
 
 
+def _run_as_several(number: int, config: Config, launch: Launch, interrupts: Interrupts) -> None:
+    """Run the command as `number` processes and leave with their exit code; return if they do not come up."""
+    require_memory(config, number)
+    print_line(f"launch    starting {number} processes, by torch.distributed.run --nproc-per-node={number}")
+    code = run_as_several(number, launch, interrupts)
+    if code is not None:
+        raise SystemExit(code)
+    if interrupts.stop_reason is None:
+        print_line(
+            f"launch    the {number} processes do not come up ({COME_UP_S:g} s without a sign): this one runs alone"
+        )
+
+
 _LOGGER = logging.getLogger(__name__)
 
 TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
 The command line wins over the file, the file over `accelerate launch`, and that over the defaults below.
 Without --config the file is configs.yaml of the current folder, else the project's own.
 --continue: refuse to start without a checkpoint. --dry-run: only check that the run will work here.
+--distributed: one process per GPU of this machine; --distributed=N: N processes.
 --debug: show debug lines, and the traceback of an error.
 Names of Trainer, PEFT and TRL work too (docs/keys.md).
 example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
@@ -96,7 +125,7 @@ def read_configuration(words: Sequence[str]) -> Reading:
     from ci_llm.cluster.launch import accelerate_settings
     from ci_llm.config import default_file, read_config
 
-    keys = [word for word in words if word != "--continue"]
+    keys = [word for word in without_distributed(words) if word != "--continue"]
     read = read_config(default_file(), keys, accelerate_settings(os.environ))
     changes = type(read.config)().diff(read.config)
     _LOGGER.debug("not the default: %s", ", ".join(f"{change.key}={change.new}" for change in changes))

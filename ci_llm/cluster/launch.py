@@ -123,6 +123,8 @@ _MPIRUNS: Final = frozenset({"mpirun", "mpiexec", "orterun", "prterun"})
 _TORCHRUNS: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing connections (32768 on)
 _NUM_PORTS: Final = 16000
+#: Set in processes that `starter` has started: its folder, and the command line of the launcher that it stands in for.
+STARTED: Final = "CI_LLM_STARTED"
 _TORCHRUN_KILL_DELAY_S: Final = 30  # the default of TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 #: Set by the supervisor of this package in the processes it starts: the seconds between its TERM and its KILL.
 SUPERVISED: Final = "CI_LLM_SUPERVISED"
@@ -194,7 +196,7 @@ def read_launch(
     """
     names = _launcher_variables(environ)
     num_processes = _integer(environ, names.num_processes) if names else 1
-    parent = _parent_command() if parent_command is None else parent_command
+    parent = _parent_command(environ) if parent_command is None else parent_command
     if names is None or num_processes == 1:
         return _single_process(names, environ, parent, arguments)
     return _one_of_several(names, num_processes, environ, parent, arguments)
@@ -260,7 +262,7 @@ def accelerate_settings(environ: Mapping[str, str], parent_command: Sequence[str
 
     The launcher exports the gradient accumulation only with DeepSpeed, so its command line is read as well.
     """
-    parent = _parent_command() if parent_command is None else parent_command
+    parent = _parent_command(environ) if parent_command is None else parent_command
     # "no" and "1" are the defaults of Accelerate: they cannot be told from a user's choice, so they count as no choice.
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if not steps and _is_accelerate(parent):
@@ -285,7 +287,8 @@ def launch_notes(
     if launch.requested_processes is not None:
         lines.append(_fewer_processes_note(launch, environ, num_gpus, rows_per_process))
     if num_gpus > 1 and launch.num_processes == 1:
-        lines.append(f"{num_gpus} GPUs, 1 process: `accelerate launch --num_processes={num_gpus}` uses them all")
+        way = f"`--distributed`, or `accelerate launch --num_processes={num_gpus}`"
+        lines.append(f"{num_gpus} GPUs, 1 process: {way}, uses them all")
     if not num_gpus and launch.num_local_processes > _num_cores():
         shared = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
         lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
@@ -392,7 +395,14 @@ def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
     return min(supervisor_s, between_rounds_s, at_the_end_s)
 
 
-def _parent_command() -> list[str]:
+def started_by(folder: str, launch: Launch) -> str:
+    """The value of STARTED."""
+    return shlex.join([folder, *launch.launcher_command])
+
+
+def _parent_command(environ: Mapping[str, str]) -> list[str]:
+    if STARTED in environ:
+        return shlex.split(environ[STARTED])[1:]
     try:
         return psutil.Process(os.getppid()).cmdline()
     except psutil.Error:  # the parent is gone, or belongs to another user
@@ -404,8 +414,21 @@ def _requested_processes(environ: Mapping[str, str], command: Sequence[str]) -> 
 
     Accelerate sets MASTER_ADDR whenever it was asked for more than one process.
     """
-    number = int(option(command, "num_processes") or 0)
+    number = int(accelerate_option(command, "num_processes", environ) or 0)
     return number if "MASTER_ADDR" in environ and number != 1 else None
+
+
+def accelerate_option(command: Sequence[str], name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A number that `accelerate launch` was given: on its command line, else in its file; empty if in neither."""
+    if number := option(command, name):
+        return number
+    cache = Path(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    home = Path(environ.get("HF_HOME", cache), "accelerate").expanduser()
+    named = option(command, "config_file")
+    files = [Path(named)] if named else [home / "default_config.yaml", home / "default_config.json"]
+    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
+    found = re.search(rf"^\W*{name}\W+(\d+)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _command_if_launcher(launcher: str, command: Sequence[str]) -> tuple[str, ...]:

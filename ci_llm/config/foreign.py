@@ -244,7 +244,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "grad_ckpt": ("LatentWire's switch for less memory", "use_gradient_checkpointing=true"),
     "load_4bit": ("LatentWire's quantised model", "quantization=nf4"),
     # PyRecover
-    "distributed": ("PyRecover's switch for several processes", _LAUNCHER),
+    "distributed": ("PyRecover's switch for several processes", "give it to train.py as an option: --distributed"),
     "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "profile_nsys": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "use_flash_attention": ("PyRecover's attention kernel", _FUSED_KERNEL),

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 #: Messages of RuntimeErrors: of PyTorch on the CPU, C++, the libraries of CUDA, and Metal.
 _MESSAGES: Final = re.compile(
@@ -21,6 +23,8 @@ _MESSAGES: Final = re.compile(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out."""
+    import torch  # here, because the memory of this machine is asked before anything heavy is imported
+
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
@@ -44,11 +48,18 @@ _CONTROLLERS: Final = (
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the memory of `device`; for the CPU within the limits of all control groups."""
+    """(free, total) bytes of the memory of `device`."""
     if device.type == "cuda":
+        import torch
+
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for this process
         return int(free) + cached, int(total)
+    return free_host_memory()
+
+
+def free_host_memory() -> tuple[int, int]:
+    """(free, total) bytes of the memory of this machine, within the limits of all control groups."""
     memory = psutil.virtual_memory()
     return min([(int(memory.available), int(memory.total)), *cgroup_limits()])
 

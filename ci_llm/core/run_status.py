@@ -59,6 +59,7 @@ class Status:
         agent_steps: optimizer steps done, counted for every agent that took them.
         mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
         choice: what `crowd: auto` has decided, and why; None: nothing.
+        exactness: how exactly the attempt goes on from a checkpoint, and why not more so; None: it began anew.
     """
 
     status: State
@@ -79,6 +80,7 @@ class Status:
     agent_steps: int | None = None
     mirror: Mapping[str, Any] | None = None
     choice: str | None = None
+    exactness: str | None = None
 
     @property
     def exit_code(self) -> int:

@@ -15,19 +15,17 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor
 from torch import distributed as dist
 
-from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, option, read_launch
+from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, read_launch
 from ci_llm.config import Config
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import free_memory
@@ -348,18 +346,7 @@ def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
     if launch.requested_processes is None:
         return launch_notes(launch, os.environ, num_gpus=num_gpus)
     rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
-    number = launch.requested_processes or _configured_processes(launch.launcher_command)
-    launch = replace(launch, requested_processes=None if number == 1 else number)
     return launch_notes(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
-
-
-def _configured_processes(command: Sequence[str]) -> int:
-    """The number of processes in the configuration file of `accelerate launch`; 0 if the file is gone."""
-    try:
-        settings = load_config_from_file(option(command, "config_file") or None)
-    except OSError:
-        return 0
-    return int(settings.num_processes)
 
 
 def _check_gpus(launch: Launch, on_cpu: bool) -> None:

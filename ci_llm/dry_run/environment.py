@@ -15,6 +15,7 @@ import torch
 
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
+from ci_llm.core.numerics import processor
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.precision import check_precision, chosen, runs_on_cpu, speed_of_bf16
 from ci_llm.distributed.processes import Processes, check_process_group
@@ -32,7 +33,7 @@ def environment(context: CheckContext) -> str:
     """Libraries, device, trackers, and the time this run has."""
     require_installed(context.config.report_to)
     find_deadline(context.config.max_runtime, None)
-    device = "no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
+    device = f"{processor()}, no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return f"Python {platform.python_version()}, {libraries}; {device}, {torch.get_num_threads()} CPU thread(s)"
 

@@ -33,7 +33,7 @@ from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.job import conclude
-from ci_llm.run.loop import Batches, steps, train
+from ci_llm.run.loop import Batches, compute_gradients, steps, train
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
 from ci_llm.run.start.resume import newest_source
@@ -70,8 +70,11 @@ def model(context: CheckContext) -> str:
         run.state = replace(run.state, members=members.at_once(run.state.step))
         make_due_changes(run)
     run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
+    start = time.perf_counter()
+    run.measure(compute_gradients)
+    took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{run.crowd.num_agents} agents of {count(run.crowd.agents.weights.shape[1])}"
-    return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}{remark}"
+    return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{remark}"
 
 
 def _base(context: CheckContext) -> tuple[Base, str]:

@@ -283,6 +283,12 @@ class AgentStorage:
             parameter.grad = grad
         self._drawn.draw_masks(step)
 
+    def take_gradients_away(self) -> None:
+        """Zero the gradients and take them from the parameters, which have none until the next `begin_step`."""
+        self.gradients.zero_()
+        for parameter, _ in self._gradient_views:
+            parameter.grad = None
+
     def perturb(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
         """Draw noise around the weights, at which the passes of training compute until the next call.
 

@@ -211,6 +211,7 @@ class Reading:
             "slurm_job": self.slurm_job,
             "warning": status.warning,
             "choice": status.choice,
+            "exactness": status.exactness,
             "next_command": status.next_command,
         }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,11 +15,13 @@ from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
+from ci_llm.core.numerics import names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.scoring import Scores
-from ci_llm.data.agent_rows import EvaluationRows, TrainingRows
+from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
+from ci_llm.data.batches import MicroBatch
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
@@ -28,12 +31,13 @@ from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.report import MORE_STEPS
 from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.layer_digest import NOT_A_STEP, fixed_batch, layer_digest, longest_lengths
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.callbacks import Callbacks, Event, TrainerState
 from ci_llm.run.step.evaluation import Evaluator, StopVote, kept_steps
 from ci_llm.run.step.members import RecordFailure, config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
-from ci_llm.run.step.out_of_memory import MemoryRelief
+from ci_llm.run.step.out_of_memory import MemoryRelief, unless_out_of_memory
 from ci_llm.run.step.state import LastGood, TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 
@@ -53,6 +57,7 @@ class Run:
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
         record_failure: why the disk takes no decision about requests, if it takes none.
         last_scores: those of the evaluation after step `state.validation.step`; None: this attempt has not made it.
+        exactness: how exactly this attempt goes on from a checkpoint, for people; None: it began anew.
         logs_next_steps: whether people are told at its end what to do next.
         last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
     """
@@ -89,6 +94,7 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     record_failure: RecordFailure = field(default_factory=RecordFailure)
     last_scores: Scores | None = None
+    exactness: str | None = None
     logs_next_steps: bool = True
     last_act: Callable[[], str | None] = lambda: None
 
@@ -106,6 +112,26 @@ class Run:
     def info(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of where the run stands."""
         return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.step_metrics.record()
+
+    def measure(self, train: Callable[[Run, int, list[MicroBatch]], Any], lengths: Sequence[int] = ()) -> None:
+        """Find the names and the digest that decide the bits of the crowd as it is now. A collective.
+
+        Args:
+            train: `compute_gradients` of the loop.
+            lengths: of the fixed rows; by default those of the call before, or of the longest micro-batch.
+        """
+        bits, crowd = self.checkpoint.bits, self.crowd
+        known = bits.get("layer", {}).get("lengths")
+        lengths = [*lengths] or known or longest_lengths(self.rows, self.micro_batch_size)
+        batch = fixed_batch(crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
+        # Neither moments, from which an optimizer may draw noise, nor the loss scale are those of every step.
+        state = replace(self.state, loss_scale=None)
+        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state)
+        found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
+        self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
+        each = self.processes.gather_object((names(crowd.device), found))
+        bits.update(names_of_all([own for own, _ in each]))
+        bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""

@@ -37,7 +37,7 @@ from ci_llm.run.end.mirroring import RunMirror, require_store
 from ci_llm.run.end.report import final_card, log_next_steps, push_result, score_table, write_page
 from ci_llm.run.end.shutdown import Attempt, end_at_once, require_written, watch_walltime
 from ci_llm.run.end.watchdog import Stacks, Watchdog
-from ci_llm.run.loop import Batches, note_evaluation, steps, train
+from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start.beginning import (
     Requests,
@@ -295,8 +295,12 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
     _log_lines(
         f"recovery: {line}" for line in (*in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
-    if start.source is not None:
-        _log_lines([run.checkpoint.restore_environment(start.source, run.state)])
+    measure = partial(run.measure, compute_gradients)
+    if start.source is None:
+        measure()
+    else:
+        run.exactness = run.checkpoint.restore_environment(start.source, run.state, measure)
+        _log_lines([f"exactness: {run.exactness}"])
         _recover_evaluation(run, from_log=start.is_own)
     return replace(start, source=None), restored.trackers
 
@@ -390,6 +394,7 @@ def _open(run: Run, number: int) -> None:
         warning=run.learning.earlier,
         first_loss=run.learning.first_loss,
         choice=str(run.state.choice) if run.state.choice else None,
+        exactness=run.exactness,
     )
     run.mirror.on_change = lambda state: run.status.update(mirror=state)
     run.log.truncate_metrics(step if step else -1, run.manager.staging if processes.is_main_process else None)

@@ -81,7 +81,10 @@ def train(run: Run, batches: Batches) -> str | None:
         run.heartbeat.tick()
         run.call_event("on_step_end")
         report(run, verdict, findings, norms)
+        settings = run.crowd.settings
         change_crowd(run, verdict)
+        if run.crowd.settings is not settings:
+            run.measure(compute_gradients)
         stop = verdict.stop
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
@@ -129,7 +132,10 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
         verdict = run.processes.agree(_ballot(run, step, sums, save_wanted))
         if not verdict.out_of_memory:
             return verdict
+        one_pass = not run.crowd.agents.pass_per_agent
         run.state = run.memory.relieve(run.state, complaint)
+        if one_pass and run.crowd.agents.pass_per_agent:
+            run.measure(compute_gradients)  # the steps have other bits from here on
         run.status.update(micro_batch_size=run.micro_batch_size)
 
 

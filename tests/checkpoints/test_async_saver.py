@@ -67,7 +67,7 @@ class Gate:
     """Holds the copy that is made behind until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, finish = threading.Event(), Copy.finish
+        self.opened, self.moved, finish = threading.Event(), threading.Event(), Copy.finish
 
         def gated(copy: Copy) -> Any:
             assert threading.current_thread() is not threading.main_thread()
@@ -75,6 +75,13 @@ class Gate:
             return finish(copy)
 
         monkeypatch.setattr(Copy, "finish", gated)
+
+    def open_when_waited_for(self, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
+        """The copy in flight begins when somebody waits for it, or, if nobody does, when the optimizer has moved."""
+        copied = manager._async_saver._copied
+        wait = copied.wait
+        copied.wait = lambda *limit: (self.opened.set(), wait(*limit))[1]
+        optimizer.register_step_post_hook(lambda *_: (self.moved.set(), self.opened.set()))
 
 
 @pytest.fixture
@@ -100,24 +107,14 @@ def plain(value: Any) -> Any:
 
 
 def test_an_optimizer_waits_for_the_copy_and_the_state_is_that_of_the_call(
-    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path, gate: Gate
 ) -> None:
-    """The copy begins when the optimizer is in its step, and gives it all the time to move before that."""
-    stepping, moved, finish = threading.Event(), threading.Event(), Copy.finish
-
-    def late(copy: Copy) -> Any:
-        assert stepping.wait(DEADLINE_S)
-        moved.wait(0.2)
-        return finish(copy)
-
-    monkeypatch.setattr(Copy, "finish", late)
-    training.optimizer.register_step_pre_hook(lambda *_: stepping.set())
-    training.optimizer.register_step_post_hook(lambda *_: moved.set())
     with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
         before = contents(training.state)
         assert manager.save(1, training.state)
+        gate.open_when_waited_for(manager, training.optimizer)
         training.step()
-        assert moved.is_set()
+        assert gate.moved.is_set()
         assert contents(training.state) != before
         assert contents(dict(manager.restore(1))) == before
 
@@ -174,13 +171,12 @@ def test_accelerates_optimizer_is_the_one_inside(training: Training, tmp_path: P
     with CheckpointManager(tmp_path, optimizers=[optimizer]) as manager:
         before = contents(training.state)
         manager.save(1, training.state)
-        opener = threading.Timer(0.05, gate.opened.set)
-        opener.start()
+        gate.open_when_waited_for(manager, training.optimizer)
         training.forward_and_backward()
+        assert not gate.opened.is_set()
         optimizer.step()
-        assert gate.opened.is_set()
+        assert gate.moved.is_set()
         assert contents(dict(manager.restore(1))) == before
-        opener.join()
 
 
 def test_an_optimizer_made_later_is_watched_and_free_again_at_the_end(training: Training, tmp_path: Path) -> None:

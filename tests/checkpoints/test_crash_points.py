@@ -26,10 +26,10 @@ POINTS = 200  # of 7,000
 def why_not() -> str | None:
     """Why system calls cannot be injected here."""
     if shutil.which("strace") is None:
-        return "strace is not installed (apt-get install strace)"
+        return "there is no strace; apt-get install strace"
     probe = ["strace", "-f", "-o", os.devnull, "-e", "inject=getppid:error=EIO", "true"]
     done = subprocess.run(probe, capture_output=True, text=True)
-    return f"strace is refused here: {done.stderr.strip()}" if done.returncode else None
+    return f"strace is refused here ({done.stderr.strip()}); run with SYS_PTRACE" if done.returncode else None
 
 
 def test_old_or_new_at_every_sampled_point(tmp_path: Path) -> None:

@@ -1092,7 +1092,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"mounting a small tmpfs is refused here: {done.stderr.strip()}")
+        pytest.skip(f"a tmpfs cannot be mounted here ({done.stderr.strip()}); run as root, with SYS_ADMIN")
     yield mount
     subprocess.run(["umount", "--lazy", mount], check=True)
 

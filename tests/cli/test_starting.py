@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 
-from ci_llm.cli import train
+from ci_llm.base import files
+from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
+from ci_llm.cluster import starter
+from ci_llm.cluster.launch import read_launch
+from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
+from ci_llm.supervisor.options import parse_options
 from tools.testbed.events import DEADLINE_S
 
 
@@ -51,3 +56,97 @@ def test_a_dry_run_stops_by_the_signals_of_the_run(
     words = ["--config", os.devnull, f"output_dir={tmp_path / 'run'}"]
     assert main([command, *words, "stop_signals=SIGHUP,SIGUSR2"]) == 0
     assert told == ["SIGHUP", "signal:SIGHUP"]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """(launch, why it is to stop) of each run that this process makes; each heeds its own signals, and ends at once."""
+    made: list[Any] = []
+
+    def job(_config: Any, interrupts: Interrupts, launch: Any, **_named: Any) -> Any:
+        assert interrupts.pass_on is None
+        made.append((launch.num_processes, interrupts.stop_reason))
+        return Result("completed", 0, tmp_path)
+
+    monkeypatch.setitem(sys.modules, "ci_llm.run.job", SimpleNamespace(run_job=job))
+    monkeypatch.setattr(starter, "_num_gpus", lambda _environ: 0)
+    return made
+
+
+def command(tmp_path: Path, *words: str) -> list[str]:
+    return ["train", "--config", os.devnull, f"output_dir={tmp_path / 'run'}", *words]
+
+
+def test_processes_that_do_not_come_up_are_ended_and_this_one_runs_alone(
+    alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agents: list[Any] = []
+
+    def popen(*of: Any, popen: Any = starter.subprocess.Popen, **named: Any) -> Any:
+        agents.append(popen(*of, **named))
+        return agents[-1]
+
+    monkeypatch.setattr(starter, "COME_UP_S", 0.0)
+    monkeypatch.setattr(starter.subprocess, "Popen", popen)
+    assert main(command(tmp_path, "--distributed=3")) == 0
+    assert alone == [(1, None)]
+    assert [agent.poll() for agent in agents] == [-signal.SIGKILL]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "launch    starting 3 processes, by torch.distributed.run --nproc-per-node=3"
+    assert said[1].startswith("launch    the 3 processes do not come up ")
+
+
+def test_a_stop_before_they_are_up_ends_them_and_leaves_a_status(
+    alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This process leaves before the first step, which the folder of the run then says."""
+
+    def interrupted(*of: Any, wait: Any = starter._wait_until_up) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait(*of)
+
+    monkeypatch.setattr(starter, "_wait_until_up", interrupted)
+    assert main(command(tmp_path, "--distributed=3")) == 0
+    assert alone == [(1, "signal:SIGTERM")]
+    assert "do not come up" not in capsys.readouterr().out
+
+
+def test_distributed_without_several_gpus_is_one_process(
+    alone: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path, "--distributed")) == 0
+    assert alone == [(1, None)]
+    assert capsys.readouterr().out.startswith("launch    --distributed: one process, ")
+
+
+def test_bases_that_do_not_fit_are_refused(
+    alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "_count_parameters", lambda _name: 10**15)
+    assert main(command(tmp_path, "--distributed=3")) == 2
+    assert alone == []
+    assert "3 processes need 12,000,000.0 GB of memory" in capsys.readouterr().err
+
+
+def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str) -> list[str]:
+    """The command of the supervisor behind `accelerate launch --num_processes=4`."""
+    parent = ["accelerate", "launch", "--num_processes=4", "safe_train.py", *words]
+    read = read_launch(environ, parent)
+    monkeypatch.setattr("ci_llm.cluster.launch.read_launch", lambda: read)
+    monkeypatch.setattr(starter, "_num_gpus", lambda _environ: 0)
+    made: Any = supervise._target(parse_options(words))
+    return list(made._command)
+
+
+def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"MASTER_ADDR": "127.0.0.1"}
+    assert supervised(monkeypatch, asked, "seed=1")[-2:] == ["seed=1", "--distributed=4"]
+    assert supervised(monkeypatch, {}, "seed=1")[-1] == "seed=1"
+    own = ["seed=1", "--", "torchrun", "train.py"]
+    assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
+
+
+def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    with pytest.raises(LaunchError, match="4 supervisors were started"):
+        supervised(monkeypatch, world)

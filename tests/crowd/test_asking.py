@@ -242,25 +242,54 @@ def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) 
     assert {*found} == {torch.bfloat16 if enabled else torch.float32}
 
 
-def test_a_stream_that_is_closed_stops_at_the_next_token(crowd: Crowd) -> None:
+class Held:
+    """Counts the tokens of the crowd, and holds whoever chooses the fifth from `reached` until `go_on` is set."""
+
+    TOKENS = 5
+
+    def __init__(self, crowd: Crowd) -> None:
+        self.chosen, self.reached, self.go_on = 0, threading.Event(), threading.Event()
+        self.hook = crowd.model.get_output_embeddings().register_forward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.chosen += 1
+        if self.chosen == self.TOKENS:
+            self.reached.set()
+            assert self.go_on.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def held(crowd: Crowd, detailed: list[Answer]) -> Iterator[Held]:
+    assert len(detailed[0].tokens) > Held.TOKENS + 1, "an answer that ends by itself shows nothing"
+    held = Held(crowd)
+    with held.hook:
+        yield held
+        held.go_on.set()
+
+
+def test_a_stream_that_is_closed_stops_at_the_next_token(
+    crowd: Crowd, detailed: list[Answer], held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with crowd.stream(QUESTIONS[0], max_new_tokens=200) as stream:
-        first = next(stream)
+        first, join = next(stream), stream._thread.join
+        monkeypatch.setattr(stream._thread, "join", lambda: (held.go_on.set(), join()))  # it was asked to stop by then
+        assert held.reached.wait(DEADLINE_S)
+    assert (held.chosen, stream.result.complete) == (Held.TOKENS, False)
     assert stream.result.answer.startswith(first)
-    assert not stream.result.complete or len(stream.result.tokens) < 24
-    assert crowd.generate(QUESTIONS[0], **SHORT), "the crowd is free again"
+    assert detailed[0].answer.startswith(stream.result.answer)
+    assert crowd.generate(QUESTIONS[0], **SHORT) == [detailed[0].answer], "the crowd is free again"
 
 
-def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd) -> None:
-    def answering() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "ci_llm answer"]
-
+def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd, held: Held) -> None:
     stream = crowd.stream(QUESTIONS[0], max_new_tokens=200)
-    [thread] = answering()
-    next(stream)
+    thread = stream._thread
+    assert next(stream)
+    assert held.reached.wait(DEADLINE_S)
     del stream
     gc.collect()
+    held.go_on.set()
     thread.join(DEADLINE_S)
-    assert not answering()
+    assert (thread.is_alive(), held.chosen) == (False, Held.TOKENS)
 
 
 def test_an_error_in_the_thread_is_raised_where_the_stream_is_read(

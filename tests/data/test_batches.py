@@ -105,7 +105,7 @@ def test_moving_a_batch_moves_every_tensor() -> None:
     assert moved.sample_ids == (0,)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA; a machine with a GPU")
 def test_pinned_batches_are_the_same_batches() -> None:
     pinned = list(stream(Rows(), Plan(50, 8, 3), 0, 3, process_index=0, num_processes=1, micro_batch_size=3,
                          num_workers=0, pin_memory=True))  # fmt: skip

@@ -341,7 +341,7 @@ def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="real GSM8K is not at ../shared/data/gsm8k")
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="there is no GSM8K; its parquet files in ../shared/data/gsm8k")
 def test_real_data_is_the_same_from_every_format(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

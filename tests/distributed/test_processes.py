@@ -253,7 +253,7 @@ class TestAlone:
         assert caught.value.exit_code == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here; CUDA_VISIBLE_DEVICES= make test")
 def test_more_processes_than_gpus() -> None:
     from ci_llm.distributed.processes import _check_gpus
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tests.support.markdown import ROOT
 from tools.testbed.events import DEADLINE_S
 
@@ -77,7 +77,7 @@ def test_no_page_names_another_server_for_what_it_loads(site: Path) -> None:
         assert not loaded, page
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 @pytest.mark.parametrize("page", ["index", "troubleshooting"])
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
 def test_a_browser_shows_it_without_a_complaint(

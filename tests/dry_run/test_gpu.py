@@ -47,7 +47,7 @@ def test_every_path_passes_where_it_works(tmp_path: Path) -> None:
     assert "running out is noticed" in gpu.memory(CPU)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here; CUDA_VISIBLE_DEVICES= make test")
 def test_without_a_gpu_each_check_says_that_nothing_was_checked() -> None:
     ours = [Check(name, (), run) for name, run in GPU_CHECKS.items()]
     for outcome in run_checks(ours, context(CPU), stopped=lambda: None):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ci_llm import Config
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from examples import accelerate_loop, own_loop
 from tools.testbed.forkserver import ForkServer
@@ -34,7 +35,10 @@ def watched_loop(folder: str, rows_per_process: int) -> int:
 
     torch.set_num_threads(1)
     register_optimizer_step_pre_hook(look)
-    losses = torch.tensor(accelerate_loop.train(rows_per_process, STEPS, Path(folder, "cache")))
+    config = Config(
+        max_train_samples=STEPS * ROWS_PER_STEP, batch_size=rows_per_process, lora_rank=4, learning_rate=4e-3
+    )
+    losses = torch.tensor(accelerate_loop.train(config, Path(folder)))
     gradients = torch.stack(list(seen.values()))
     index = os.environ.get("RANK", "0")
     save_file({"losses": losses, "gradients": gradients}, Path(folder, f"process{index}.safetensors"))

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import read_status
-from tests.support.children import ROOT, Child
+from tests.support.children import ROOT, Child, hold_at
 from tools.testbed.events import wait_until_committed
 from tools.testbed.moments import arguments
 
-pytest.importorskip("ray", reason="there is no wheel of it for every Python")
+pytest.importorskip("ray", reason="there is no ray; make install-dev, with a Python for which ray has a wheel")
 pytestmark = pytest.mark.slow
 
 RECIPE = ROOT / "examples/machines_that_vanish/ray_train.py"
@@ -31,17 +31,19 @@ ENVIRONMENT = {
 
 
 def test_a_run_under_ray_goes_on_after_a_process_was_killed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = arguments(max_train_steps=40, eval_steps="null", save_steps=4, global_batch_size=4, output_dir=run)
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    words = arguments(max_train_steps=12, eval_steps="null", save_steps=4, global_batch_size=4, output_dir=run)
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # the path of a socket has at most 107 bytes
-        with Child(
-            *(sys.executable, RECIPE, *words), env={**ENVIRONMENT, "RAY_TMPDIR": short, "HOME": str(tmp_path)}
-        ) as child:
+        environment = {**ENVIRONMENT, "RAY_TMPDIR": short, "HOME": str(tmp_path)}
+        held = hold_at("ci_llm.run.loop:compute_gradients", call=10, until=killed)
+        with Child(*(sys.executable, RECIPE, *words), env={**environment, **held}) as child:
             wait_until_committed(run, 8)
             psutil.Process(read_status(run).pid).send_signal(signal.SIGKILL)
+            killed.touch()
             code = child.wait()
         assert code == 0, child.seen
     status = read_status(run)
-    assert (status.status, status.step) == ("completed", 40)
+    assert (status.status, status.step) == ("completed", 12)
     log = (run / "training.log").read_text()
     assert "verified, from" in log, log
+    assert "resume    step 8" in log, log

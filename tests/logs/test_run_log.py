@@ -449,7 +449,7 @@ def test_a_tracker_that_cannot_start_is_bad_input(tmp_path: Path, screen: io.Str
 
 @pytest.mark.slow
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is an extra")
+    pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for attempt_number in (1, 2):

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ci_llm.logs.run_log import METRICS_NAME, RunLog
 from tests.logs.test_run_log import make_accelerator
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tools.testbed.events import wait_until
 
 AGENTS = 3
@@ -83,7 +83,7 @@ def test_the_final_evaluation_is_the_last_point(events: EventAccumulator) -> Non
 @pytest.fixture
 def board(run: Path) -> str:
     """The address of a TensorBoard of this process, for the run under its name."""
-    program = pytest.importorskip("tensorboard.program")
+    program = pytest.importorskip("tensorboard.program", reason="there is no tensorboard; make install")
     server = program.TensorBoard()
     server.configure(argv=[None, "--logdir_spec", f"mine:{run / 'tensorboard'}", "--port", "0", "--load_fast", "false"])
     return str(server.launch())
@@ -123,7 +123,7 @@ TEXT = """(function deep(node) {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_a_browser_shows_the_charts_of_the_agents(board: str, tmp_path: Path) -> None:
     with Browser(tmp_path / "profile") as browser:
         browser.look(width=1200)

@@ -246,12 +246,23 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, ope
 def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ci_llm.logs.terminal.REFRESH_S", 600.0)
+    """A line wakes the thread that draws, which draws the area anew only if the clock says that it is time."""
+    now, drawn, draw = [0.0], list[str](), areas.ScreenArea.draw
+    monkeypatch.setattr(areas, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(areas.ScreenArea, "draw", lambda *given: drawn.append(draw(*given)) or drawn[-1])
     log = open_log(terminal)
-    for step in range(1, 1001):
+    log.progress(at(1))
+    terminal.wait_for("the area", shows("step  1/4000"))
+    for step in range(2, 1001):
         log.progress(at(step))
-    log.end_progress()
-    assert terminal.text.count(areas.ERASE) <= 2
+    for line in ("saved     step 999", "the disk is slow"):  # after the second, the turn of the first is over
+        logger.info(line)
+        terminal.wait_for("the line", shows(line, "step  1/4000"))
+    assert len(drawn) == 1
+    now[0] = areas.REFRESH_S
+    logger.info("goodbye")
+    terminal.wait_for("the newest step", shows("goodbye", "step  1000/4000"))
+    assert len(drawn) == 2
 
 
 def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
@@ -263,7 +274,10 @@ def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callab
     log.show_loss_curve()
     log.end_progress()
     log.close()
-    assert terminal.text == ""
+    terminal.file.write("that is all")
+    terminal.file.flush()
+    terminal.wait_for("what was written last", shows("that is all"))
+    assert terminal.text == "that is all"
 
 
 def test_a_forked_process_prints_without_the_locks_of_its_parent(
@@ -307,8 +321,8 @@ def test_in_a_notebook_one_output_is_replaced_and_lines_are_printed(
 
 @pytest.mark.slow
 def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="comes with nbconvert")
-    nbclient = pytest.importorskip("nbclient", reason="comes with nbconvert")
+    nbformat = pytest.importorskip("nbformat", reason="there is no nbformat; make install-dev")
+    nbclient = pytest.importorskip("nbclient", reason="there is no nbclient; make install-dev")
     begin = f"""
         import logging, time
         from ci_llm.logs.run_log import Position, RunLog

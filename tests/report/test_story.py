@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.report.facts import RunFacts, read_run, seconds_by_kind
 from tests.report.test_page import MEGABYTE, text_of
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
 from tools.testbed.forkserver import ForkServer
 
@@ -148,13 +148,13 @@ def browser(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Br
         yield browser
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; apt-get install chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_the_page_complains_about_nothing_and_asks_for_nothing(browser: Browser, page: Path) -> None:
     assert browser.complaints == []
     assert browser.requests == [page.resolve().as_uri()]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; apt-get install chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 @pytest.mark.parametrize("look", LOOKS)
 def test_the_page_fits_and_can_be_read(look: str, browser: Browser, tmp_path: Path) -> None:
     browser.look(**LOOKS[look])
@@ -168,7 +168,7 @@ def test_the_page_fits_and_can_be_read(look: str, browser: Browser, tmp_path: Pa
     assert browser.picture(tmp_path / f"{look}.png").stat().st_size > 20_000
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; apt-get install chromium")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_light_and_dark_differ(browser: Browser) -> None:
     seen = []
     for scheme in ("light", "dark"):

@@ -12,6 +12,7 @@ from ci_llm.distributed import process_group
 from ci_llm.interrupts import Interrupts
 from tests.support.campaign import sampled
 from tools.testbed.elastic import ElasticTrials, Entry, faults, rows_that_count
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
 SEEDS = range(17)  # of three events each
@@ -33,13 +34,15 @@ def test_no_row_is_lost_or_repeated_and_the_weights_are_the_same(trials: Elastic
 def meet(peers: int) -> int:
     """A trial for the fork server: a process that is asked to stop while it waits for a peer."""
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
-    process_group.MEETING_GRACE_S = 0.2  # type: ignore[misc]
-    interrupts = Interrupts()
+    process_group.MEETING_GRACE_S = DEADLINE_S if peers else 0.2  # type: ignore[misc]
+    interrupts, heard = Interrupts(), threading.Event()
+    wait = interrupts.wait
+    interrupts.wait = lambda limit: (wait(limit), heard.set())[0]  # type: ignore[method-assign]
     interrupts.request_stop("signal:SIGTERM")
     with process_group.ends_if_stopped(interrupts):
+        assert heard.wait(DEADLINE_S)  # from here on the time of grace runs
         if not peers:
             threading.Event().wait()
-    threading.Event().wait(1.0)
     return 7
 
 

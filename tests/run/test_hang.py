@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ci_llm.cluster.deadline import Pace
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
+from ci_llm.crowd import scoring
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.decoding import CrowdChoice
 from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
-from tests.support.faults import Fault, fired, said, train
-from tools.testbed.events import DEADLINE_S
+from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
@@ -80,36 +84,61 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
     assert ends == ["failed"]
 
 
-TWO_CHILDREN = """
-import os, signal
-from ci_llm.run.end.watchdog import Stacks
-
-with Stacks() as stacks:
-    children = []
-    for _ in range(2):
-        if (child := os.fork()) == 0:
-            signal.pause()
-        children.append(child)
-    os.kill(children[0], signal.SIGSTOP)
-    os.waitpid(children[0], os.WUNTRACED)
-    try:
-        said = stacks.take()
-    finally:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-    assert f"child process {children[0]}" not in said, said
-    assert f"child process {children[1]}" in said, said
-"""
+def take_stacks_beside_two_children() -> int:
+    """A trial for the fork server: of two children, the first has stopped."""
+    with Stacks() as stacks:
+        children = []
+        for _ in range(2):
+            if (child := os.fork()) == 0:
+                signal.pause()
+            children.append(child)
+        os.kill(children[0], signal.SIGSTOP)
+        os.waitpid(children[0], os.WUNTRACED)
+        try:
+            said = stacks.take()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    print(said)
+    return [f"child process {child}:" in said for child in children] != [False, True]
 
 
-def test_a_silent_child_does_not_use_the_time_of_the_others() -> None:
-    subprocess.run([sys.executable, "-c", TWO_CHILDREN], check=True, timeout=DEADLINE_S)
+def test_a_silent_child_does_not_use_the_time_of_the_others(server: ForkServer, tmp_path: Path) -> None:
+    assert server.run(take_stacks_beside_two_children, tmp_path / "log") == [0], said(tmp_path)
 
 
-def test_a_run_that_makes_progress_is_not_ended(server: ForkServer, tmp_path: Path) -> None:
-    """Evaluation, generation and a pause are progress or rest, even where a step is short."""
-    keys = {"hang_timeout": 60, "eval_steps": 4, "generation_eval_samples": 2, "max_new_tokens_eval": 8}
-    assert train(server, tmp_path, max_train_steps=6, **keys) == [0], said(tmp_path)
+def train_and_count(folder: str, words: list[str]) -> int:
+    """A trial for the fork server: notes of each kind of work how often it was done, and between two signs of life."""
+    done, since, most = Counter[str](), Counter[str](), Counter[str]()
+    tick = Heartbeat.tick
+
+    def begin_again(heartbeat: Heartbeat) -> None:
+        since.clear()
+        tick(heartbeat)
+
+    def count(work: str) -> None:
+        done[work] += 1
+        since[work] += 1
+        most[work] = max(most[work], since.total())
+
+    Heartbeat.tick = begin_again  # type: ignore[method-assign]
+    wrap(Crowd, "forward", lambda *_: count("training") if torch.is_grad_enabled() else None)
+    wrap(scoring, "_score_batch", lambda *_: count("evaluation"))
+    wrap(CrowdChoice, "__call__", lambda *_, **__: count("generation"))
+    code = train_with_faults(folder, words, [], {})
+    Path(folder, "counts.json").write_text(json.dumps([done, most]))
+    return code
+
+
+def test_every_micro_step_batch_and_token_is_a_sign_of_life(server: ForkServer, tmp_path: Path) -> None:
+    """Else a run that makes progress would be ended where its evaluation takes longer than its steps."""
+    keys = {"eval_steps": 4, "eval_samples": 60, "generation_eval_samples": 6, "max_new_tokens_eval": 8}
+    words = [f"{key}={value}" for key, value in (KEYS | keys | {"max_train_steps": 6}).items()]
+    codes = server.run(train_and_count, tmp_path / "log", folder=str(tmp_path), words=words)
+    assert codes == [0], said(tmp_path)
+    done, most = json.loads((tmp_path / "counts.json").read_text())
+    assert most == {"training": 1, "evaluation": 1, "generation": 1}
+    assert min(done.values()) >= 6, done
 
 
 def test_the_limit_on_silence() -> None:

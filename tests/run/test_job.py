@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
+from ci_llm.core import numerics
 from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
@@ -30,7 +31,6 @@ from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
 from ci_llm.run import job, loop
-from ci_llm.run.start import resume
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -301,8 +301,8 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: py
 def test_another_version_of_a_library_is_named_and_no_refusal(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = resume.version
-    monkeypatch.setattr(resume, "version", lambda name: "0.1" if name == "numpy" else real(name))
+    real = numerics.version
+    monkeypatch.setattr(numerics, "version", lambda name: "0.1" if name == "numpy" else real(name))
     assert train(run, "restart_from=4") == 0
     assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
 

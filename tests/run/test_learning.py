@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -126,18 +127,22 @@ def test_the_table_of_scores_ends_with_the_warning() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_a_run_with_a_rate_far_too_large_says_so_in_all_its_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_whose_loss_rises_says_so_in_all_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The losses are given: what a rate far too large makes of them depends on the rounding of the processor."""
+    losses, count, look = itertools.chain([1.0] * FIRST, itertools.repeat(9.0)), Learning.count, Learning.look
+    monkeypatch.setattr(Learning, "count", lambda self, found: count(self, [next(losses)] * len(found)))
+    monkeypatch.setattr(Learning, "look", lambda self, found: look(self, [1.0] * len(found)))
     words = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "num_workers=0", "report_to=none"]
     words += ["eval_samples=4", "generation_eval_samples=0", "eval_steps=null", "logging_steps=2", "max_seq_length=256"]
     words += ["write_report=false"]
     run = tmp_path / "run"
-    words += ["learning_rate=10", f"output_dir={run}"]
+    words += ["learning_rate=1e-3", f"output_dir={run}"]
     assert main(["train", *words, "max_train_steps=30"]) == 0
     said = capsys.readouterr().out
-    assert said.count("learning_rate 10 is too large") == 1
-    assert "completed at step 30, but the loss of every agent has risen from" in said
+    assert said.count("learning_rate 0.001 is too large") == 1
+    assert "completed at step 30, but the loss of every agent has risen from 1 at the beginning to 9" in said
     warning = read_status(run).warning
     assert warning is not None
     assert json.loads((run / "evaluation.json").read_text())["warning"] == warning

@@ -90,7 +90,7 @@ def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_t
 
 
 def test_a_request_to_save_is_met_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 5)  # in step 3, of which nobody keeps a checkpoint
+    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)  # in step 3, of which nobody keeps a checkpoint
     keys = {"save_total_limit": "null", "save_steps": "null"}
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
     assert (tmp_path / "run" / "checkpoint_step_3").is_dir()
@@ -109,7 +109,7 @@ def test_a_run_whose_time_is_over_leaves_and_goes_on(server: ForkServer, undistu
 
 
 def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp_path: Path) -> None:
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 5)
+    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)
     swapped = {
         "stop_signals": "[SIGUSR1]",
         "save_signals": "[SIGTERM]",
@@ -119,14 +119,14 @@ def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=swapped) == [0]
     status = read_status(tmp_path / "run")
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGUSR1", 3)
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 3)  # in step 5
+    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 4)  # in step 5
     assert train(server, tmp_path, moment, sent="SIGTERM", keys=swapped) == [0]
     assert read_status(tmp_path / "run").status == "completed"
     assert (tmp_path / "run" / "checkpoint_step_5").is_dir()
 
 
 def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 5)
+    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)
     assert train(server, tmp_path, moment, sent="SIGINT", times=2, stall_s=1000.0, committed=2) == [130]
     said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
     assert "SIGINT: finishing step 3, then saving and leaving (again to abort now)" in said
@@ -136,7 +136,7 @@ def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: For
 
 
 def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: ForkServer, tmp_path: Path) -> None:
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 5)  # in step 5: every second one has no row for it
+    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)  # in step 5: every second one has no row for it
     codes = train(server, tmp_path, moment, ranks=2, rank=1, sent="SIGKILL")
     assert codes == [1, -signal.SIGKILL], (tmp_path / "log").read_text()
     status = read_status(tmp_path / "run")
@@ -203,7 +203,7 @@ def test_what_process_0_alone_sees_is_refused_by_all(server: ForkServer, tmp_pat
 def test_a_step_that_outlasts_the_grace_is_given_up_and_the_last_boundary_saved(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 5)  # the first micro-step of step 3
+    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)  # the first micro-step of step 3
     keys = {"max_train_samples": 16 * ranks, "grace_s": 4, "save_steps": "null"}
     codes = train(server, tmp_path / "cut", moment, ranks=ranks, stall_s=1000.0, keys=keys)
     said, status = (tmp_path / "cut" / "log").read_text(), read_status(tmp_path / "cut" / "run")
@@ -218,7 +218,7 @@ def test_a_step_that_outlasts_the_grace_is_given_up_and_the_last_boundary_saved(
 
 
 def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, tmp_path: Path) -> None:
-    train(server, tmp_path, Moment("ci_llm.crowd.crowd.Crowd.forward", 5), stall_s=1.0, keys={"grace_s": 60})
+    train(server, tmp_path, Moment("ci_llm.crowd.crowd.Crowd.forward", 6), stall_s=1.0, keys={"grace_s": 60})
     status = read_status(tmp_path / "run")
     assert (status.status, status.step) == ("interrupted", 3)
 

@@ -6,23 +6,34 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.screen import PseudoTerminal
+from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import arguments
 
 pytestmark = pytest.mark.slow
 
 
-def train(words: list[str]) -> int:
-    """In a process of the fork server whose standard output is a terminal."""
+def train(words: list[str], seen: str) -> int:
+    """In a process of the fork server whose standard output is a terminal. Waits in step 6 for the file `seen`."""
     os.environ["TERM"] = "xterm-256color"
     for name in ("COLUMNS", "NO_COLOR", "JPY_PARENT_PID"):
         os.environ.pop(name, None)
     from ci_llm.cli.main import main
+    from ci_llm.run import loop
 
+    compute = loop.compute_gradients
+
+    def compute_when_seen(run: Any, step: int, *rest: Any) -> Any:
+        if step == 6:
+            wait_until("the area is seen", Path(seen).exists)
+        return compute(run, step, *rest)
+
+    loop.compute_gradients = compute_when_seen  # type: ignore[assignment]
     return main(["train", *words])
 
 
@@ -30,14 +41,15 @@ def test_a_run_on_a_terminal(server: ForkServer, tmp_path: Path) -> None:
     words = arguments(
         num_agents=16, eval_steps=2, show_loss_curve="true", max_train_steps=12, output_dir=tmp_path / "run"
     )
-    codes: list[int] = []
+    codes, seen = list[int](), tmp_path / "seen"
     with PseudoTerminal(80, 24) as terminal:
         place = Path(os.ttyname(terminal.file.fileno()))
-        thread = threading.Thread(target=lambda: codes.extend(server.run(train, place, words=words)))
+        thread = threading.Thread(target=lambda: codes.extend(server.run(train, place, words=words, seen=seen)))
         thread.start()
         screen = terminal.wait_for(
             "the area of a run", lambda screen: any(re.match(r"step +\d+/12 +\d+% +━", line) for line in screen)
         )
+        seen.touch()
         assert not any(line.startswith("completed") for line in screen)
         thread.join()
         assert codes == [0]

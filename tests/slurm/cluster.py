@@ -21,6 +21,7 @@ from typing import TypeVar
 import psutil
 
 from ci_llm.core.run_status import is_alive
+from tools.testbed.forkserver import free_port
 
 #: No wait is expected to come near this, on a machine under any load: it only ends a test that will never end.
 CEILING_S = 900.0
@@ -81,8 +82,8 @@ def missing() -> str | None:
     """Why no cluster can be started here; None if one can."""
     absent = [name for name in PROGRAMS if not _program(name)]
     if absent:
-        return f"needs Debian's slurmctld, slurmd, slurm-client and munge: no {', '.join(absent)}"
-    return None if os.geteuid() == 0 else "slurmd needs root"
+        return f"there is no {', '.join(absent)}; apt-get install slurmctld slurmd slurm-client munge"
+    return None if os.geteuid() == 0 else "slurmd needs root; sudo make test-slurm"
 
 
 def _program(name: str) -> str | None:
@@ -297,8 +298,8 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Different ones, and none that an outgoing connection may be given before a daemon listens there."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return [*ports]

@@ -27,7 +27,7 @@ from ci_llm.cluster import slurm
 from ci_llm.core.run_folder import read_failures, record_attempt
 from ci_llm.core.run_status import Status, is_alive, read_status
 from tests.slurm.cluster import END_S, ENDED, Cluster, Job, until
-from tests.support.children import PYTHONPATH
+from tests.support.children import PYTHONPATH, hold_at
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -300,7 +300,7 @@ def signalled_at_start(scene: Scenario) -> dict[str, Any]:
     """A SIGTERM to the srun step while it loads what it needs, for the third time."""
     for earlier in (8, 9):
         record_attempt(scene.run, earlier, 0)
-    job = scene.submit()
+    job = scene.submit(environment=hold_at("ci_llm.run.start.loading:load_base"))
     job.until("it is loading", lambda: "loading..." in job.said())
     return scene.signal(job)
 
@@ -314,7 +314,8 @@ def signalled_in_training(scene: Scenario) -> dict[str, Any]:
 
 def signalled_in_evaluation(scene: Scenario) -> dict[str, Any]:
     """A SIGTERM to the srun step while it judges what it has trained, of a run that does not want to come back."""
-    job = scene.submit(requeue="false", max_train_steps=2, eval_samples=1000)
+    held = hold_at("ci_llm.crowd.scoring:_score_batch")
+    job = scene.submit(environment=held, requeue="false", max_train_steps=2)
     job.until("the last step is saved", lambda: scene.newest_step() == 2)
     return scene.signal(job)
 

@@ -21,13 +21,14 @@ from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-#: The same supervise, with pauses of no time: tests wait for events only.
+#: The same supervise, with pauses of no time, and on a machine that has memory: tests wait for events only.
 HASTY = """
 import functools, sys
 from ci_llm.cli.main import run_guarded
-from ci_llm.supervisor import options
+from ci_llm.supervisor import attempt, options
 from ci_llm.cli import supervise
 options.Policy = functools.partial(options.Policy, first_wait_s=0.0, disk_wait_s=0.0)
+attempt._SCARCE_FRACTION, attempt._out_of_memory_kills = 0.0, lambda: 0
 sys.exit(run_guarded(lambda: supervise.supervise(sys.argv[1:]), debug=False))
 """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,8 +97,13 @@ def test_a_script_that_ran_for_long_has_made_progress() -> None:
     assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).progress
 
 
-def test_the_kernel_says_how_often_it_killed_for_memory() -> None:
-    assert _out_of_memory_kills() >= 0
+def test_the_kernel_says_how_often_it_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.search(r"^oom_kill \d+$", Path("/proc/vmstat").read_text(), re.MULTILINE), "the kernel's name of it"
+    told = tmp_path / "vmstat"
+    monkeypatch.setattr(attempt, "Path", {"/proc/vmstat": told}.__getitem__)
+    assert _out_of_memory_kills() == 0, "a kernel that does not say"
+    told.write_text("nr_free_pages 795925\noom_kill_disable 3\noom_kill 7\nzone_reclaim_failed 1\n")
+    assert _out_of_memory_kills() == 7
 
 
 def test_a_kill_for_memory_explains_only_what_ends_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

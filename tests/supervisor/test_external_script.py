@@ -332,7 +332,7 @@ def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path
     assert "attempt 2" not in told
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not ours")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not ours; run on Linux")
 def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     (folder / "leaves.py").write_text(
         "import os, psutil, subprocess, time\n"
@@ -416,7 +416,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> Non
     assert (folder / "done").exists()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is always full; run on Linux")
 def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -> None:
     (folder / "long.py").write_text("for step in range(2000): print('step', step)\nopen('done', 'w').close()\n")
     with open("/dev/full", "wb") as full:

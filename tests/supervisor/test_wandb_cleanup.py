@@ -130,7 +130,7 @@ def fit(folder: Path, runs: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: bool) -> None:
-    pytest.importorskip("wandb", reason="wandb is an extra")
+    pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
     fit(tmp_path, ["bad1", "bad2", "older", "good"])
     now = time.time()
     ages = {"bad1": now, "bad2": now, "older": now - 86400, "good": now, "stranger": now}
@@ -176,7 +176,7 @@ def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached_is_no_failure(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is an extra")
+    pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
     fit(tmp_path, ["bad", "good"])
     with WandbServer({}) as server:
         pass

@@ -18,6 +18,7 @@ from typing import Any
 from tools.testbed.events import DEADLINE_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NO_CHROMIUM = "there is no chromium; apt-get install chromium"
 _QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 _ALONE = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 

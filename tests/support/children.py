@@ -24,6 +24,12 @@ START = Path(__file__).with_name("start")
 PYTHONPATH = f"{ROOT}{os.pathsep}{START}"
 
 
+def hold_at(place: str, call: int = 1, until: Path | None = None) -> dict[str, str]:
+    """The environment in which a trainer waits at a place, as tests/support/hold.py says."""
+    file = Path(__file__).with_name("hold.py")
+    return {"AT_START": str(file), "HOLD_AT": place, "HOLD_CALL": str(call), "HOLD_UNTIL": str(until or "")}
+
+
 class Child:
     """A process in a session of its own whose standard output is read line by line, stderr included.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -246,13 +247,29 @@ def bug(fault: Fault) -> None:
 
 
 def hang(fault: Fault) -> None:
-    """The main thread never comes back; the other processes wait for it in the ballot."""
+    """The main thread never comes back, once the other processes wait for it in the ballot of the step."""
 
     def wait_for_nothing(*_: object) -> None:
+        if Now.step in fault.steps:
+            others = [Path(f"votes_{index}") for index in range(int(os.environ.get("WORLD_SIZE", "1")))]
+            others.pop(own_index())
+            wait_until("the others vote", lambda: all(str(Now.step) in other.read_text().split() for other in others))
         if Now.strikes(fault):
             threading.Event().wait()
 
     wrap(loop, "compute_gradients", wait_for_nothing)
+
+
+def note_votes() -> None:
+    """A process writes down the steps in which it comes to the ballot: the last line before it waits for the others."""
+    votes = Path(f"votes_{own_index()}")
+    votes.touch()
+
+    def note(*_: object) -> None:
+        with votes.open("a") as file:
+            file.write(f"{Now.step}\n")
+
+    wrap(dist, "all_reduce", note)
 
 
 def hang_in_worker(fault: Fault) -> None:
@@ -361,7 +378,9 @@ def arm(faults: Sequence[Fault]) -> None:
     def note_rows(crowd: Crowd, batch: batches.Batch) -> None:
         reading = crowd.agents.reading
         repeated = reading.agent and reading.shared is not None and reading.shared.same_rows
-        if torch.is_grad_enabled() and not repeated:
+        if (
+            torch.is_grad_enabled() and Now.step >= 0 and not repeated
+        ):  # below 0 it is the digest of a layer, and no step
             Now.rows += batch.sample_ids
 
     def note_step(*_: object) -> None:
@@ -372,6 +391,7 @@ def arm(faults: Sequence[Fault]) -> None:
     register_optimizer_step_post_hook(note_step)
     if {fault.kind for fault in faults} & {"hang", "hang in a worker"}:
         watch_once_it_hangs()
+        note_votes()
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)

@@ -16,7 +16,7 @@ from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
-pb = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb is an extra")
+pb = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="there is no wandb; make install-dev")
 
 KEYS = {"learning_rate": "[2e-3,4e-3]", "agents_per_pass": 2, "report_to": "[wandb,tensorboard]"}
 HEADER, RECORD = 7, struct.Struct("<IHB")  # of W&B's file, and of a record in it: checksum, length, kind

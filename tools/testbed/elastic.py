@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,13 +134,14 @@ def _keep_ledger(folder: Path) -> None:
     def begin_and_wait(agents: AgentStorage, step: int) -> None:
         nonlocal present
         present = step
-        write([])
+        if step >= 0:
+            write([])
         while step >= int((folder / GATE).read_text() or 0) and not _asked_to_stop():
             time.sleep(0.005)
         begin_step(agents, step)
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, Crowd) and module.training:
+        if isinstance(module, Crowd) and module.training and present >= 0:  # else it is the digest of a layer
             write(list(inputs[0].sample_ids))
 
     AgentStorage.begin_step = begin_and_wait  # type: ignore[method-assign]
@@ -282,6 +284,7 @@ def _run_agent(endpoint: str, folder: str, words: list[str]) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # It looks through every module that is loaded, for seconds in a fork of this server: the others are faster then.
     dynamic_rendezvous.get_method_name = lambda depth=2: "a method"
+    _miss_only_the_lost()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=MOST_MACHINES,
@@ -294,6 +297,27 @@ def _run_agent(endpoint: str, folder: str, words: list[str]) -> None:
         start_method="fork",
     )
     elastic_launch(config, _train)(folder, words)
+
+
+def _miss_only_the_lost() -> None:
+    """A machine that lives is not missed, however long this one lets it wait for its turn to say so."""
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder
+    sanitize = holder._sanitize
+
+    def sanitize_the_lost(one: Any) -> None:
+        heartbeats = one.state.last_heartbeats
+        heartbeats.update({node: datetime.now(timezone.utc) for node in heartbeats if _runs(node.pid)})
+        sanitize(one)
+
+    holder._sanitize = sanitize_the_lost
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and has not been stopped."""
+    try:
+        return is_alive(pid) and psutil.Process(pid).status() != psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ----------------------------------------------------------------------------------------- in whoever judges

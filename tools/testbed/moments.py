@@ -29,6 +29,7 @@ SAVE_STEPS = 2
 EVAL_STEPS = 3
 KEYS = {
     "num_agents": 2,
+    "pass_per_agent": "false",  # moments are counted in passes
     "lora_rank": 2,
     "lora_dropout": 0.1,
     "max_train_samples": 9,
@@ -76,8 +77,8 @@ MOMENTS = {
     "the folder is claimed": Moment("ci_llm.checkpoints.store.CheckpointStore.acquire_lease", step=0),
     "the status is first written": Moment("ci_llm.core.run_status.RunStatus.start", step=0),
     "waiting for the first batch": Moment("ci_llm.data.batches.pack", step=1),
-    "first forward pass": Moment("ci_llm.crowd.crowd.Crowd.forward", step=1),
-    "second micro-step, backward": Moment("torch.Tensor.backward", 4, step=2),
+    "first forward pass": Moment("ci_llm.crowd.crowd.Crowd.forward", 2, step=1),
+    "second micro-step, backward": Moment("torch.Tensor.backward", 5, step=2),
     "after the ballot": Moment("ci_llm.run.loop.apply_gradients", 4, step=5),
     "the optimizer moves": Moment("torch.optim.AdamW.step", 4, step=5),
     "a line of metrics": Moment("ci_llm.logs.run_log.RunLog.metrics", 1, step=2),

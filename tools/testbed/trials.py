@@ -207,7 +207,7 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
     commit, commit_head = CheckpointStore.save, MirrorWriter.commit
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, Crowd):
+        if isinstance(module, Crowd) and min(inputs[0].sample_ids) >= 0:  # else it is no step: see layer_digest.py
             witness.sees(list(inputs[0].sample_ids))
         elif isinstance(module, PreTrainedModel) and not torch.is_grad_enabled():
             witness.sees_evaluation()

@@ -4,28 +4,25 @@ What to do where a folder holds a run with other settings: a command for a new r
 
 The command is ready to be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
 
-The log names a grade: `bitwise` (same processes, micro-batch, threads, versions, device), `sample-exact` (the same
-samples in the same optimizer steps; sums may round differently), or `state-exact` (the same state to go on from, on a
-device that may round differently each time). It adds which keys make it another run from here on, because rows,
-mathematics or the schedule are others.
+The log names a grade: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of the checkpoint,
+and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer steps; sums may
+round differently), or `state-exact` (the same state to go on from, on a device that may round differently each time).
+It adds which keys make it another run from here on, because rows, mathematics or the schedule are others.
 """
 
 from __future__ import annotations
 
 import logging
-import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ci_llm._version import __version__
 from ci_llm.base.load import Base, short_name
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.contributions import EachProcess
@@ -35,6 +32,7 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
+from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.external_adapters import require_checkpoint, require_run
@@ -86,8 +84,8 @@ def _is_free(config: Config, name: str) -> bool:
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
-_RECORDED: Final = ("batch_size", "deterministic")
-LIBRARIES = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+_RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent")
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent")  # of what an environment names
 
 
 @dataclass(frozen=True)
@@ -177,6 +175,7 @@ class RunCheckpoint:
         tokenizer_files: name -> content.
         last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
+        bits: names and digest that decide the bits here, see `Run.measure`.
     """
 
     config: Config
@@ -188,6 +187,7 @@ class RunCheckpoint:
     last_good: LastGood
     processes: Processes
     stopped: dict[str, Any] = field(default_factory=dict)
+    bits: dict[str, Any] = field(default_factory=dict)
 
     def contents(
         self,
@@ -256,7 +256,7 @@ class RunCheckpoint:
             "processes": self.processes.num_processes,
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if self.crowd.device.type == "cuda" else _processor(),
+            "pass_per_agent": self.crowd.agents.pass_per_agent,
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
             # warn_only (`deterministic: auto`).
             "deterministic": on_cpu
@@ -264,7 +264,7 @@ class RunCheckpoint:
                 torch.are_deterministic_algorithms_enabled()
                 and not torch.is_deterministic_algorithms_warn_only_enabled()
             ),
-            "versions": {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES},
+            **self.bits,
         }
 
     def restore(self, source: Source) -> Restored:
@@ -289,12 +289,17 @@ class RunCheckpoint:
         self.last_good.load(_in_episode(state), saved.get("guard", {}), with_moments=same_moments)
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
 
-    def restore_environment(self, source: Source, state: TrainState) -> str:
-        """Set threads and generators as they were; returns the grade for people, and every field that lowers it."""
+    def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
+        """Set threads and generators as they were; returns the grade for people, and all that lowers it. A collective.
+
+        Args:
+            measure: `Run.measure` for rows of these lengths; it fills `bits`.
+        """
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
         if self.crowd.device.type == "cpu" and same_processes:
             torch.set_num_threads(before["threads"])
+        measure(before.get("layer", {}).get("lengths", ()))
         now = self.environment(state)
         if self.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
@@ -306,13 +311,14 @@ class RunCheckpoint:
             odd += self._restore_generators(source)
         changes = _bits_changing(source.config.diff(self.config), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
+        odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
         if not self._has_same_rows(source):
             others.append("training rows")
-        grade = "exactness: bitwise"
+        grade = "bitwise"
         if odd or not now["deterministic"]:
             unsure = [] if now["deterministic"] else ["deterministic=true alone takes the same bits from every kernel"]
-            grade = f"exactness: {'sample' if odd else 'state'}-exact ({'; '.join(odd + unsure)})"
+            grade = f"{'sample' if odd else 'state'}-exact ({'; '.join(odd + unsure)})"
         return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
 
     def _restore_generators(self, source: Source) -> list[str]:
@@ -409,11 +415,6 @@ def _in_episode(state: TrainState) -> list[int]:
     return [k for k, agent in enumerate(state.recovery.agents) if agent.episode_start is not None]
 
 
-def _processor() -> str:
-    """Architecture and vector units: other units add in another order."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
 def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
     """The changes from which on steps have other bits than those of the run as it was."""
     return [
@@ -447,11 +448,17 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
-    keys = [key for key in now if key not in ("versions", "deterministic")]
-    odd = [f"{key} {before[key]} -> {now[key]}" for key in keys if before.get(key) != now[key]]
-    odd += [
-        f"{name} {version} -> {now['versions'][name]}"
-        for name, version in before["versions"].items()
-        if now["versions"].get(name) != version
-    ]
-    return odd
+    before = {"pass_per_agent": False, **before}  # what older releases did
+    odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
+    return odd + differences(before, now)
+
+
+def _other_bits(before: Mapping[str, Any], now: Mapping[str, Any], odd: Sequence[str]) -> Iterator[str]:
+    """What the digest says; nothing where there is none to compare, or where it may change by itself."""
+    if "layer" not in before or before["processes"] != now["processes"] or not now["deterministic"]:
+        return
+    old, new = before["layer"]["digests"], now["layer"]["digests"]
+    if None in (*old, *new):
+        yield "memory did not hold the layer that is compared"
+    elif old != new:
+        yield f"{'' if odd else 'the same names, and '}other bits in a layer"

@@ -1,0 +1,172 @@
+"""Starts this command again as several processes of this machine, where its launcher has started one for all of them.
+
+`accelerate launch --num_processes=4` runs a script once on a machine without a GPU, whatever the number. And
+`train.py --distributed` has no launcher. Then this process starts the agent of torchrun with the same command, and
+stands in for the others: it passes each signal on to them, and ends with their exit code. The agent alone would pass
+few signals on, kill 30 s after one, and end with 1 after a clean stop.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import psutil
+
+from ci_llm.cluster.launch import STARTED, Launch, accelerate_option, option, started_by
+from ci_llm.core.run_status import is_alive
+from ci_llm.interrupts import ABORTED_EXIT_CODE, Interrupts, ignore, notify_of_parent_death, send
+
+COME_UP_S: Final = 30.0
+_LOOK_S: Final = 0.1
+_UP: Final = "up"
+_WORKING_S: Final = 0.5  # of a processor: an agent that only waits needs minutes for it
+_DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re.IGNORECASE)
+#: What the driver of a GPU leaves in /dev: of NVIDIA, of AMD, of WSL, of Jetson.
+_DEVICES: Final = ("nvidia*", "kfd", "dxg", "nvmap")
+
+
+def without_distributed(words: Sequence[str]) -> list[str]:
+    """The words of a command line without `--distributed`."""
+    return [word for word in words if not _DISTRIBUTED.fullmatch(word)]
+
+
+def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> int:
+    """How many processes of this machine the command asks for, if nobody has started them yet; else 1.
+
+    `--distributed` asks for one per GPU, and one without a GPU; `--distributed=N` for N. A number that Accelerate was
+    asked for counts without a GPU only: with one, each process takes a GPU, and Accelerate starts as many.
+    """
+    asked = [found[1] or "true" for word in words if (found := _DISTRIBUTED.fullmatch(word))][-1:]
+    is_started = STARTED in environ or launch.num_processes > 1 or launch.launcher == "torchrun"
+    if is_started or asked == ["false"] or not (asked or launch.requested_processes):
+        return 1
+    if asked and asked[0].isdecimal():
+        return max(1, int(asked[0]))
+    if num_gpus := _num_gpus(environ):
+        return num_gpus if asked else 1
+    on_one_machine = accelerate_option(launch.launcher_command, "num_machines") in ("", "1")
+    return launch.requested_processes or 1 if on_one_machine else 1
+
+
+def _num_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """GPUs that a run would take. torch, which loads for seconds, is asked only where a driver has left its devices."""
+    on_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    if on_cpu or (sys.platform == "linux" and not any(any(devices.glob(name)) for name in _DEVICES)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_as_several(number: int, launch: Launch, interrupts: Interrupts) -> int | None:
+    """Run this command as `number` processes, and wait for their end.
+
+    Returns:
+        the exit code; None if they did not come up and nothing happened for 30 s, or this process was asked to stop
+        before: nothing is left of them, and this process is to run the command alone.
+    """
+    with TemporaryDirectory(prefix="ci_llm_") as name, _agent(number, launch, interrupts, name) as agent:
+        folder, sent = Path(name), list[str]()
+        pids = _wait_until_up(agent, folder, number, interrupts)
+
+        def pass_on(signal_name: str) -> None:
+            sent.append(signal_name)
+            for pid in pids:
+                send(pid, signal_name)
+
+        interrupts.pass_on = pass_on
+        has_failed = len(pids) > 0 and agent.poll() is not None
+        if (interrupts.stop_reason and not sent) or (len(pids) < number and not has_failed):
+            interrupts.pass_on = None
+            return None
+        agent.wait()
+        while any(map(is_alive, pids)):  # the agent was killed, and they save
+            time.sleep(_LOOK_S)
+        codes = [int(word) for pid in pids for told, word in _told(folder) if told == pid and word.isdecimal()]
+        aborted = ABORTED_EXIT_CODE if sent.count("SIGINT") > 1 else 0
+        # That of the main process, or of another one that failed; one that was killed has told none.
+        return next(filter(None, codes), aborted or int(len(codes) < max(1, len(pids))))
+
+
+@contextmanager
+def _agent(number: int, launch: Launch, interrupts: Interrupts, folder: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent of torchrun, in a session of its own: a Ctrl-C comes to this process alone, which passes it on once."""
+    port = option(launch.launcher_command, "main_process_port")
+    place = ["--master-addr=127.0.0.1", f"--master-port={port}"] if port.strip("0") else ["--standalone"]
+    ignored = interrupts.signals - {"SIGTERM"}
+
+    def prepare() -> None:
+        ignore(ignored)  # torchrun, which knows four signals, would end at any other that its group gets
+        notify_of_parent_death("SIGTERM")
+
+    agent = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", *place),
+            *("--no-python", sys.executable, *sys.orig_argv[1:]),
+        ],
+        env={"OMP_NUM_THREADS": "1", **os.environ, STARTED: started_by(folder, launch)},
+        start_new_session=True,
+        preexec_fn=prepare,
+    )
+    try:
+        yield agent
+    finally:
+        if agent.poll() is None:
+            _kill(agent)
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill the agent and its processes, which have done nothing yet; stopped before, it starts no more of them."""
+    with suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(agent.pid)
+        tree.suspend()
+        for one in [*tree.children(recursive=True), tree]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    agent.wait()
+
+
+def _wait_until_up(agent: subprocess.Popen[bytes], folder: Path, number: int, interrupts: Interrupts) -> list[int]:
+    """Pids of the processes that are up, by process index, when all are or something else is to be done.
+
+    Python and torch load for long from a slow disk or on a busy machine: while they do, the time does not count.
+    """
+    used, until, pids = 0.0, time.monotonic() + COME_UP_S, list[int]()
+    while len(pids) < number and time.monotonic() < until and agent.poll() is None and not interrupts.stop_reason:
+        time.sleep(_LOOK_S)
+        pids = [pid for pid, word in _told(folder) if word == _UP]
+        if (now := _processor_seconds(agent.pid)) > used + _WORKING_S:
+            used, until = now, time.monotonic() + COME_UP_S
+    return pids
+
+
+def _processor_seconds(pid: int) -> float:
+    """What this process and its descendants have used of processors; 0 if one of them ends at this moment."""
+    with suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(pid)
+        return sum(sum(one.cpu_times()[:2]) for one in (tree, *tree.children(recursive=True)))
+    return 0.0
+
+
+def tell(word: str = _UP, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the process that started this one, if one did, that this one is up and heeds signals, or its exit code."""
+    if STARTED in environ:
+        with suppress(OSError):  # that process is gone, and its folder
+            folder = shlex.split(environ[STARTED])[0]
+            Path(folder, f"{int(environ.get('RANK', 0)):06}.{os.getpid()}.{word}").touch()
+
+
+def _told(folder: Path) -> list[tuple[int, str]]:
+    """(pid, word), in the order of the process indices."""
+    names = sorted(path.name.split(".") for path in folder.iterdir())
+    return [(int(pid), word) for _, pid, word in names]

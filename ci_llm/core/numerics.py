@@ -1,0 +1,127 @@
+"""The names that decide the bits of a run: processor, instruction set, libraries and their settings, our arithmetic.
+
+Two machines with the same names may still round differently: see the digest in `ci_llm/run/layer_digest.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ci_llm._version import __version__
+
+#: The version of this package's own arithmetic. Raise it with every change of ours that changes bits: another order of
+#: a sum, another operation, another draw.
+NUMERICS: Final = 1
+
+LIBRARIES: Final = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+#: Variables of the environment by which a library picks its kernels.
+SETTINGS: Final = re.compile(
+    r"ATEN_CPU_CAPABILITY|MKL_CBWR|MKL_ENABLE_INSTRUCTIONS|ONEDNN_MAX_CPU_ISA|DNNL_\w+"
+    r"|CUBLAS_WORKSPACE_CONFIG|CUBLASLT_\w+|CUDNN_\w+|NVIDIA_TF32_OVERRIDE"
+)
+#: Units of a processor with kernels of their own, beside those that torch's capability stands for.
+UNITS: Final = re.compile(r"avx_vnni|avx512_(bf16|fp16|vnni)|amx_\w+|bf16|i8mm|sve2?")
+UNKNOWN: Final = "not set"
+_OLDER: Final = (
+    "made on {} by an older release, which noted neither processor nor digest: the bits may be the same or not"
+)
+
+
+def names(device: torch.device) -> dict[str, Any]:
+    """Everything with a name that decides bits on this device in this process; `differences` compares two of them."""
+    machine = _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()}
+    settings = {key: value for key, value in sorted(os.environ.items()) if SETTINGS.fullmatch(key)}
+    versions = {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in()
+    return {"machine": machine, "settings": settings | {"numerics": str(NUMERICS)}, "versions": versions}
+
+
+def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The names of the first process, and what is called otherwise in another one."""
+    first = dict(each[0])
+    for kind in ("machine", "settings"):
+        odd = {
+            f"{key} of process {i}": new for i, own in enumerate(each) for key, _, new in _changed(each[0], own, kind)
+        }
+        first[kind] = first[kind] | odd
+    return first
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is called otherwise than before, in words; `before` may be of an older release, which noted less."""
+    odd = _of_machines(before, now) if "machine" in before else [_OLDER.format(before.get("device", "a machine"))]
+    return odd + [
+        f"{name} {version} -> {now['versions'].get(name, UNKNOWN)}"
+        for name, version in before["versions"].items()
+        if now["versions"].get(name, UNKNOWN) != version
+    ]
+
+
+def foretold(before: Mapping[str, Any]) -> str:
+    """What the names in a checkpoint say about a resume on this machine, for people."""
+    machine = before.get("machine", {})
+    made = f"made on {', '.join(machine.values())}; " if machine else ""
+    here = names(torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu"))
+    if odd := differences(before, here):
+        return f"{made}a resume here is not called bitwise: {'; '.join(odd)}"
+    return f"{made}the same names here; a resume also compares the digest of a layer"
+
+
+def _of_machines(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    odd = [f"another {key}: {new}, was {old}" for key, old, new in _changed(before, now, "machine")]
+    if ("GPU" in before["machine"]) != ("GPU" in now["machine"]):
+        odd = [f"another device: {', '.join(now['machine'].values())}, was {', '.join(before['machine'].values())}"]
+    return odd + [f"{key}={new}, was {old}" for key, old, new in _changed(before, now, "settings")]
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, str]]:
+    """(name, its value before, its value now) of what has changed."""
+    for key in {**before[kind], **now[kind]}:
+        old, new = (names[kind].get(key, UNKNOWN) for names in (before, now))
+        if old != new:
+            yield key, old, new
+
+
+def processor() -> str:
+    """The model of this machine's processor, as its maker calls it."""
+    found = re.search(r"^model name\s*: (.+)$", _told_by(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _told_by(path: Path) -> str:
+    """The text of a file of the kernel; "" where the system is another one, or a container hides it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _units() -> str:
+    """Architecture, the vector units that torch uses, and what else the processor has."""
+    units = sorted({word for word in _told_by(Path("/proc/cpuinfo")).split() if UNITS.fullmatch(word)})
+    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *units])
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    about = torch.cuda.get_device_capability(device)
+    driver = re.search(r"\s(\d+(?:\.\d+)+)\s", _told_by(Path("/proc/driver/nvidia/version")))
+    return {
+        "GPU": torch.cuda.get_device_name(device),
+        "capability": ".".join(map(str, about)),
+        "driver": driver[1] if driver else "unknown",
+        "cuDNN": str(torch.backends.cudnn.version()),
+    }
+
+
+def _built_in() -> dict[str, str]:
+    """Versions of the libraries inside of torch that compute its products."""
+    kinds = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
+    found = {name: re.search(pattern, torch.__config__.show()) for name, pattern in kinds.items()}
+    return {name: match[1] for name, match in found.items() if match}

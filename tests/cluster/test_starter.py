@@ -1,0 +1,187 @@
+"""How many processes a command asks for that nobody has started; what those that are started know and tell."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ci_llm.cli import command
+from ci_llm.cluster import launch as launches
+from ci_llm.cluster import starter
+from ci_llm.cluster.launch import STARTED, Launch, accelerate_option, accelerate_settings, read_launch, started_by
+from ci_llm.cluster.starter import processes_to_start, tell, without_distributed
+from ci_llm.interrupts import Interrupts
+
+ACCELERATE = ["/venv/bin/accelerate", "launch"]
+ASKED: dict[str, str] = {"MASTER_ADDR": "127.0.0.1"}  # by Accelerate, where it was asked for several
+
+
+@pytest.fixture(autouse=True)
+def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
+
+
+def asked(
+    options: list[str],
+    words: list[str],
+    num_gpus: int,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: Mapping[str, str] = ASKED,
+) -> int:
+    monkeypatch.setattr(starter, "_num_gpus", lambda _environ: num_gpus)
+    return processes_to_start(read_launch(environ, [*ACCELERATE, *options, "train.py"], words), words, environ)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "num_gpus", "number"),
+    [
+        (["--num_processes=4"], [], 0, 4),
+        (["--cpu", "--num-processes", "4"], [], 0, 4),
+        (["--num_processes=4"], ["--distributed"], 0, 4),
+        (["--num_processes=4"], [], 1, 1),  # one takes the GPU, as Accelerate has it
+        (["--num_processes=4"], ["--distributed=false"], 0, 1),
+        (["--num_processes=4", "--num_machines=2"], [], 0, 1),  # each machine would start all of them
+        ([], [], 0, 1),  # a number in a file that is gone
+        (["--num_processes=1"], [], 0, 1),
+        (["--num_processes=1"], ["--distributed"], 0, 1),
+        (["--num_processes=1"], ["--distributed"], 2, 2),
+        (["--num_processes=1"], ["seed=1", "distributed=true"], 2, 2),
+        (["--num_processes=1"], ["--distributed=3"], 0, 3),
+        (["--num_processes=1"], ["--distributed", "--distributed=3"], 2, 3),  # the last wins
+    ],
+)
+def test_what_is_asked_for(
+    options: list[str], words: list[str], num_gpus: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(options, words, num_gpus, monkeypatch) == number
+
+
+@pytest.mark.parametrize("rank", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "1", "WORLD_SIZE": "2"}, {STARTED: "/f"}])
+def test_a_process_that_was_started_starts_none(rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--num_processes=4"]
+    assert asked(words, ["--distributed=4"], 0, monkeypatch, {**ASKED, "MASTER_PORT": "1", **rank}) == 1
+
+
+def test_only_a_machine_with_the_device_of_a_driver_asks_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert starter._num_gpus({}, tmp_path) == 0
+    (tmp_path / "nvidia0").touch()
+    assert starter._num_gpus({}, tmp_path) == 3
+    assert starter._num_gpus({"ACCELERATE_USE_CPU": "True"}, tmp_path) == 0
+
+
+def test_several_gpus_are_pointed_out() -> None:
+    (note,) = launches.launch_notes(read_launch({}, []), {}, num_gpus=4)
+    assert note.startswith("4 GPUs, 1 process: `--distributed`, or ")
+
+
+def test_words_without_the_option() -> None:
+    words = ["--distributed", "seed=1", "--distributed=4", "distributed_backend=x", "--distributed=all"]
+    assert without_distributed(words) == ["seed=1", "distributed_backend=x", "--distributed=all"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("default_config.yaml", "distributed_type: 'NO'\nnum_machines: 1\nnum_processes: 4\n"),
+        ("default_config.json", '{\n  "num_machines": 1,\n  "num_processes": 4\n}'),
+    ],
+)
+def test_a_number_in_the_file_of_accelerate(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / name).write_text(text)
+    home = {"HF_HOME": str(tmp_path)}
+    assert accelerate_option(ACCELERATE, "num_processes", home) == "4"
+    assert accelerate_option([*ACCELERATE, "--num_processes=2"], "num_processes", home) == "2"
+    other = [*ACCELERATE, "--config_file", str(tmp_path / "other.yaml")]
+    assert accelerate_option(other, "num_processes", home) == ""
+    assert read_launch({**ASKED, **home}, ACCELERATE).requested_processes == 4
+
+
+def test_what_was_started_knows_the_launcher(tmp_path: Path) -> None:
+    """Its own parent is torchrun's agent, and a person has typed another command."""
+    typed = [*ACCELERATE, "--num_processes=2", "--gradient_accumulation_steps=3", "train.py", "a b=1"]
+    mark = {STARTED: started_by(str(tmp_path), read_launch({}, typed))}
+    rank = {"RANK": "1", "WORLD_SIZE": "2", **ASKED, "MASTER_PORT": "1", **mark}
+    assert read_launch(rank).launcher_command == tuple(typed)
+    assert accelerate_settings(rank) == {"gradient_accumulation_steps": "3"}
+
+
+def test_what_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(environ={})
+    assert command._STARTED == STARTED
+    monkeypatch.setenv(STARTED, started_by(str(tmp_path), Launch("torchrun", 2, 1, 1, 2, None, {})))
+    monkeypatch.setenv("RANK", "10")
+    tell()
+    assert command.run_guarded(lambda: 75, debug=False) == 75
+    (tmp_path / "000002.5.up").touch()
+    assert starter._told(tmp_path) == [(5, "up"), (os.getpid(), "75"), (os.getpid(), "up")]
+    tell(environ={STARTED: str(tmp_path / "gone")})
+
+
+@pytest.mark.parametrize(
+    ("codes", "interrupts", "code"),
+    [
+        (["0", "0"], 1, 0),
+        (["75", "75"], 1, 75),
+        (["2", "1"], 0, 2),
+        (["0", "2"], 0, 2),
+        (["0", None], 0, 1),  # one was killed
+        ([None, None], 0, 1),
+        ([None, None], 2, 130),
+    ],
+)
+def test_the_exit_code(
+    codes: list[str | None], interrupts: int, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agent ends with 1 in every case."""
+    heeded = Interrupts()
+
+    def wait(_agent: Any, folder: Path, number: int, _interrupts: Any) -> list[int]:
+        for index, one in enumerate(codes):
+            for word in ["up", one] if one else ["up"]:
+                (folder / f"{index:06}.{-index - 1}.{word}").touch()
+        return [-index - 1 for index in range(number)]
+
+    def end() -> int:
+        for _ in range(interrupts):
+            assert heeded.pass_on
+            heeded.pass_on("SIGINT")
+        return 1
+
+    agent = SimpleNamespace(pid=1, poll=lambda: None, wait=end)
+    monkeypatch.setattr(starter, "_agent", lambda *_: nullcontext(agent))
+    monkeypatch.setattr(starter, "_wait_until_up", wait)
+    monkeypatch.setattr(starter, "send", lambda _pid, _name: True)
+    monkeypatch.setattr(starter, "is_alive", lambda _pid: False)
+    assert starter.run_as_several(len(codes), read_launch({}, []), heeded) == code
+
+
+def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:
+    assert Interrupts(["SIGTERM", "SIGUSR2"], ["SIGUSR1"]).signals == {"SIGTERM", "SIGUSR2", "SIGUSR1"}
+
+
+def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that each look moves on by 10 s; for 100 s a busy machine lets the processes come along slowly."""
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
+    used = iter([*range(10), *[9] * 90])
+    monkeypatch.setattr(starter, "_processor_seconds", lambda _pid: next(used))
+    agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
+    assert starter._wait_until_up(agent, tmp_path, 2, Interrupts()) == []
+    assert 85 <= len([*used]) <= 89, "it was given up a few looks after the last sign"
+
+
+def test_what_a_tree_has_used_of_processors() -> None:
+    assert starter._processor_seconds(os.getpid()) > 0
+    gone = starter.subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert starter._processor_seconds(gone.pid) == 0

@@ -1,0 +1,94 @@
+"""What a checkpoint calls the machine that computed it, and how people are told that another one goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ci_llm.core import numerics
+from ci_llm.core.numerics import differences, foretold, names, names_of_all, processor
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_same_process_has_the_same_names() -> None:
+    assert differences(names(CPU), names(CPU)) == []
+    assert foretold(names(CPU)).endswith("the same names here; a resume also compares the digest of a layer")
+    assert processor() in foretold(names(CPU))
+
+
+def test_settings_are_named_only_where_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names(CPU)
+    assert before["settings"] == {"numerics": "1"}
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16")
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    now = names(CPU)
+    assert differences(before, now) == [
+        "DNNL_DEFAULT_FPMATH_MODE=BF16, was not set",
+        "MKL_CBWR=COMPATIBLE, was not set",
+    ]
+    assert differences(now, before)[1] == "MKL_CBWR=not set, was COMPATIBLE"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda n: n["machine"].update(processor="Abacus 3"), "another processor: HERE, was Abacus 3"),
+        (lambda n: n["settings"].update(numerics="0"), f"numerics={numerics.NUMERICS}, was 0"),
+        (lambda n: n["versions"].update(torch="1.0"), f"torch 1.0 -> {torch.__version__}"),
+        (lambda n: n["versions"].update(blis="1.0"), "blis 1.0 -> not set"),
+        (lambda n: n.update(machine={"GPU": "a GPU", "driver": "1.2"}), "another device: UNITS, was a GPU, 1.2"),
+    ],
+)
+def test_what_is_another_one_is_said(change: Callable[[Any], None], told: str) -> None:
+    now = names(CPU)
+    before = copy.deepcopy(now)
+    change(before)
+    here, units = now["machine"]["processor"], ", ".join(now["machine"].values())
+    assert differences(before, now) == [told.replace("HERE", here).replace("UNITS", units)]
+
+
+def test_a_checkpoint_of_an_older_release_promises_nothing() -> None:
+    before = {"device": "x86_64 AVX512", "versions": names(CPU)["versions"]}
+    [told] = differences(before, names(CPU))
+    assert told.startswith("made on x86_64 AVX512 by an older release, which noted neither processor nor digest")
+    assert foretold(before) == f"a resume here is not called bitwise: {told}"
+
+
+def test_a_process_on_another_machine_is_named() -> None:
+    own = names(CPU)
+    other = copy.deepcopy(own)
+    other["machine"]["processor"], other["settings"]["MKL_CBWR"] = "Abacus 3", "AVX2"
+    together = names_of_all([own, own, other])
+    assert names_of_all([own, own]) == own
+    assert differences(own, together) == [
+        "another processor of process 2: Abacus 3, was not set",
+        "MKL_CBWR of process 2=AVX2, was not set",
+    ]
+
+
+def test_the_units_of_a_processor_are_those_of_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "model name\t: Xeon 9\nflags\t\t: fpu avx2 amx_tile avx512_bf16 vmx\n"
+    monkeypatch.setattr(numerics, "_told_by", lambda _: listed)
+    machine = names(CPU)["machine"]
+    assert machine["processor"] == "Xeon 9"
+    assert machine["instruction set"].endswith(f"{torch.backends.cpu.get_cpu_capability()} amx_tile avx512_bf16")
+
+
+def test_a_system_without_that_list_has_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "Path", lambda _: Path("/nowhere/at/all"))
+    machine = names(CPU)["machine"]
+    assert machine["processor"]
+    assert torch.backends.cpu.get_cpu_capability() in machine["instruction set"]

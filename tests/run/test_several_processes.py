@@ -1,0 +1,206 @@
+"""`accelerate launch --num_processes=4 train.py` without a GPU, and `train.py --distributed=N`, as typed.
+
+The one process that Accelerate starts there starts all of them: what they see and leave is what torchrun's do, and each
+signal, each death and each exit code comes through.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
+from ci_llm.core.run_status import is_alive, read_status
+from tests.support.children import ROOT, Child
+from tests.support.launched import launch, micro_steps
+from tools.testbed.events import wait_until
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import train_watched
+from tools.testbed.worlds import arguments, toy_base
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+TYPED = ["accelerate", "launch", "--num_processes=4"]
+ON_CPU = ["accelerate", "launch", "--cpu", "--num_processes=2"]
+PLAIN = ["python"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The final checkpoint of two processes that nothing befell."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    keys = words(base, "run")
+    codes = server.run(train_watched, folder / "log", ranks=2, folder=str(folder), arguments=keys, fate=None)
+    assert codes == [0, 0], (folder / "log").read_text()
+    return folder / "run/final_checkpoint"
+
+
+def words(base: Path, output_dir: Path | str, **keys: Any) -> list[str]:
+    own: dict[str, Any] = {
+        "model_name": base,
+        "max_train_samples": 64,
+        "max_train_steps": STEPS,
+        "global_batch_size": "null",
+        "gradient_accumulation_steps": 2,
+        "lora_dropout": 0.1,
+        "save_steps": 2,
+        "output_dir": output_dir,
+    }
+    return [f"--config={ROOT / 'configs.yaml'}", *arguments(**own | keys)]
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """Every process of the run has ended, also those whose launcher went first."""
+
+    def left() -> bool:
+        return any(str(folder) in " ".join(_command(one)) for one in psutil.process_iter() if is_alive(one.pid))
+
+    wait_until("nothing of it is left", lambda: not left())
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def end(child: Child, folder: Path) -> int:
+    code = child.wait()
+    assert_nothing_left(folder)
+    child.read_to_the_end()
+    return code
+
+
+def assert_same_bits(run: Path, final: Path) -> None:
+    found = compare(load_checkpoint(run / "final_checkpoint"), load_checkpoint(final))
+    assert [one for one in found.differences if one.counts] == []  # config.yaml names another output_dir
+
+
+def test_four_processes_are_those_of_torchrun(base: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "torchrun"
+    for folder, launcher in ((tmp_path / "typed", TYPED), (theirs, ["torchrun", "--standalone", "--nproc-per-node=4"])):
+        folder.mkdir()
+        with launch(folder, launcher, words(base, folder / "run")) as child:
+            assert end(child, folder) == 0, child.seen
+        steps = micro_steps(folder)
+        assert len(steps) == 2 * STEPS
+        for first, second in zip(steps[::2], steps[1::2], strict=True):
+            rows = [row for part in (*first, *second) for row in part]
+            assert len(first) == 4
+            assert len(rows) == len({*rows}) == 16, "of a step"
+        said = [line for line in child.seen if line.startswith("launch ")]
+        assert said == ([] if folder == theirs else [said[0]])
+    assert micro_steps(tmp_path / "typed") == micro_steps(theirs)
+    assert_same_bits(tmp_path / "typed/run", theirs / "run/final_checkpoint")
+
+
+CTRL_C = """
+def act(number):
+    if number == 5 and rank == "0":
+        os.killpg(launcher(), signal.SIGINT)
+    if number == 5:
+        heard("stop_reason")
+"""
+
+
+def test_ctrl_c_and_the_same_command_again(base: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches all that the terminal knows: Accelerate, which ends, and the process that it has started."""
+    run = tmp_path / "run"
+    with launch(tmp_path, ON_CPU, words(base, run), CTRL_C) as child:
+        end(child, tmp_path)
+    status = read_status(run)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGINT", 3), child.seen
+    assert " ".join(ON_CPU) in str(status.next_command)
+    assert not [line for line in child.seen if "aborting" in line], "one Ctrl-C came once"
+    with launch(tmp_path, ON_CPU, words(base, run)) as child:
+        assert end(child, tmp_path) == 0, child.seen
+    assert any("exactness: bitwise" in line for line in child.seen)
+    assert_same_bits(run, undisturbed)
+
+
+KILL = """
+def act(number):
+    if number == 7 and rank == "1":
+        while not os.path.isdir({saved!r}):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_death_of_one_process_ends_all_and_the_next_attempt_goes_on(
+    server: ForkServer, base: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    keys = words(base, run := tmp_path / "run")
+    with launch(tmp_path, ON_CPU, keys, KILL.format(saved=str(run / "checkpoint_step_2"))) as child:
+        assert end(child, tmp_path) == 1, child.seen
+    assert read_status(run).reason == "peer_lost", child.seen
+    codes = server.run(train_watched, tmp_path / "log", ranks=2, folder=str(tmp_path), arguments=keys, fate=None)
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    assert_same_bits(run, undisturbed)
+
+
+SAVE_THEN_STOP = """
+def act(number):
+    if number in (5, 9):
+        parts = ("SIGUSR1", "save_requested") if number == 5 else ("SIGTERM", "stop_reason")
+        if rank == "0":
+            os.kill(launcher(), getattr(signal, parts[0]))
+        heard(parts[1])
+"""
+
+
+def test_without_a_launcher_signals_and_exit_codes_are_those_of_one_process(base: Path, tmp_path: Path) -> None:
+    """A save on demand, which torchrun does not know, and the exit code of a clean stop, which it makes a failure."""
+    keys = words(base, run := tmp_path / "run", save_steps="null", interrupted_exit_code=75)
+    with launch(tmp_path, PLAIN, ["--distributed=2", *keys], SAVE_THEN_STOP) as child:
+        assert end(child, tmp_path) == 75, child.seen
+    status = read_status(run)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 5), child.seen
+    assert [path.name for path in sorted(run.glob("checkpoint_step_*"))] == ["checkpoint_step_3", "checkpoint_step_5"]
+    assert "train.py --distributed=2 " in str(status.next_command)
+    with launch(tmp_path, PLAIN, ["--distributed=2", *keys, "dataset_name=no.jsonl"]) as child:
+        assert end(child, tmp_path) == 2, child.seen
+
+
+ABORT = """
+def act(number):
+    if number == 3:
+        for _ in range(2):
+            if rank == "0":
+                os.kill(launcher(), signal.SIGINT)
+            heard("stop_reason")
+        heard("_aborting")
+        time.sleep(600)
+"""
+
+
+def test_a_second_ctrl_c_aborts(base: Path, tmp_path: Path) -> None:
+    with launch(tmp_path, PLAIN, ["--distributed=2", *words(base, tmp_path / "run")], ABORT) as child:
+        assert end(child, tmp_path) == 130, child.seen
+
+
+AGENT_DIES = """
+def act(number):
+    if number == 5:
+        if rank == "0":
+            os.kill(os.getppid(), signal.SIGKILL)
+        heard("stop_reason")
+"""
+
+
+def test_without_torchrun_s_agent_the_processes_save_and_end(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with launch(tmp_path, PLAIN, ["--distributed=2", *words(base, run)], AGENT_DIES) as child:
+        assert end(child, tmp_path) == 0, child.seen
+    status = read_status(run)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3), child.seen
