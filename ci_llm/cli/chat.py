@@ -8,19 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ci_llm.cli.asking import (
-    SAMPLING,
-    add_options,
-    beside,
-    choices_of,
-    given,
-    how_sure,
-    lines_of,
-    note,
-    open_run,
-    require_run,
-    stop_strings,
-)
+from ci_llm.cli import asking
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
@@ -58,21 +46,21 @@ def chat(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = make_parser("ci-llm chat", _DESCRIPTION, _EXAMPLES)
-    add_options(parser)
+    asking.add_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)
     call.run = located(call.run)
-    require_run(call.run, call.base_model)
-    choices, stops = choices_of(call), stop_strings(call)
-    crowd, names = open_run(call.run, call.base_model)
+    asking.require_run(call.run, call.base_model)
+    choices, stops = asking.choices_of(call), asking.stop_strings(call)
+    crowd, names = asking.open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(crowd, choices, stops, call.system, names=names, shows_sureness=at_terminal)
     who = f"{crowd.num_agents} agents answer together" if crowd.num_agents > 1 else "One agent answers"
-    note(f"{who}.\n{conversation.kind}")
+    asking.note(f"{who}.\n{conversation.kind}")
     if at_terminal:
-        note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
+        asking.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
     with contextlib.suppress(_LeaveError):
-        for line in _typed_lines() if at_terminal else lines_of(sys.stdin):
+        for line in _typed_lines() if at_terminal else asking.lines_of(sys.stdin):
             _take(conversation, line.strip(), at_terminal=at_terminal)
     return 0
 
@@ -158,7 +146,7 @@ class Conversation:
         if choices.get("do_sample"):
             choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
         else:
-            choices = {name: value for name, value in choices.items() if name not in SAMPLING}
+            choices = {name: value for name, value in choices.items() if name not in asking.SAMPLING}
         self._asked = prompt, choices
         pieces: list[str] = []
         with self._stream(prompt, choices) as stream:
@@ -173,8 +161,8 @@ class Conversation:
         print(flush=True)
         if self._shows_sureness:
             if stream.result.abstained:
-                print(given(stream.result))
-            print(how_sure(stream.result))
+                print(asking.given(stream.result))
+            print(asking.how_sure(stream.result))
 
     def command(self, line: str) -> None:
         """Do what a line that begins with / says.
@@ -222,8 +210,8 @@ class Conversation:
         prompt, choices = self._asked
         choices = {name: value for name, value in choices.items() if name != "agents_per_prompt"}
         [answer] = answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices))
-        print(beside(answer, self._names))
-        print(how_sure(answer))
+        print(asking.beside(answer, self._names))
+        print(asking.how_sure(answer))
 
     def _reset(self) -> None:
         self._turns, self._asked = [], None

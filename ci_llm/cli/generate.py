@@ -11,18 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.asking import (
-    add_options,
-    beside,
-    choices_of,
-    given,
-    how_sure,
-    lines_of,
-    open_run,
-    require_run,
-    stop_strings,
-    width,
-)
+from ci_llm.cli import asking
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.errors import BadInput, ConfigError
@@ -51,7 +40,7 @@ def generate(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = make_parser("ci-llm generate", _DESCRIPTION, _EXAMPLES)
-    add_options(parser)
+    asking.add_options(parser)
     about = "a prompt; - alone reads them from standard input"
     parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help=about)
     parser.add_argument("--file", metavar="F", help="one prompt per line, or rows with the columns of training")
@@ -63,9 +52,9 @@ def generate(words: Sequence[str]) -> int:
     if call.tokens and not call.json:
         raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
     call.run = located(call.run)
-    require_run(call.run, call.base_model)
+    asking.require_run(call.run, call.base_model)
     prompts = list(_prompts(call))
-    choices = choices_of(call)
+    choices = asking.choices_of(call)
     if call.agents and call.agents_per_prompt is not None:
         what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
         raise ConfigError(what, where="command line", hint=hint)
@@ -78,9 +67,9 @@ def generate(words: Sequence[str]) -> int:
             print("" if answer.abstained else answer.answer, flush=True)
         else:
             if len(prompts) > 1:
-                print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", width()))
-            print(beside(answer, names) if answer.agents and call.agents else given(answer))
-            print(how_sure(answer), flush=True)
+                print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", asking.width()))
+            print(asking.beside(answer, names) if answer.agents and call.agents else asking.given(answer))
+            print(asking.how_sure(answer), flush=True)
     return 0
 
 
@@ -99,7 +88,7 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
     from ci_llm.data.prompt_files import prompts_of_file, prompts_of_lines
 
     if call.file == "-" or prompts == ["-"]:
-        yield from prompts_of_lines(lines_of(sys.stdin), "standard input")
+        yield from prompts_of_lines(asking.lines_of(sys.stdin), "standard input")
     elif call.file is not None:
         yield from prompts_of_file(Path(call.file))
     elif all(prompt.strip() for prompt in prompts):
@@ -115,10 +104,10 @@ def _asked(
     from ci_llm.crowd.asking import answers, options_of
     from ci_llm.crowd.generation import stop_strings_of
 
-    stops = stop_strings_of(stop_strings(call))
+    stops = stop_strings_of(asking.stop_strings(call))
     if call.batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="--batch-size", hint="leave it out for 16")
-    crowd, names = open_run(call.run, call.base_model)
+    crowd, names = asking.open_run(call.run, call.base_model)
     options = options_of(crowd, stops, **choices)
     return names, answers(crowd, prompts, options, call.batch_size, include_agents=include_agents)
 

@@ -8,19 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.config import parsing
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
-from ci_llm.config.parsing import (
-    COMMAND_LINE,
-    Entry,
-    Scalar,
-    describe_sources,
-    merge_sources,
-    nearest,
-    parts_of,
-    read_arguments,
-)
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values, stray
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
@@ -79,21 +70,21 @@ class FileEntries:
     """What a file says: its entries, and those of its section `sweep:`, if it has one."""
 
     path: Path | None
-    entries: list[Entry]
-    section: Entry | None = None
+    entries: list[parsing.Entry]
+    section: parsing.Entry | None = None
 
 
 def read_sources(
     path: str | Path | None, arguments: Sequence[str], problems: list[Problem]
-) -> tuple[FileEntries, list[Entry]]:
+) -> tuple[FileEntries, list[parsing.Entry]]:
     """The entries of the file and those of the command line; for the arguments see `read_config`."""
-    typed, strays = read_arguments([word for word in arguments if word != "--debug"], flag_form)
+    typed, strays = parsing.read_arguments([word for word in arguments if word != "--debug"], flag_form)
     problems += [stray(word) for word in strays]
     for entry in (entry for entry in typed if entry.name == "config"):
-        if isinstance(entry.raw, Scalar):
+        if isinstance(entry.raw, parsing.Scalar):
             path = entry.raw.text
         else:
-            problems.append(Problem(COMMAND_LINE, "--config without a file", "write --config FILE"))
+            problems.append(Problem(parsing.COMMAND_LINE, "--config without a file", "write --config FILE"))
     return read_file(path), [entry for entry in typed if entry.name != "config"]
 
 
@@ -123,7 +114,7 @@ def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | 
 
 def build_reading(
     file: FileEntries,
-    typed: Sequence[Entry],
+    typed: Sequence[parsing.Entry],
     launcher: Mapping[str, str],
     problems: list[Problem],
     check: Callable[[Config], Iterable[Problem]] = lambda _: (),
@@ -141,11 +132,11 @@ def build_reading(
         by_key(file.entries, problems, last_wins=False),
         by_key(typed, problems, last_wins=True),
     )
-    lines = [*describe_sources(file.path, *({**source} for source in sources))]
+    lines = [*parsing.describe_sources(file.path, *({**source} for source in sources))]
     if file.section is not None:
         lines.append(f"{file.section.where}: the section {SECTION} is for `ci-llm sweep`")
     own = take_own_entries(sources, problems)
-    config = _build(merge_sources(*sources), own, problems, check)
+    config = _build(parsing.merge_sources(*sources), own, problems, check)
     return Reading(config, (*lines, *own.lines))
 
 
@@ -173,7 +164,7 @@ def read_call(
     own = take_own_entries(sources, problems)
     call = " ".join(f"{entry.name}={entry.text}" for entry in typed)
     parts = [str(given.path or IN_CALL), *([f"overrides: {call}"] if call else []), "defaults for all other keys"]
-    return Reading(_build(merge_sources(*sources), own, problems), ("; ".join(parts), *own.lines))
+    return Reading(_build(parsing.merge_sources(*sources), own, problems), ("; ".join(parts), *own.lines))
 
 
 def parse_config(text: str, where: str) -> Config:
@@ -193,7 +184,7 @@ def parse_config(text: str, where: str) -> Config:
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
     """A command line without the words for these keys, under whatever name they stand there."""
-    parts = parts_of(arguments, flag_form)
+    parts = parsing.parts_of(arguments, flag_form)
     return [word for words, entry in parts if entry is None or key_of(entry) not in keys for word in words]
 
 
@@ -208,8 +199,8 @@ def as_typed(value: object) -> str:
     return short if isinstance(value, float) and float(short := f"{value:g}") == value else str(value)
 
 
-def _launcher_entries(launcher: Mapping[str, str]) -> list[Entry]:
-    return [Entry(key, Scalar(value), "accelerate launch") for key, value in launcher.items()]
+def _launcher_entries(launcher: Mapping[str, str]) -> list[parsing.Entry]:
+    return [parsing.Entry(key, parsing.Scalar(value), "accelerate launch") for key, value in launcher.items()]
 
 
 def _read_text(path: Path) -> str:
@@ -220,7 +211,7 @@ def _read_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         there = path.parent.glob("*.y*ml") if isinstance(error, FileNotFoundError) else ()
-        near = nearest(path.name, [found.name for found in there])
+        near = parsing.nearest(path.name, [found.name for found in there])
         raise ConfigError(
             f"the configuration cannot be read: {reason}",
             where=str(path),
@@ -229,7 +220,7 @@ def _read_text(path: Path) -> str:
 
 
 def _build(
-    given: Mapping[str, Entry],
+    given: Mapping[str, parsing.Entry],
     own: OwnEntries,
     problems: list[Problem],
     check: Callable[[Config], Iterable[Problem]] = lambda _: (),

@@ -12,20 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ci_llm.config.foreign import (
-    ACCEPTED,
-    ALIASES,
-    FIELDS,
-    NO_EFFECT,
-    TRANSLATIONS,
-    UNSUPPORTED,
-    UnknownNameError,
-    canonical,
-    flag_form,
-    is_switched_off,
-    normalized,
-    resolve,
-)
+from ci_llm.config import foreign
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.parsing import (
     COMMAND_LINE,
@@ -71,8 +58,8 @@ def error_of(problems: Collection[Problem]) -> ConfigError:
 
 def misfit(key: str, entry: Entry) -> Problem:
     """The value is none of the key's."""
-    field = FIELDS[key]
-    name = key if key == normalized(entry.name) else f"{key} (written {entry.name})"
+    field = foreign.FIELDS[key]
+    name = key if key == foreign.normalized(entry.name) else f"{key} (written {entry.name})"
     what = f"{name} is {entry.raw}, but takes {expected(field)}"
     instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
     if str(entry.raw).strip("'").startswith("[") and not takes_list(field) and key not in OWN_KEYS:
@@ -91,13 +78,13 @@ def given_twice(key: str, first: Entry, second: Entry) -> Problem:
 
 def unknown(entry: Entry) -> Problem:
     """The name is no key, or its value means none."""
-    name = normalized(entry.name)
-    if name in UNSUPPORTED:
-        is_there, instead = UNSUPPORTED[name]
-        value = f" with the value {entry.raw}" if name in TRANSLATIONS else ""
+    name = foreign.normalized(entry.name)
+    if name in foreign.UNSUPPORTED:
+        is_there, instead = foreign.UNSUPPORTED[name]
+        value = f" with the value {entry.raw}" if name in foreign.TRANSLATIONS else ""
         return Problem(entry.where, f"{entry.name} is no key here{value}; it is {is_there}", instead)
-    if name in TRANSLATIONS:
-        values = TRANSLATIONS[name]
+    if name in foreign.TRANSLATIONS:
+        values = foreign.TRANSLATIONS[name]
         means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning)
         return Problem(entry.where, f"{entry.name} is {entry.raw}, but takes {' | '.join(values)}", means)
     if entry.raw == NESTED_MAPPING:
@@ -131,10 +118,14 @@ def clashing(clash: Clash, given: Mapping[str, Entry]) -> Problem:
 def _nearest(name: str) -> str | None:
     """The key or alias most like `name`; `training.lr` is looked up as lr, `no_compile` as compile=false."""
     last = name.rpartition(".")[2]
-    if last.startswith("no_") and canonical(last[3:]) in ACCEPTED and flag_form(last[3:]) == "alone":
-        return f"{canonical(last[3:])}=false"
-    near = nearest(last, [*ACCEPTED, *ALIASES, *TRANSLATIONS])
-    return f"{near}, which is {ALIASES[near]}" if near in ALIASES else near
+    if (
+        last.startswith("no_")
+        and foreign.canonical(last[3:]) in foreign.ACCEPTED
+        and foreign.flag_form(last[3:]) == "alone"
+    ):
+        return f"{foreign.canonical(last[3:])}=false"
+    near = nearest(last, [*foreign.ACCEPTED, *foreign.ALIASES, *foreign.TRANSLATIONS])
+    return f"{near}, which is {foreign.ALIASES[near]}" if near in foreign.ALIASES else near
 
 
 def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool) -> dict[str, Entry]:
@@ -146,8 +137,8 @@ def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool
     given: dict[str, Entry] = {}
     for entry in entries:
         try:
-            found = resolve(entry)
-        except UnknownNameError:
+            found = foreign.resolve(entry)
+        except foreign.UnknownNameError:
             problems.append(unknown(entry))
             continue
         if found is not None:
@@ -157,7 +148,11 @@ def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool
 
 def _add(given: dict[str, Entry], key: str, entry: Entry, problems: list[Problem], last_wins: bool) -> None:
     first = given.get(key)
-    if first is None or (last_wins and normalized(first.name) == normalized(entry.name)) or _yields(first, entry, key):
+    if (
+        first is None
+        or (last_wins and foreign.normalized(first.name) == foreign.normalized(entry.name))
+        or _yields(first, entry, key)
+    ):
         given[key] = entry
     elif not _yields(entry, first, key):
         problems.append(given_twice(key, first, entry))
@@ -165,17 +160,17 @@ def _add(given: dict[str, Entry], key: str, entry: Entry, problems: list[Problem
 
 def _yields(one: Entry, other: Entry, key: str) -> bool:
     """Whether `one` is a switch that is off, beside another switch: `fp16: false` beside `bf16: true`."""
-    return normalized(other.name) in TRANSLATIONS and is_switched_off(key, one)
+    return foreign.normalized(other.name) in foreign.TRANSLATIONS and foreign.is_switched_off(key, one)
 
 
 def read_values(given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:
     """The value of each entry that sets a key, by the type of that key; its range is not checked yet."""
     values = {}
     for key, entry in given.items():
-        if key in NO_EFFECT:
+        if key in foreign.NO_EFFECT:
             continue
         try:
-            values[key] = read_value(FIELDS[key], entry.raw)
+            values[key] = read_value(foreign.FIELDS[key], entry.raw)
         except UnreadableError:
             problems.append(misfit(key, entry))
     return values

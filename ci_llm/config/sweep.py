@@ -18,23 +18,11 @@ from typing import Annotated, Any, Final, Literal
 from annotated_types import Gt, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ci_llm.config import parsing
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import ACCEPTED, FIELDS, key_of, normalized
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS, why_common
-from ci_llm.config.parsing import (
-    COMMAND_LINE,
-    Entry,
-    Items,
-    Mapped,
-    Raw,
-    Scalar,
-    UnreadableError,
-    expected,
-    kinds_of,
-    lists_values,
-    read_value,
-)
 from ci_llm.config.problems import Problem, given_twice, unknown
 from ci_llm.config.schema import Count, DataKeys
 from ci_llm.config.yaml_file import dump_value, read_flow
@@ -137,15 +125,15 @@ class _Written:
     """What is left of the sources once the spaces are taken out."""
 
     spaces: dict[str, _Space] = field(default_factory=dict)
-    keys: dict[str, Entry] = field(default_factory=dict)
+    keys: dict[str, parsing.Entry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Space:
     """A space as it was written: its values, or its two bounds."""
 
-    entry: Entry
-    values: tuple[Raw, ...]
+    entry: parsing.Entry
+    values: tuple[parsing.Raw, ...]
     is_range: bool = False
     log: bool = False
 
@@ -177,7 +165,7 @@ def read_sweep_call(
 
 
 def _read(
-    file: FileEntries, typed: Sequence[Entry], launcher: Mapping[str, str], problems: list[Problem]
+    file: FileEntries, typed: Sequence[parsing.Entry], launcher: Mapping[str, str], problems: list[Problem]
 ) -> SweepReading:
     written = _Written()
     rest_of_file = [*_without_spaces(file.entries, written, problems)]
@@ -186,7 +174,7 @@ def _read(
     if not written.spaces:
         what = "no key has a space of values: there is nothing to sweep"
         problems.append(
-            Problem(COMMAND_LINE, what, f"write 'learning_rate=log(5e-4,1.6e-2)', or another key as {_HOW}")
+            Problem(parsing.COMMAND_LINE, what, f"write 'learning_rate=log(5e-4,1.6e-2)', or another key as {_HOW}")
         )
     spaces = written.spaces
     given = _settings(written.keys, problems)
@@ -214,15 +202,15 @@ def _space(written: _Space, values: tuple[Value, ...]) -> Space:
     return Range(float(values[0]), float(values[1]), written.log, whole)
 
 
-def _candidates(spaces: Mapping[str, _Space]) -> Entry:
+def _candidates(spaces: Mapping[str, _Space]) -> parsing.Entry:
     """All values of all spaces as agents, each with one value: whatever reads agents then reads and judges them."""
-    mapped = [Mapped((replace(space.entry, raw=value),)) for space in spaces.values() for value in space.values]
-    return Entry("agents", Items(tuple(mapped)), COMMAND_LINE)
+    mapped = [parsing.Mapped((replace(space.entry, raw=value),)) for space in spaces.values() for value in space.values]
+    return parsing.Entry("agents", parsing.Items(tuple(mapped)), parsing.COMMAND_LINE)
 
 
 def _without_spaces(
-    entries: Iterable[Entry], written: _Written, problems: list[Problem], *, own_keys: bool = False
-) -> Iterator[Entry]:
+    entries: Iterable[parsing.Entry], written: _Written, problems: list[Problem], *, own_keys: bool = False
+) -> Iterator[parsing.Entry]:
     """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there.
 
     Args:
@@ -242,14 +230,14 @@ def _without_spaces(
             problems.append(_cannot_differ(key, entry))
 
 
-def _take_section(section: Entry | None, written: _Written, problems: list[Problem]) -> None:
+def _take_section(section: parsing.Entry | None, written: _Written, problems: list[Problem]) -> None:
     """Read `sweep:` of a file."""
     if section is None:
         return
-    if not isinstance(section.raw, Mapped):
+    if not isinstance(section.raw, parsing.Mapped):
         problems.append(Problem(section.where, f"sweep is {section.raw}, but takes a mapping", f"key: {_HOW}"))
         return
-    seen: dict[str, Entry] = {}
+    seen: dict[str, parsing.Entry] = {}
     for entry in section.raw.entries:
         name, key = normalized(entry.name), key_of(entry)
         known = name if name in SweepKeys.model_fields else key
@@ -269,7 +257,7 @@ def _take_section(section: Entry | None, written: _Written, problems: list[Probl
             problems.append(Problem(entry.where, what, f"write it outside of the section, or as {_HOW}"))
 
 
-def _cannot_differ(key: str, entry: Entry) -> Problem:
+def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
     if key == "agents":
         return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
     if key in _ABOUT_ROWS:
@@ -278,25 +266,27 @@ def _cannot_differ(key: str, entry: Entry) -> Problem:
     return Problem(entry.where, f"{key} cannot differ between trials: {why_common(key)}", "give it one value")
 
 
-def _space_of(entry: Entry, key: str, problems: list[Problem]) -> _Space | None:
+def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space | None:
     """The space that an entry means; None if its value is one value."""
     raw = entry.raw
-    if isinstance(raw, Scalar) and not raw.quoted:
+    if isinstance(raw, parsing.Scalar) and not raw.quoted:
         if found := _RANGE.fullmatch(raw.text.strip()):
             return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
         if raw.text.strip().startswith(("[", "{")):
             raw = read_flow(raw.text) or raw
-    if isinstance(raw, Mapped):
+    if isinstance(raw, parsing.Mapped):
         return _mapped_range(entry, raw, key, problems)
-    if isinstance(raw, Items) and (key == "agents" or (key in FIELDS and lists_values(FIELDS[key], raw))):
+    if isinstance(raw, parsing.Items) and (
+        key == "agents" or (key in FIELDS and parsing.lists_values(FIELDS[key], raw))
+    ):
         if not raw.values:
             problems.append(Problem(entry.where, f"{key} has an empty space", f"write {_HOW}"))
         return _Space(entry, raw.values)
     return None
 
 
-def _mapped_range(entry: Entry, raw: Mapped, key: str, problems: list[Problem]) -> _Space | None:
-    given = {each.name: each.raw.text if isinstance(each.raw, Scalar) else "" for each in raw.entries}
+def _mapped_range(entry: parsing.Entry, raw: parsing.Mapped, key: str, problems: list[Problem]) -> _Space | None:
+    given = {each.name: each.raw.text if isinstance(each.raw, parsing.Scalar) else "" for each in raw.entries}
     odd = {*given} - {"low", "high", "log"}
     if odd or not {"low", "high"} <= {*given} or given.get("log", "true").lower() not in ("true", "false"):
         what = f"{key} is {{{', '.join(f'{name}: {text}' for name, text in given.items())}}}"
@@ -305,12 +295,12 @@ def _mapped_range(entry: Entry, raw: Mapped, key: str, problems: list[Problem]) 
     return _range(entry, key, given["low"], given["high"], problems, log=given.get("log", "").lower() == "true")
 
 
-def _range(entry: Entry, key: str, low: str, high: str, problems: list[Problem], *, log: bool) -> _Space:
+def _range(entry: parsing.Entry, key: str, low: str, high: str, problems: list[Problem], *, log: bool) -> _Space:
     def refuse(what: str, instead: str) -> _Space:
         problems.append(Problem(entry.where, what, instead))
         return _Space(entry, ())
 
-    if key in SPACE_KEYS and not any(kind.type in (int, float) for kind in kinds_of(FIELDS[key])):
+    if key in SPACE_KEYS and not any(kind.type in (int, float) for kind in parsing.kinds_of(FIELDS[key])):
         return refuse(f"{key} takes no range, because its values are no numbers", "list them: [a,b,c]")
     try:
         bounds = float(low), float(high)
@@ -319,29 +309,29 @@ def _range(entry: Entry, key: str, low: str, high: str, problems: list[Problem],
     if not bounds[0] < bounds[1] or (log and bounds[0] <= 0):
         wanted = "0 < low < high" if log else "low < high"
         return refuse(f"{key} has an empty space: {low} to {high}", f"a range needs {wanted}")
-    return _Space(entry, (Scalar(low), Scalar(high)), is_range=True, log=log)
+    return _Space(entry, (parsing.Scalar(low), parsing.Scalar(high)), is_range=True, log=log)
 
 
-def _settings(entries: Mapping[str, Entry], problems: list[Problem]) -> SweepKeys:
+def _settings(entries: Mapping[str, parsing.Entry], problems: list[Problem]) -> SweepKeys:
     values: dict[str, Any] = {}
     for key, entry in entries.items():
         about = SweepKeys.model_fields[key]
         try:
-            values[key] = getattr(SweepKeys.model_validate({key: read_value(about, entry.raw)}), key)
-        except (UnreadableError, ValidationError):
-            what = f"{key} is {entry.raw}, but takes {expected(about)}"
+            values[key] = getattr(SweepKeys.model_validate({key: parsing.read_value(about, entry.raw)}), key)
+        except (parsing.UnreadableError, ValidationError):
+            what = f"{key} is {entry.raw}, but takes {parsing.expected(about)}"
             problems.append(Problem(entry.where, what, f"the default is {dump_value(about.default)}"))
     return SweepKeys(**values)
 
 
 def _decided(
-    keys: SweepKeys, spaces: Mapping[str, _Space], given: Mapping[str, Entry], problems: list[Problem]
+    keys: SweepKeys, spaces: Mapping[str, _Space], given: Mapping[str, parsing.Entry], problems: list[Problem]
 ) -> SweepKeys:
     """The keys with a sampler and a number of trials, or a problem."""
     ranges = [key for key, space in spaces.items() if space.is_range]
     size = math.prod(len(space.values) for space in spaces.values())
     sampler = keys.sampler or ("grid" if not ranges and size <= (keys.trials or size) else "random")
-    where = given["sampler"].where if "sampler" in given else COMMAND_LINE
+    where = given["sampler"].where if "sampler" in given else parsing.COMMAND_LINE
     if sampler == "grid" and ranges:
         what = f"sampler grid takes lists, and {', '.join(ranges)} has a range"
         problems.append(Problem(where, what, "list its values, or take sampler=random"))
@@ -374,12 +364,12 @@ _UNFIT: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
-def _unfit(config: Config, entries: Sequence[Entry]) -> Iterator[Problem]:
+def _unfit(config: Config, entries: Sequence[parsing.Entry]) -> Iterator[Problem]:
     """The keys that were given and that no sweep can have."""
     for entry in entries:
         key = key_of(entry)
         if key in _UNFIT and (getattr(config, key) != FIELDS[key].default or key == "num_agents"):
-            if key == "num_agents" and entry.where not in (COMMAND_LINE, IN_CALL):
+            if key == "num_agents" and entry.where not in (parsing.COMMAND_LINE, IN_CALL):
                 continue  # of a file that is also trained with
             why, instead = _UNFIT[key]
             yield Problem(entry.where, f"{key} has no place in a sweep: {why}", instead)

@@ -27,15 +27,7 @@ from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
 from ci_llm.run.setup import steps_of
-from ci_llm.run.start.cost_model import (
-    Trace,
-    Untraceable,
-    agent_copies,
-    base_dtype,
-    passes_without_estimate,
-    recompute_on_all,
-    trace_longest,
-)
+from ci_llm.run.start import cost_model
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -145,10 +137,10 @@ def tokenized(
 def estimate(context: CheckContext) -> str:
     """What one micro-step costs, found without weights."""
     try:
-        settled, _ = passes_without_estimate(context.config, context.processes.device)
+        settled, _ = cost_model.passes_without_estimate(context.config, context.processes.device)
         becomes = _settle(context, "pass_per_agent", settled) + _settle(context, "use_gradient_checkpointing", None)
         context.trace = found = _traced(context)
-    except Untraceable as error:
+    except cost_model.Untraceable as error:
         return f"this architecture cannot be traced without weights: {error}"
     return (
         f"{count(found.base_parameters)} parameters, {context.config.num_agents} agents of"
@@ -168,14 +160,16 @@ def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
     if settled is None:
         context.config = context.config.model_copy(update={key: False})
         found = _traced(context)
-        settled = recompute_on_all(found, context.processes.free_memory() - found.base_bytes, context.processes)
+        settled = cost_model.recompute_on_all(
+            found, context.processes.free_memory() - found.base_bytes, context.processes
+        )
     context.config = context.config.model_copy(update={key: settled})
     return f"\n{key}=auto becomes {str(settled).lower()} on this machine"
 
 
-def _traced(context: CheckContext) -> Trace:
+def _traced(context: CheckContext) -> cost_model.Trace:
     shape, processes = context.shape.config, context.processes
-    return trace_longest(
+    return cost_model.trace_longest(
         context.config, shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
     )
 
@@ -234,7 +228,7 @@ SIDE = {"cpu": 768, "cuda": 4096}
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
     one = context.measured.checkpoint_bytes or (
-        context.trace.agents_bytes * 3 // agent_copies(context.config) if context.trace else None
+        context.trace.agents_bytes * 3 // cost_model.agent_copies(context.config) if context.trace else None
     )
     if one is None:
         return "not estimated: this architecture cannot be traced"
@@ -299,7 +293,7 @@ def _flops_per_s(context: CheckContext) -> float:
     """The speed of a matrix product in the precision of the forward pass, on the device of this process."""
     device = context.processes.device
     config = context.config
-    dtype = autocast_dtype(config.mixed_precision) or base_dtype(config, context.shape.config, device)
+    dtype = autocast_dtype(config.mixed_precision) or cost_model.base_dtype(config, context.shape.config, device)
     side = SIDE[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     times = []

@@ -23,23 +23,13 @@ from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.memory import is_out_of_memory
+from ci_llm.crowd import scoring
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.external_adapters import require_checkpoint
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
 from ci_llm.crowd.pretrained import located, weights_fingerprint
-from ci_llm.crowd.scoring import (
-    Answers,
-    AnswerScores,
-    Scores,
-    answer_questions,
-    evaluation_record,
-    how_asked,
-    merge_records,
-    score,
-    targets_of,
-)
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
@@ -124,14 +114,16 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
         if calibrated is not None:  # before the answers, which may depend on what is learned
             passes = iter(_PASSES)
             alpha = job.config.dirichlet_alpha_aggregator
-            job.crowd.learned = learn(lambda: targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
+            job.crowd.learned = learn(
+                lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha
+            )
         if len(job.questions):
             source = _source(job, checkpoint, manifest)
             with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
                 resumed = len(predictions.rows)
                 scores = _score(job, progress)
                 _answer(job, predictions, progress)
-            rows, right = predictions.rows, AnswerScores(_right(predictions.rows), asked=_asked(job))
+            rows, right = predictions.rows, scoring.AnswerScores(_right(predictions.rows), asked=_asked(job))
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows, weights_fingerprint(manifest))
                 write_json(calibrated, job.crowd.calibration.record())
@@ -178,9 +170,9 @@ def _fits(batch_size: int) -> Iterator[None]:
 # What is asked
 
 
-def _score(job: Job, progress: Progress) -> Scores:
+def _score(job: Job, progress: Progress) -> scoring.Scores:
     """Every row, teacher-forced; in the batches of the training's own evaluation, which has no gradients either."""
-    scores = score(job.crowd, _batches(job, progress), job.config.aggregator)
+    scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
     return scores
 
@@ -201,7 +193,7 @@ def _answer(job: Job, predictions: Predictions, progress: Progress) -> None:
     batches = [batch for batch in share(range(total), 0, 1, job.batch_size) if batch[-1] >= done]
     config = job.config
     progress("answering", done, total)
-    for answers in answer_questions(
+    for answers in scoring.answer_questions(
         job.crowd,
         job.prompter,
         job.questions,
@@ -215,7 +207,7 @@ def _answer(job: Job, predictions: Predictions, progress: Progress) -> None:
         progress("answering", answers.numbers[-1] + 1, total)
 
 
-def _rows(job: Job, answers: Answers) -> Iterator[Row]:
+def _rows(job: Job, answers: scoring.Answers) -> Iterator[Row]:
     """The lines of the predictions file for a batch."""
     numbers, source = job.tokenized.row_numbers, job.tokenized.rows.numbers
     *own_signals, crowd_signals = answers.signals
@@ -281,11 +273,13 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
     return torch.tensor([[*row["agents_correct"], row["correct"], row["vote_correct"]] for row in rows]).T
 
 
-def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, rows: Sequence[Row]) -> dict[str, Any]:
+def _record(
+    job: Job, step: int, scores: scoring.Scores, right: scoring.AnswerScores | None, rows: Sequence[Row]
+) -> dict[str, Any]:
     config = job.config
     task = job.request.choice.data or config.task
-    forced = evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
-    record = {**merge_records(forced, right), "step": step}
+    forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
+    record = {**scoring.merge_records(forced, right), "step": step}
     if job.crowd.names != default_names(job.crowd.num_agents):
         record["folders"] = job.crowd.names
     if job.names != job.crowd.names:
@@ -304,7 +298,7 @@ def _record(job: Job, step: int, scores: Scores, right: AnswerScores | None, row
     return {**record, **_text_figures(job, scores)}
 
 
-def _text_figures(job: Job, scores: Scores) -> dict[str, Any]:
+def _text_figures(job: Job, scores: scoring.Scores) -> dict[str, Any]:
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
     tokens, nats = int(scores.tokens.sum()), scores.nll.double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
@@ -349,7 +343,7 @@ def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
 
 
 def _asked(job: Job) -> dict[str, Any]:
-    return how_asked([job.questions], job.config.max_new_tokens_eval)
+    return scoring.how_asked([job.questions], job.config.max_new_tokens_eval)
 
 
 def _aggregator_name(job: Job) -> str:
