@@ -1,4 +1,4 @@
-"""Agents with rows of their own in one ragged pass: each has the bits that it has alone, and is what PEFT trains."""
+"""Agents with rows of their own: each has the bits that it has alone, and is what PEFT trains."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def train(
     bootstrap: Sequence[bool] = (),
     checkpointing: bool = False,
     sick: int | None = None,
+    pass_per_agent: bool = True,
 ) -> list[dict[str, Tensor]]:
     """Train as the loop does; `steps` are micro-steps of every step, with one batch per agent, or one for a lone one.
 
@@ -51,6 +52,7 @@ def train(
     if checkpointing:
         crowd.gradient_checkpointing_enable()
     agents = crowd.agents
+    agents.pass_per_agent = pass_per_agent
     if sick is not None:
         agents.weights[sick].fill_(float("nan"))
     keys = tuple((own.seed, 0) if draws else None for own, draws in zip(agents.each, bootstrap, strict=False))
@@ -111,6 +113,16 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
     }
     for name, (place, entries, rows) in companies.items():
         assert not differences(alone, train(model, entries, together(*rows))[place]), name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_ragged_pass_for_all_trains_the_same_agents(checkpointing: bool) -> None:
+    model = base("phi")  # its norms compute in fp64
+    entries, rows = [{**kind, "seed": 70 + n} for n, kind in enumerate(EVERY_KIND[:3])], (LONG, SHORT, OTHER)
+    how: dict[str, Any] = {"bootstrap": [False, True, False], "checkpointing": checkpointing}
+    apart, at_once = (train(model, entries, together(*rows), **how, pass_per_agent=each) for each in (True, False))
+    for one, other in zip(apart, at_once, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

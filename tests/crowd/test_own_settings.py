@@ -74,6 +74,7 @@ def train(
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
     crowd.route = route
     agents = crowd.agents
+    agents.pass_per_agent = True
     if sick is not None:
         agents.weights[sick].fill_(float("nan"))
     rates = [1e-2 / agent.rank for agent in agents.each]
