@@ -1,6 +1,6 @@
-"""A mirror behind a training: a thread sends what the run's folder has committed, and the files of the run beside it.
+"""The sender of a mirror: a thread behind the training sends what the run's folder has committed, and its logs.
 
-The files of a run beside its checkpoints, with which a fresh disk goes on: logs, metrics, scores.
+With the steps go the other files of the run with which a fresh disk goes on: logs, metrics, scores.
 
 The thread compares the folder with the mirror, and sends what is missing, the newest step first. So it needs no list of
 events: whatever it missed, because the store was away or saves came faster than it sends, it finds in the folder. The
