@@ -1,4 +1,4 @@
-"""Worker processes of anyone's DataLoader outlive the signals that are meant for the run."""
+"""The worker processes of any DataLoader, which outlive the signals that are meant for the run."""
 
 from __future__ import annotations
 
