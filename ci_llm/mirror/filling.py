@@ -1,7 +1,7 @@
 """The way from a mirror to this disk: for one checkpoint as a folder, or for all that a run needs to go on.
 
-A single checkpoint is brought for whatever takes a path (`local_copy`): it is kept, and verified at each use. A run
-goes on from the newest step that verifies, of the disk and the mirror (`fill`).
+A single checkpoint is a copy for whatever takes a path (`local_copy`): it is kept, and verified at each use. A run goes
+on from the newest step that verifies, whether the disk or the mirror has it (`fill`).
 """
 
 from __future__ import annotations
