@@ -1,4 +1,4 @@
-"""The worker processes of any DataLoader, which outlive the signals that are meant for the run."""
+"""The worker processes of a DataLoader, kept alive through the signals that are meant for the run alone."""
 
 from __future__ import annotations
 
