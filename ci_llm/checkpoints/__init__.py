@@ -1,1 +1,1 @@
-"""Checkpoints that cannot lie: committed and verified, or invisible. Knows names and tensors, nothing of agents."""
+"""The checkpoints of a run: committed and verified, or not there. Knows names and tensors, nothing of agents."""

@@ -1,18 +1,8 @@
-"""One save in flight: its copy into memory kept from save to save, and its commit, in a thread while training goes on.
-
-Memory for the copy of a state, kept from save to save, and the copy itself, most of which a thread makes.
-
-Fresh memory costs ten times as much as the copy, in page faults, so the arena keeps its memory. The tensors of an
-optimizer change in its `step` and nowhere else, so `Copy.finish` may copy them in another thread as long as the
-optimizer waits. Everything else (buffers that a forward pass updates, averages, generators) may change at any time,
-and is copied at once. On CUDA the arena is pinned, and the thread copies on a side stream.
+"""A save in the background: a thread finishes the copy of a state and commits it while training goes on.
 
 The copy is what training must wait for, because the optimizer changes what is being copied. So each optimizer that is
 watched waits for the copy in a pre-hook of its step, and the forward and backward pass in between hide it. The commit
 needs only the copy.
-
-An error of the thread is raised by `wait`, and by nothing else. An optimizer's step would be the wrong place: one
-process would leave it by an exception while the others wait for that process in the next collective.
 """
 
 from __future__ import annotations
@@ -42,7 +32,11 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """One block of memory, as large as the largest state that was copied into it."""
+    """One block of memory, as large as the largest state that was copied into it.
+
+    Fresh memory costs ten times as much as the copy, in page faults, so the arena keeps its memory from save to save.
+    On CUDA it is pinned.
+    """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -94,6 +88,10 @@ class Arena:
 
 class Copy:
     """The copy of one state. `finish` may run in another thread, as long as nobody changes the tensors left to it.
+
+    The tensors of an optimizer change in its `step` and nowhere else, so `finish` may copy them in another thread as
+    long as the optimizer waits; on CUDA it copies on a side stream. Everything else (buffers that a forward pass
+    updates, averages, generators) may change at any time, and is copied at once.
 
     Args:
         later: addresses of the memory that `finish` may copy, as `owned_memory` returns them.
@@ -287,7 +285,11 @@ class AsyncSaver:
             self.stall_s += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Return when nothing is in flight. Raises the error of that save, once."""
+        """Return when nothing is in flight. Raises the error of that save, once.
+
+        Only this method raises it, and `begin`, which calls it. An optimizer's step would be the wrong place: one
+        process would leave it by an exception while the others wait for that process in the next collective.
+        """
         if (job := self._job) is not None:
             try:
                 job.result()

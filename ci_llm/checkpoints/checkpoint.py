@@ -1,11 +1,4 @@
-"""One committed folder by itself, at any path and without a lease: found, read, written; two compared bit by bit.
-
-Two checkpoints compared bit by bit: which tensors and values differ, and by how much.
-
-The state decides: adapters, moments, generators, position, plain values, the fingerprints of base and data. Some
-things differ between two runs with the same bits and are listed separately: files kept verbatim (`config.yaml` holds
-the name of the output folder), run ids of trackers, the machine and its library versions. Time and attempt are ignored.
-"""
+"""A single committed folder, at any path and without a lease: found, read, written, compared with another."""
 
 from __future__ import annotations
 
@@ -156,7 +149,13 @@ class Comparison:
 
 
 def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
-    """Compare two checkpoints that were read; nothing is rounded, and -0 is not 0."""
+    """Compare two checkpoints that were read; nothing is rounded, and -0 is not 0.
+
+    The state decides: adapters, moments, generators, position, plain values, the fingerprints of base and data. Some
+    things differ between two runs with the same bits and are listed separately: files kept verbatim (`config.yaml`
+    holds the name of the output folder), run ids of trackers, the machine and its library versions. Time and attempt
+    are ignored.
+    """
     ours, theirs = _leaves_of(one), _leaves_of(other)
     found = [
         difference

@@ -1,26 +1,9 @@
-"""What the processes add to one save: votes on whether it is due, parts of the state, gradients of an open window.
-
-What the processes tell each other about one save: votes on whether it is due, and what each adds to the state.
+"""The contribution of each process to one save: its vote whether it is due, its part of the state, its open gradients.
 
 A loop asks about every step, so the votes on a step are one small all-reduce, counted once. A save costs one exchange
 of messages more. It carries everything that the others must know before process 0 may begin: whether a process has
 failed, whether gradients of an unfinished window wait on any of them, and the parts of the state that each process has
 of its own. Nothing is confirmed after it.
-
-Gradients of an unfinished accumulation window: saved with a checkpoint that is made inside of one, and restored.
-
-    for micro_step in range(start, n):
-        loss(...).backward()
-        if (micro_step + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        manager.save(micro_step, objects)      # may come due between two steps of the optimizer
-
-Inside a window, weights and moments alone do not continue the training: gradients wait for the next step. So the
-gradients of every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of their
-own, if they have changed since that optimizer's last step. If they are `None`, or left over from that step, nothing is
-added. A manager knows of the steps since it was made: gradients that an optimizer in the state had before wait, those
-of its `optimizers` are left over. On several processes each has gradients of its own, and all of them are saved.
 """
 
 from __future__ import annotations
@@ -215,6 +198,22 @@ class Restored(NamedTuple):
 
 class Gradients:
     """The gradients of one loop.
+
+    They are saved with a checkpoint that is made inside an unfinished accumulation window, and restored:
+
+        for micro_step in range(start, n):
+            loss(...).backward()
+            if (micro_step + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            manager.save(micro_step, objects)      # may come due between two steps of the optimizer
+
+    Inside a window, weights and moments alone do not continue the training: gradients wait for the next step. So the
+    gradients of every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of
+    their own, if they have changed since that optimizer's last step. If they are `None`, or left over from that step,
+    nothing is added. A manager knows of the steps since it was made: gradients that an optimizer in the state had
+    before wait, those of its `optimizers` are left over. On several processes each has gradients of its own, and all of
+    them are saved.
 
     Args:
         optimizers: those of the loop that are not in its state.

@@ -1,17 +1,15 @@
-"""Which checkpoints a run's folder holds, read without a lease; and where folders go that leave its line.
+"""The layout of a run's checkpoints on disk: which folders count, and where those go that leave the run's line.
 
-checkpoint_step_<N>/    committed; never written again
-final_checkpoint/       the last step once more, made for use; counts with its step
+    checkpoint_step_<N>/    committed; never written again
+    final_checkpoint/       the last step once more, made for use; counts with its step
+    quarantine/             checkpoints that did not verify
+    superseded/             checkpoints newer than the step that a run went back to
+    overwritten/            whole runs that were in the way of a new one
 
-Folders moved out of a run's line, whole and never deleted: to `quarantine/`, `superseded/` or `overwritten/`.
-
-    quarantine/    checkpoints that did not verify
-    superseded/    checkpoints newer than the step that a run went back to
-    overwritten/   whole runs that were in the way of a new one
-
-Each move goes by way of the attempt's work folder, because only the owner of the lease can rename into that. If the
-disk refuses the second rename, the folder must not stay there: the end of an attempt removes its work folder with all
-that it holds. So it is moved back to where it came from.
+Reading needs no lease. A folder that leaves the line is moved whole and never deleted. Each move goes by way of the
+attempt's work folder, because only the owner of the lease can rename into that. If the disk refuses the second rename,
+the folder must not stay there: the end of an attempt removes its work folder with all that it holds. So it is moved
+back to where it came from.
 """
 
 from __future__ import annotations

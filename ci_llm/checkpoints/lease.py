@@ -1,12 +1,12 @@
-"""One writer per folder: an attempt acquires the lease of the folder, renews it, and loses it in one instant.
+"""The lease of a folder, which makes one attempt its only writer: acquired, renewed, and lost in one instant.
 
     .attempt-<n>/holder.json     the owner: host, process, SLURM job
     .attempt-<n>/<token>/        its work folder; the time of that folder is the heartbeat, and its absence the end
 
-Everything that an attempt commits leaves its work folder by a rename, and everything that it prunes enters it by one.
-A takeover renames `.attempt-<n>` away. From that moment neither path exists, so an attempt that was suspended
-meanwhile can neither overwrite nor remove anything. No clock and no lock of the operating system decides this, because
-neither can be trusted on a network disk: a rename on one disk has one winner.
+Everything that an attempt commits leaves its work folder by a rename, and everything that it prunes enters it by one. A
+takeover renames `.attempt-<n>` away. From that moment neither path exists, so an attempt that was suspended meanwhile
+can neither overwrite nor remove anything. No clock and no lock of the operating system decides this, because neither
+can be trusted on a network disk: a rename on one disk has one winner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manager of checkpoints for any training loop: when to save, what to copy, and how to restore it, strictly.
+"""The manager of checkpoints for any training loop: it saves what is due, and restores it strictly.
 
 A restore compares what can be compared before it touches any object.
 

@@ -1,4 +1,4 @@
-"""The manifest of a committed folder, and its verification: sizes and digests of files and tensors.
+"""The manifest of a committed folder, by which all of it is verified: sizes and digests of files and tensors.
 
 `manifest.json` lists every other file of its folder and carries a digest of itself. A file that it does not list, a
 link, a name that leaves the folder, and anything that could hold a pickle are refused.

@@ -1,4 +1,4 @@
-"""Orbax's names for our checkpoints, so that a script needs one other import.
+"""Orbax's names for our checkpoints, so that a script changes nothing but one import.
 
     from ci_llm import orbax as ocp
 
@@ -6,7 +6,7 @@
     manager.save(step, args=ocp.args.StandardSave(state))
     state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
 
-They are thin readings: the checkpoints are ours, and docs/coming_from/orbax.md says what differs.
+Calls are translated, and formats are not: the checkpoints are ours. docs/coming_from/orbax.md says what differs.
 """
 
 from __future__ import annotations

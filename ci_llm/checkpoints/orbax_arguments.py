@@ -1,4 +1,4 @@
-"""Orbax's arguments and options, translated to ours: what `save` and `restore` are given, and when a manager saves.
+"""Orbax's arguments and options for `save`, `restore` and the manager, translated to ours.
 
 What has no counterpart here is refused by name.
 """

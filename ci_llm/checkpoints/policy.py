@@ -1,19 +1,7 @@
-"""When a checkpoint is due, at which interval the least time is lost, and which old ones stay.
+"""The policy of saves: when a checkpoint is due, at which interval the least time is lost, and which old ones stay.
 
-When a checkpoint is due: a pure function of step and time; the clock is passed in.
-
-`CheckpointManager.should_save` asks this policy. The training loop also saves at the end, when it is asked to stop, and
-after the best evaluation.
-
-The interval of saves that loses the least time, for `save_interval_seconds: auto`, measured while a run saves.
-
-It is the interval of Young and Daly. Saving too often costs stalls; saving too seldom costs the work since the last
-save. With a stall d and a mean time between failures M, the optimum is about sqrt(2 d M) seconds (Young, CACM 17(9),
-1974), or more exactly Daly's estimate (Future Generation Computer Systems 22, 2006, eq. 20 and 21). Asynchronous saves
-stall the training so briefly that the formula gives an interval of a few seconds. The interval is therefore at least
-ten times as long as a save takes.
-
-Which old checkpoints stay when a new one is saved: the newest, multiples of a period, and the best by a measure.
+Whether a save is due is a pure function of step and time: the clock is passed in. `CheckpointManager.should_save` asks
+it. The training loop also saves at the end, when it is asked to stop, and after the best evaluation.
 """
 
 from __future__ import annotations
@@ -85,6 +73,10 @@ _NEWS: Final = 2.0
 def best_interval_s(cost_s: float, mtbf_s: float) -> float:
     """Seconds of work between two saves that lose the least, by Daly's higher-order estimate.
 
+    Saving too often costs stalls; saving too seldom costs the work since the last save. With a stall d and a mean time
+    between failures M, the optimum is about sqrt(2 d M) seconds (Young, CACM 17(9), 1974), or more exactly Daly's
+    estimate (Future Generation Computer Systems 22, 2006, eq. 20 and 21).
+
     Args:
         cost_s: seconds that a save keeps the work from going on.
         mtbf_s: mean seconds between failures.
@@ -135,6 +127,9 @@ class FailureHistory:
 class BestInterval:
     """The interval of a run, measured while it saves. The saving thread writes it, any thread reads it. It logs the
     interval and the reasons whenever it has changed much.
+
+    It serves `save_interval_seconds: auto`. Asynchronous saves stall the training so briefly that `best_interval_s`
+    gives a few seconds. The interval is therefore at least ten times as long as a save takes.
 
     Args:
         clock: seconds, monotonic.

@@ -1,4 +1,4 @@
-"""A nested state becomes named files, safetensors for tensors and JSON for the rest, and comes back the same.
+"""The files of a nested state, safetensors for its tensors and JSON for the rest, from which it comes back the same.
 
 The top-level keys of a state name its files:
 

@@ -1,16 +1,9 @@
-"""Committed folders: a checkpoint is there as a whole or not at all; written in a draft, synced, renamed, read back.
+"""The store of a run's checkpoints: each is there as a whole or not at all, and one attempt at a time changes them.
 
-The order is what makes it safe: each file is synced, the manifest last; then the folders; then the rename; then the
-folder of the new name; then the device is read. If any step fails, the disk holds what it held before.
-
-Committed folders: a checkpoint is there as a whole or not at all, and one attempt at a time changes them.
-
-    checkpoint_step_<N>/, final_checkpoint/        committed (folders.py)
-    quarantine/, superseded/, overwritten/         out of the run's line (folders.py)
-
-Every checkpoint is written in the same order: its files in the attempt's work folder, each synced; the manifest last;
-the folders synced; a rename into its place, the place synced; then it is read back from the device. Only after that old
-ones are pruned. This file handles names and bytes, never tensors.
+The order of a save is what makes it safe: its files are written in the attempt's work folder, each synced, the manifest
+last; the folders are synced; the draft is renamed into its place (folders.py), and the place is synced; then it is read
+back from the device. If any step fails, the disk holds what it held before. Only after that old checkpoints are pruned.
+This file handles names and bytes, never tensors.
 """
 
 from __future__ import annotations

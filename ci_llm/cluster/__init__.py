@@ -1,1 +1,1 @@
-"""The environment of a process: its launcher, SLURM, the walltime, the Hugging Face hub."""
+"""The environment of a process: its launcher, SLURM, the walltime, and the processes that it starts itself."""

@@ -1,4 +1,4 @@
-"""The deadline of a run, and the moment before it at which one more step no longer fits.
+"""The deadline of a run: when it is, and from which moment before it one more step no longer fits.
 
 A thread asks the run to stop, as a signal does; the run saves and leaves between two steps. The time that it needs for
 this is measured: an upper quantile of its steps, an upper quantile of its saves, and a margin for its exit.

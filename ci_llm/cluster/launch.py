@@ -1,14 +1,12 @@
-"""How this process was started: its place among the processes of the run, and the elastic rounds of torchrun.
-
-Elastic rounds of torchrun: a process that dies or a machine that joins ends a round, and the next one goes on.
-
-A round has one world of processes. When a process dies or a machine joins, the agents of torchrun send SIGTERM to the
-processes that are left, and start all of them anew as another world. A process of this package saves, ends, and goes on
-in the next round. This file says what such a process must know about its agent.
+"""The launch of this process: its place among the processes of the run, and its round where torchrun is elastic.
 
 It is known before torch is imported. So only the main process prints the first line of a run, and a call that cannot
-work is refused within a second. Every launcher sets variables of its own; `Launch.variables` translates them into
-those of torchrun, which torch and Accelerate read on every kind of device.
+work is refused within a second. Every launcher sets variables of its own; `Launch.variables` translates them into those
+of torchrun, which torch and Accelerate read on every kind of device.
+
+An elastic round has one world of processes. When a process dies or a machine joins, the agents of torchrun send SIGTERM
+to the processes that are left, and start all of them anew as another world. A process of this package saves, ends, and
+goes on in the next round.
 """
 
 from __future__ import annotations

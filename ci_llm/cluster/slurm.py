@@ -1,4 +1,4 @@
-"""SLURM, from the inside of a job: when the job ends, and how it is requeued.
+"""SLURM from the inside of a job: when it ends the job, and how the job is requeued.
 
 SLURM counts a job as completed if it leaves within the grace of a preemption, or before its limit. Only a request of
 its own puts such a job back into the queue. The outermost program of this package makes the request as its last act,

@@ -1,9 +1,9 @@
-"""Starts this command again as several processes of this machine, where its launcher has started one for all of them.
+"""The start of this command as several processes of this machine, where no launcher has started all of them.
 
-`accelerate launch --num_processes=4` runs a script once on a machine without a GPU, whatever the number. And
-`train.py --distributed` has no launcher. Then this process starts the agent of torchrun with the same command, and
-stands in for the others: it passes each signal on to them, and ends with their exit code. The agent alone would pass
-few signals on, kill 30 s after one, and end with 1 after a clean stop.
+`accelerate launch --num_processes=4` runs a script once on a machine without a GPU, whatever the number. And `train.py
+--distributed` has no launcher. Then this process starts the agent of torchrun with the same command, and stands in for
+the others: it passes each signal on to them, and ends with their exit code. The agent alone would pass few signals on,
+kill 30 s after one, and end with 1 after a clean stop.
 """
 
 from __future__ import annotations

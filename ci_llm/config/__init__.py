@@ -1,4 +1,4 @@
-"""The configuration of a run: one flat YAML file and the command line, read strictly; loads neither torch nor more."""
+"""The configuration of a run: one flat YAML file and the command line, read strictly, and without loading torch."""
 
 from ci_llm.config.config import Change as Change
 from ci_llm.config.config import Config as Config

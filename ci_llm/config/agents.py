@@ -1,5 +1,4 @@
-"""Settings of single agents: `agents:`, a list of mappings, and lists of K values for keys that agents may have of
-their own.
+"""The settings of single agents: `agents:`, a list of mappings, or for one key a list with a value per agent.
 
 Both forms become one list of entries per agent. Of two sources the stronger one decides key by key: a value for all
 agents on the command line sets aside what the file says of single agents.

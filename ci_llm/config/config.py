@@ -1,7 +1,4 @@
-"""A configuration: all keys of a run with sound values, as YAML, compared with another, and explained in words.
-
-The keys in words: the text of `--help`, and the tables of docs/keys.md.
-"""
+"""The `Config` of a run: sound values for all keys, as YAML, compared with another, and explained in words."""
 
 from __future__ import annotations
 
@@ -39,7 +36,10 @@ def describe_keys() -> str:
 
 
 def keys_as_markdown() -> str:
-    """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own."""
+    """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own.
+
+    They are the tables of docs/keys.md.
+    """
     parts = []
     for title, keys in groups().items():
         rows = [f"| {_names(key)} | `{dump_value(FIELDS[key].default)}` | {_text(key)} |" for key in keys]

@@ -1,4 +1,4 @@
-"""Names of other trainers: which key and value they mean here, and answers for all that mean none.
+"""The names that other trainers use: which key and value each means here, and an answer for each that means none.
 
 An option without a counterpart is refused with what to do instead; one without effect is accepted with the reason.
 """

@@ -1,4 +1,4 @@
-"""Reading a configuration: the command line over the file over the launcher over the defaults."""
+"""The reading of a configuration: the command line over the file over the launcher over the defaults."""
 
 from __future__ import annotations
 

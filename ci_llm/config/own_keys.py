@@ -1,4 +1,4 @@
-"""The keys that agents may have of their own, what each agent has of all keys, and why others cannot differ."""
+"""The keys that agents may have of their own, as each agent has them, and why the others are common to all."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
-"""From text to value by the type of the key; the key that a misspelt name means; which source decides a key.
-
-The key that a misspelt name means; no suggestion is better than a wrong one.
-
-From text to value by the type of the key: `no` is a word for one key and false for another.
+"""The meaning of what is written in a file or on a command line: keys with values by the type of each key.
 
 A value arrives as it was written (`Scalar`, `Items` or `Unusable`), from YAML or from the command line (`--any-key V`,
-`--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared
-type of its key; pydantic checks the ranges.
-
-Which source decides a key: the command line over the file over the launcher over the defaults; and in words.
+`--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared type
+of its key: `no` is a word for one key and false for another. pydantic checks the ranges. Where several sources give a
+key, it decides as well which of them counts.
 """
 
 from __future__ import annotations
@@ -34,6 +29,8 @@ RUN_TOGETHER: Final = 0.88
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name of which `name` is a misspelling; None if `name` means something else.
+
+    No suggestion is better than a wrong one.
 
     A part of `name` that the known one lacks has a meaning: `eval_batch_size` is no misspelling of `batch_size`. A part
     may be left out, as in `max_grad` for `max_grad_norm`.

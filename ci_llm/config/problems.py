@@ -1,6 +1,6 @@
-"""From the entries of one source to sound values by key, and what is wrong with all others: place, problem, remedy.
+"""The problems of a configuration: for each the place, what is wrong, and what to write instead.
 
-What is wrong with a configuration: for each problem the place, what it is, and what to write instead.
+The entries of one source become values here, because an entry becomes either a sound value or a problem.
 """
 
 from __future__ import annotations

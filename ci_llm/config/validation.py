@@ -1,4 +1,4 @@
-"""Combinations of values: those that cannot work (clashes), and those that probably mean something else (notices)."""
+"""The combinations of values that cannot work (clashes), or that probably mean something else (notices)."""
 
 from __future__ import annotations
 

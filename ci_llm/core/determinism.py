@@ -1,4 +1,4 @@
-"""Random numbers as a function of where they are used: keyed generators, and the global ones captured and restored.
+"""The random generators of a run: keyed ones, which have no state, and the global ones, captured and restored.
 
 A sequential generator must be saved and restored at exactly the right moment. A keyed generator has no state to save:
 what is drawn in a micro-step depends on (seed, step, process, micro-step) and on nothing that happened before.

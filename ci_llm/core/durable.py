@@ -1,11 +1,10 @@
-"""Durable files: after a crash at any line a reader finds the old content or the new one. And locks on files.
+"""Durable files: after a crash at any line a reader finds the old content or the new one.
 
 A new file is written under another name, synced, renamed, and its folder is synced: a rename is atomic, and a name is
 durable only after the sync of its folder. Only `append` may leave a part: of what was added last. This is the only
 module that renames or syncs. Every change of a disk goes through a `Filesystem`, so that a test can crash before the
-n-th change, or drop and reorder changes before a sync.
-
-The lock of the operating system on a file: one process holds it, and it is free again when that process is gone.
+n-th change, or drop and reorder changes before a sync. `locked` is here for files that several processes change in
+turn.
 """
 
 from __future__ import annotations
@@ -366,6 +365,8 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP})
 @contextmanager
 def locked(path: Path, *, create: bool = False, wait: bool = True, required: bool = True) -> Iterator[None]:
     """Hold the lock of a file.
+
+    It is the lock of the operating system: one process holds it, and it is free again when that process is gone.
 
     Args:
         create: make an empty file if there is none.

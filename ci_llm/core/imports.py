@@ -1,11 +1,7 @@
-"""What precedes the import of large libraries, and packages whose modules are the values of a configuration key.
+"""Imports that wait until something is used: large libraries, and the modules that are values of a configuration key.
 
-What precedes the import of large libraries: settings that they read then, and no garbage collection meanwhile.
-
-Packages whose modules are the values of a configuration key: one file adds a value, under the file's name.
-
-The names are those of the files, so that the configuration is checked without importing torch. A module is imported
-when its value is used.
+Large libraries read some settings only while they are imported, so these are set here. A module that is a value has the
+value as its file's name: so one file adds a value, and the configuration is checked without importing torch.
 """
 
 from __future__ import annotations

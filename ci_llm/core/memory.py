@@ -1,4 +1,4 @@
-"""Memory: how much is free for this process, and whether an error means that it ran out."""
+"""The memory that this process may use: how much of it is free, and whether an error means that it ran out."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What other machines have: URLs of object stores, shown without secrets; whether the hub is reachable, and its files.
+"""Resources on other machines: object stores by their URLs, and the Hugging Face hub, which may be unreachable.
 
-Whether the hub is reachable, and files of a model from there.
-
-One quick request to the hub shows whether it is reachable; if not, only its local cache is used. Without this, every
-name costs half a minute of retries, with a line each, before it is an error.
+A URL is shown without secrets. One quick request to the hub shows whether it is reachable; if not, only its local cache
+is used. Without this, every name costs half a minute of retries, with a line each, before it is an error.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""The names in the folder of a run, and its small records: attempts, skipped batches, recovery.json, hub.json.
+"""The folder of a run: the names of its parts, and the small records in it that later attempts read.
 
-`attempts/<n>/`: the step at which an attempt began, and why its processes failed.
-
-Launchers flatten exit codes, so a reason travels by file. A process that fails writes `process_<i>.json` before it does
-anything else. The earliest failure of an attempt is the cause; the others follow from it.
-
-hub.json: how the last push of a run's result to the hub ended, for the next call of the run and `ci-llm status`.
-
-skipped_batches.json: the batches that the next attempts skip, whichever checkpoint they resume from.
-
-recovery.json: what the supervisor asks of the next attempts of a run.
-
-Only the supervisor writes it, atomically, into the run's folder; the trainer reads it at its start. It is part of the
-state of the run and not of its configuration: a resume never refuses it.
+attempts/<n>/            the step at which an attempt began, and in process_<i>.json why its processes failed
+skipped_batches.json     the batches that the next attempts skip, whichever checkpoint they resume from
+recovery.json            what the supervisor asks of the next attempts
+hub.json                 how the last push of the result to the hub ended, for the next call and `ci-llm status`
 """
 
 from __future__ import annotations
@@ -50,6 +41,8 @@ PEER_LOST: Final = "peer_lost"
 @dataclass(frozen=True)
 class Failure:
     """Why one process of an attempt failed.
+
+    Launchers flatten exit codes, so the reason travels by file.
 
     Attributes:
         reason: a word for scripts: "out_of_memory", "nonfinite", "disk_full", "peer_lost", "error:OSError";
@@ -158,8 +151,8 @@ def _read_failure(path: Path, process_index: int) -> Failure:
 def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
     """The cause of the end of an attempt: its earliest failure; None without any.
 
-    A lost peer counts only if there is no other failure. It is always a consequence, but the clocks of two machines
-    may disagree about the order.
+    The other failures follow from it. A lost peer counts only if there is no other failure: it is always a consequence,
+    but the clocks of two machines may disagree about the order.
     """
     return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
 
@@ -229,6 +222,9 @@ RECOVERY: Final = "recovery.json"
 @dataclass(frozen=True)
 class Recovery:
     """The changes for the next attempts.
+
+    Only the supervisor writes them, atomically, into the run's folder; the trainer reads them at its start. They are
+    part of the state of the run and not of its configuration: a resume never refuses them.
 
     Attributes:
         learning_rate_factor: multiplies the scheduled learning rate of every agent.

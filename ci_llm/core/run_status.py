@@ -1,4 +1,4 @@
-"""status.json: the state of a run, for every other program.
+"""The state of a run, in status.json, for every other program.
 
 Launchers flatten exit codes, so the state travels by file. Only the main process writes it, with a heartbeat: the time
 of its last write. A reader that finds `running` with an old heartbeat, or with a dead process, reports `vanished`.

@@ -1,9 +1,4 @@
-"""Scores: which of two is better, and 95 % intervals of shares, means and differences.
-
-Which of two scores is better, and the order of the trials of a sweep, for whoever chooses or shows them.
-
-95 % intervals over rows: of a share, of the mean of differences row by row, of the difference of two shares.
-"""
+"""The comparison of scores: which is better, and 95 % intervals over rows of shares, means and differences."""
 
 from __future__ import annotations
 

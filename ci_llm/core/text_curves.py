@@ -1,16 +1,4 @@
-"""Curves in characters: lines for a terminal, a file and a mail; braille dots for a panel.
-
-1.53 ┤o
-     │ o
-     │  o
-0.80 ┤   oo
-     │     ooo     x
-0.07 ┤        oooooooo
-     └────────────────
-      10           260
-
-A curve in characters: braille dots, or stars where a terminal has only ASCII.
-"""
+"""Curves in characters: lines for a terminal, a file and a mail; braille dots for a panel."""
 
 from __future__ import annotations
 
@@ -27,6 +15,15 @@ Points = Sequence[tuple[int, float]]
 
 def draw_curves(curves: Mapping[str, Points], width: int) -> str:
     """The curves over one another, each with a character of its own.
+
+        1.53 ┤o
+             │ o
+             │  o
+        0.80 ┤   oo
+             │     ooo     x
+        0.07 ┤        oooooooo
+             └────────────────
+              10           260
 
     A column shows the mean of the points that fall into it; `*` stands where several curves meet.
 
@@ -84,6 +81,8 @@ def draw_curve(
     points: Sequence[tuple[float, float]], width: int, height: int, *, ascii_only: bool = False
 ) -> list[str]:
     """Lines of text with the curve of `points`, and its highest and its lowest value at the left.
+
+    The curve is drawn in braille dots, or with `ascii_only` in stars.
 
     Args:
         points: (x, y) by rising x. Values that are not finite are left out.

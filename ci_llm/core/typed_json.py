@@ -1,4 +1,4 @@
-"""Typed JSON: int keys, tuples, bytes and infinities survive a round trip; documents with a digest of themselves.
+"""Typed JSON, in which int keys, tuples, bytes and infinities survive a round trip.
 
 A value that JSON would change is written as an object with one key that starts with "$":
 
@@ -7,7 +7,7 @@ A value that JSON would change is written as an object with one key that starts 
     float("inf")          {"$float": "inf"}          so that no file ever holds NaN or Infinity
     b"ab"                 {"$bytes": "YWI="}
 
-JSON documents that carry a digest of themselves, so that damage in them is seen.
+A document may carry a digest of itself (`seal`), so that damage in it is seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work with an end, such as tokenising rows: whoever does it counts, and whoever listens shows how far it is.
+"""The progress of work with an end, such as tokenising rows: whoever does it counts, and whoever listens shows it.
 
 As with `logging`, the two do not know each other. A run's log listens (logs/run_log.py); without one, counting costs
 next to nothing and shows nothing.

@@ -1,1 +1,1 @@
-"""Communication between processes: the ballot, the gradient all-reduce, and a side channel for checkpoints."""
+"""The communication between processes: the ballot, the gradient all-reduce, a side channel for checkpoints."""

@@ -1,4 +1,4 @@
-"""Worker processes of anyone's DataLoader outlive the signals that are meant for the run."""
+"""The worker processes of a DataLoader, kept alive through the signals that are meant for the run alone."""
 
 from __future__ import annotations
 

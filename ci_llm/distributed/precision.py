@@ -1,4 +1,4 @@
-"""The precision of a run: which one this machine multiplies fastest, and a refusal of those that do not work here."""
+"""The precision of a run: which one this machine multiplies fastest, and which ones do not work here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process group of a run: its processes meet at one address, once, and join a group of its own for every run."""
+"""The process group of a run: its processes meet at one address, once, and join a new group for every run."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Communication beside the training: votes in which an error of one process is an error of all, and messages.
+"""The communication beside the training: messages, and votes in which an error of one process is an error of all.
 
 A loop that brings nothing of this package but the manager of checkpoints needs no more than this. The trainer brings
 its own `ProcessGroup` (processes.py) for the votes.
 
 Each channel has a gloo group of its own. A thread that saves may then communicate while the training thread is in a
-collective: two threads on one group would take each other's messages. And gloo reports a dead peer within
-milliseconds, on every machine, where NCCL waits for minutes.
+collective: two threads on one group would take each other's messages. And gloo reports a dead peer within milliseconds,
+on every machine, where NCCL waits for minutes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Logs of a run: for people, for programs and for trackers."""
+"""The logs of a run: for people, for programs and for trackers."""

@@ -1,4 +1,4 @@
-"""gpu_stats.json: GPUs and host, sampled in a thread while a run trains.
+"""The load of GPUs and host, sampled in a thread while a run trains, in gpu_stats.json.
 
 Without a driver the list of GPUs is empty. A value that a GPU does not report (MIG, containers) is null.
 """

@@ -1,4 +1,4 @@
-"""How far a run is: a position, the speed, and a plain line per interval for whoever has no terminal."""
+"""The progress of a run: its position, its speed, and a plain line per interval for whoever has no terminal."""
 
 from __future__ import annotations
 

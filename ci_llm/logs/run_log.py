@@ -1,10 +1,8 @@
 """The log of a run: for people (terminal and training.log), for programs (metrics.jsonl) and for trackers.
 
-The files that an attempt appends to: training.log, a line per message, and metrics.jsonl, a JSON record per line.
-
-A run is worth more than its files: a disk that refuses a line is reported once, and the run goes on.
-
-The package logs through the standard `logging`; a `RunLog` handles its records from its creation to `close`.
+An attempt appends to two files: training.log, a line per message, and metrics.jsonl, a JSON record per line. A run is
+worth more than its files: a disk that refuses a line is reported once, and the run goes on. The messages are those of
+the standard `logging`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
-"""The terminal of a run: lines of text that stay, and a live area below them: what it shows, and where it can be drawn.
+"""The terminal of a run: lines of text that stay, and below them a live area that shows how far the run is.
 
-Where a live area can be drawn: at the bottom of a terminal, or in the output of a notebook cell.
-
-What the live area of a terminal shows: bars, speed and the losses of the agents, made to fit its width.
-
-score        200/400   50%  ━━━━━━━━━━━━━━━━━━━━━━━━━━━                           0:00:04 left
-step       1204/4000   30%  ━━━━━━━━━━━━━━━━                                      0:12:31 left
-epoch 1.20  3.71 steps/s  12.4k tokens/s  lr 9.40e-04  0:05:25 so far
-loss 1.234  agent0 1.201  agent1 1.250  agent2 1.233  agent3 1.252
+The live area is at the bottom of a terminal, or in the output of a notebook cell.
 """
 
 from __future__ import annotations
@@ -176,6 +169,13 @@ GAP: Final = Text("  ")
 
 class View:
     """What is known of a run, and how it looks now.
+
+    It shows bars, speed and the losses of the agents, made to fit the width:
+
+        score        200/400   50%  ━━━━━━━━━━━━━━━━━━━━━━━━━━━                           0:00:04 left
+        step       1204/4000   30%  ━━━━━━━━━━━━━━━━                                      0:12:31 left
+        epoch 1.20  3.71 steps/s  12.4k tokens/s  lr 9.40e-04  0:05:25 so far
+        loss 1.234  agent0 1.201  agent1 1.250  agent2 1.233  agent3 1.252
 
     One thread updates it while another draws it, without a lock: what is updated is replaced, never changed.
     """

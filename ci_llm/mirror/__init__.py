@@ -1,1 +1,1 @@
-"""A run's folder once more in an object store: sent behind the training, committed, verified, fenced, and read back."""
+"""The mirror of a run in an object store: sent behind the training, committed, verified, fenced, and read back."""

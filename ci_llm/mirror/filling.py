@@ -1,8 +1,7 @@
-"""From a mirror to this disk: a checkpoint as a folder, and all that a run needs to go on from the newest.
+"""The way from a mirror to this disk: for one checkpoint as a folder, or for all that a run needs to go on.
 
-A checkpoint of a mirror as a folder on this disk, for whatever takes a path: kept, and verified at each use.
-
-A disk filled from a mirror: the newest step that verifies, of both, and what the run needs to go on from it.
+A single checkpoint is a copy for whatever takes a path (`local_copy`): it is kept, and verified at each use. A run goes
+on from the newest step that verifies, whether the disk or the mirror has it (`fill`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What a mirror holds: one head, which alone is replaced, a record for each step; and what an attempt found there.
-
-What an attempt knows of its mirror: what it found there at its start, and what `mirror.json` on the disk says.
+"""The documents of a mirror: one head, which alone is replaced, a record for each step, and a token on the run's disk.
 
     head.json                       which steps count, whose run it is, the generation of its writer
     records/g<G>/<digest>.json      one step: its manifest, and the blocks of each of its files
     blocks/g<G>/<digest>-<size>     bytes; <G> is the generation of the writer that sent them
+    mirror.json                     on the disk, in the run's folder: the run and the generation that it has in common
 
-Everything but the head is written once, under a name made of its content. So the one conditional put of the head is the
-commit: before it nothing new counts, after it everything does. A writer that has lost its claim finds another head than
-it knows, and commits nothing any more. A key that no head refers to comes back only from the generation in its name:
-that is why others may be removed at any time.
+Everything in the store but the head is written once, under a name made of its content. So the one conditional put of
+the head is the commit: before it nothing new counts, after it everything does. A writer that has lost its claim finds
+another head than it knows, and commits nothing any more. A key that no head refers to comes back only from the
+generation in its name: that is why others may be removed at any time.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""An object store as a mirror needs it: whole objects, a conditional put, a bound on speed; or a folder as one.
+"""An object store as a mirror needs it: whole objects, a conditional put, and a bound on speed.
 
-How fast a mirror sends and reads: a bound in megabytes per second, and the time between two tries of a store.
-
-`RemoteObjects` speaks to S3, Google Cloud Storage, Azure and memory through obstore. A folder (`file://`) is
-`objects.py`: obstore neither syncs local files nor swaps them conditionally. Nothing here depends on a listing,
-except what looks for leftovers: listings may be stale.
+It is S3, Google Cloud Storage, Azure or memory (`RemoteObjects`), or a folder (`FolderObjects`). Nothing depends on a
+listing, except what looks for leftovers or rebuilds a damaged head: listings may be stale.
 
 Credentials come from the environment. A URL that carries any is refused, and so none can reach a log.
-
-A folder as an object store, for `file://`: durable writes, and a lock of the operating system for the swap.
 """
 
 from __future__ import annotations
@@ -277,7 +272,11 @@ LOCK = ".lock"
 
 
 class FolderObjects:
-    """Objects are files below a folder; see `Objects`."""
+    """Objects are files below a folder; see `Objects`.
+
+    They are for `file://`, because obstore neither syncs local files nor swaps them conditionally. Here writes are
+    durable, and a lock of the operating system guards the swap.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -1,7 +1,4 @@
-"""Reading a mirror: its head, its steps listed and verified byte by byte, and the newest that verifies.
-
-The checkpoints of a mirror, listed and verified: what `ci-llm checkpoints list` and `verify` show of a URL.
-"""
+"""The reader of a mirror: its head, its steps listed and verified byte by byte, and the newest that verifies."""
 
 from __future__ import annotations
 
@@ -171,6 +168,8 @@ class MirrorReader:
 
 def list_mirror(reader: MirrorReader, head: Head, *, read_all: bool = True) -> list[CatalogEntry]:
     """As `catalog.list_checkpoints`: the current line first, the newest first.
+
+    It is for `ci-llm checkpoints list` and `verify` of a URL.
 
     Args:
         read_all: read every byte and compare it with its digest; otherwise the records alone.

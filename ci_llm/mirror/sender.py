@@ -1,10 +1,9 @@
-"""A mirror behind a training: a thread sends what the run's folder has committed, and the files of the run beside it.
+"""The sender of a mirror: a thread behind the training that sends what the run's folder has and the mirror has not.
 
-The files of a run beside its checkpoints, with which a fresh disk goes on: logs, metrics, scores.
-
-The thread compares the folder with the mirror, and sends what is missing, the newest step first. So it needs no list of
-events: whatever it missed, because the store was away or saves came faster than it sends, it finds in the folder. The
-training never waits for it, except at its end, when the newest step goes first.
+It sends committed steps, the newest first, and the files beside them with which a fresh disk goes on: logs, metrics,
+scores. It compares the folder with the mirror, and so needs no list of events: whatever it missed, because the store
+was away or saves came faster than it sends, it finds in the folder. The training never waits for it, except at its end,
+when the newest step goes first.
 """
 
 from __future__ import annotations

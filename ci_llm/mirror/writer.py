@@ -1,4 +1,4 @@
-"""Writing a mirror: one writer claims it, sends blocks that are not there, and commits each change with the head.
+"""The writer of a mirror: it claims the mirror, sends blocks that are not there, and commits each change with the head.
 
 Of several writers the last one that claimed the mirror has it. What another one sends meanwhile lies beside what
 counts: its next commit finds a head that it does not know, and raises `LostClaim`.

@@ -1,4 +1,4 @@
-"""Checkpoint backends: which processes write a checkpoint. Each module of this package is one.
+"""The checkpoint backends, each a module of this package: they differ in which processes write a checkpoint.
 
 All of them make the same checkpoint: same store, same manifest, same verification. What one has written, any other
 restores. To add one, add a file `backends/<name>.py` that defines

@@ -1,17 +1,4 @@
-"""distributed: the tensors that all processes hold are dealt out, each writes its part, process 0 commits the whole.
-
-Which process writes what when every process writes its part, and how one key is split over several files.
-
-All processes hold the same state, so a part is a choice of its files. Process 0 writes text. Files of tensors are dealt
-out, the largest first, each to the process with the fewest bytes so far (Graham, "Bounds on multiprocessing timing
-anomalies", 1969: the largest part is at most 4/3 of the best). A tree with more bytes than a fair share is split over
-several files, tensor by tensor, with the index format of Hugging Face's libraries:
-
-    <key>.json                              the tree, as without shards
-    <key>-00001-of-00003.safetensors        the tensors of one process
-    <key>.safetensors.index.json            {"metadata": {"total_size": n}, "weight_map": {tensor: file}}
-
-A flat dict of tensors stays one file, because other programs open it. No tensor is cut in two.
+"""The `distributed` backend: each process writes its part of a state that all hold, and process 0 commits the whole.
 
 A save is a sequence of exchanges between all processes, on a `SideChannel` of its own, so that it can run in a thread
 while the processes train:
@@ -67,6 +54,17 @@ class _Piece:
 
 def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
     """The parts of `count` processes: a pure function of names and shapes, so that each process knows all of them.
+
+    Process 0 writes text. Files of tensors are dealt out, the largest first, each to the process with the fewest bytes
+    so far (Graham, "Bounds on multiprocessing timing anomalies", 1969: the largest part is at most 4/3 of the best). A
+    tree with more bytes than a fair share is split over several files, tensor by tensor, with the index format of
+    Hugging Face's libraries:
+
+        <key>.json                              the tree, as without shards
+        <key>-00001-of-00003.safetensors        the tensors of one process
+        <key>.safetensors.index.json            {"metadata": {"total_size": n}, "weight_map": {tensor: file}}
+
+    A flat dict of tensors stays one file, because other programs open it. No tensor is cut in two.
 
     Raises:
         CheckpointError: two keys of the state would share a file.

@@ -1,4 +1,4 @@
-"""vanilla: process 0 writes its own state."""
+"""The `vanilla` backend: process 0 alone writes the checkpoint, from its own state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trackers that `report_to` may name. Each module of this package is one, named as in Accelerate.
+"""The trackers that `report_to` may name, each a module of this package, named as in Accelerate.
+
+The step of the run is their axis, and a resumed run continues its curve. A tracker that fails during a run is reported
+and left out: it must never end the run. A tracker that cannot start is bad input.
 
 To add one that Accelerate supports, add a file `trackers/<name>.py` that defines
 
@@ -6,11 +9,6 @@ To add one that Accelerate supports, add a file `trackers/<name>.py` that define
 
 and `report_to: <name>` selects it. Override a method where the tracker needs more: an id by which a resumed attempt
 finds its run again, other settings at the start, another axis.
-
-The trackers of Accelerate: the step of the run is their axis, and a resumed run continues its curve.
-
-What is special about each kind is in its module of `trackers/`. A tracker that fails during a run is reported and left
-out: it must never end the run. A tracker that cannot start is bad input.
 """
 
 from __future__ import annotations
