@@ -22,7 +22,7 @@ A [K, r, in], B [K, out, r], W [out, in].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
@@ -97,12 +97,13 @@ class Shared:
 
     Attributes:
         same_rows: whether all agents read the same rows; only then the trunk gives the same states.
-        trunk: what its last layer returned, and the state of the global generators after it; None: it has not run.
+        trunk: what its last layer returned, and a call that sets the generators as they were after it; None: it has not
+            run.
         head: the head of the base as it was cast; None: no pass has come to it.
     """
 
     same_rows: bool
-    trunk: tuple[Any, dict[str, Any]] | None = None
+    trunk: tuple[Any, Callable[[], None]] | None = None
     head: Any = None
 
 

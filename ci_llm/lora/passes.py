@@ -24,7 +24,7 @@ Legend: K agents, N packed tokens, R rows of the base's input, D hidden width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from ci_llm.core.determinism import capture, restore
+from ci_llm.core.determinism import capture_draws
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded
 from ci_llm.errors import CiLlmError, ModelError
@@ -513,7 +513,7 @@ def once_below(agents: AgentStorage) -> Iterator[int]:
 
     def spread(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if shared is not None:
-            shared.trunk = output, capture()
+            shared.trunk = output, capture_draws(*(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)))
         return tree_map_only(Tensor, lambda states: states.expand(count, *states.shape[1:]), output)
 
     if shared is not None and shared.trunk is not None:
@@ -528,11 +528,11 @@ def once_below(agents: AgentStorage) -> Iterator[int]:
 
 
 @contextmanager
-def _skipped(layers: Sequence[nn.Module], output: Any, generators: dict[str, Any]) -> Iterator[None]:
+def _skipped(layers: Sequence[nn.Module], output: Any, restore_draws: Callable[[], None]) -> Iterator[None]:
     """Let these layers compute nothing and return `output`; the base may have drawn its own dropout in them."""
 
     def forward(*_inputs: Any, **_named: Any) -> Any:
-        restore(generators)
+        restore_draws()
         return output
 
     own = [vars(layer).get("forward") for layer in layers]  # hooks of other libraries stand there

@@ -266,6 +266,7 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     assert told is not None
     config, device = load_config(PRESETS / preset), torch.device("cpu")
     config = config.model_copy(update=chosen(config, Speed(True, "the hardware that it names has bf16")))
+    config = config.model_copy(update={"pass_per_agent": False})  # as on a GPU
     if config.use_gradient_checkpointing == "auto":
         config = config.model_copy(update={"use_gradient_checkpointing": True})
     shape = AutoConfig.for_model(**KNOWN[config.model_name])

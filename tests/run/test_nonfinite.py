@@ -170,11 +170,11 @@ def test_a_bad_batch_is_skipped_and_no_rate_is_cut(server: ForkServer, undisturb
 
 def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp_path: Path) -> None:
     """Killed after the batch and before the next checkpoint; in the second attempt nothing is wrong with the batch."""
-    fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
-    assert train(server, tmp_path / "whole", fault) == [0], said(tmp_path / "whole")
+    fault, keys = Fault("nan output", steps=(4,), agents=(0, 1, 2)), {"pass_per_agent": False}  # it strikes in passes
+    assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
     cut = tmp_path / "cut"
-    assert train(server, cut, fault, Fault("kill", steps=(5,), committed=3), save_steps=3) == [-9]
-    assert train(server, cut) == [0], said(cut)
+    assert train(server, cut, fault, Fault("kill", steps=(5,), committed=3), save_steps=3, **keys) == [-9]
+    assert train(server, cut, **keys) == [0], said(cut)
     assert fired(cut) == [("nan output", 4, 0), ("kill", 5, 0)]
     assert "recovery: steps skipped: 5" in said(cut)
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
@@ -184,7 +184,7 @@ def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp
 
 def test_nan_in_every_step_ends_the_attempt_with_the_good_weights(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan output", steps=tuple(range(6, 99)), agents=(0, 1, 2))
-    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
+    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5, "pass_per_agent": False}
     assert train(server, tmp_path, fault, **keys) == [1]
     assert [step for _, step, _ in fired(tmp_path)] == [6, 7, 8]
     status, (failure,) = read_status(tmp_path / "run"), read_failures(tmp_path / "run", 1)

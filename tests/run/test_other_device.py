@@ -132,7 +132,7 @@ def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back
 def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool | str, is_sure: bool) -> None:
     """With `auto`, attention keeps its other backward pass and warns once."""
     run: Any = SimpleNamespace(
-        crowd=SimpleNamespace(device=torch.device("cuda:0")),
+        crowd=SimpleNamespace(device=torch.device("cuda:0"), agents=SimpleNamespace(pass_per_agent=False)),
         processes=SimpleNamespace(num_processes=1),
         config=Config(),
         bits={},

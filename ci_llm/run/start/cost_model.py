@@ -185,7 +185,10 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
-    crowd.agents.pass_per_agent = config.pass_per_agent is not False
+    passes = config.pass_per_agent
+    crowd.agents.pass_per_agent = (
+        passes_without_estimate(config, device)[0] if passes == AUTO else passes
+    ) is not False
     if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     return crowd.train()
