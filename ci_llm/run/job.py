@@ -1,7 +1,4 @@
-"""A whole run, from the first line to the last: begin or resume, train, evaluate, conclude; and what it came to.
-
-What a call of a run came to, unless it failed: completed or interrupted, where, and with which scores.
-"""
+"""A run from its first act to its last: begin or resume in the run's folder, train, evaluate, conclude."""
 
 from __future__ import annotations
 
