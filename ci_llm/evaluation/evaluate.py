@@ -1,6 +1,6 @@
-"""An evaluation of a saved crowd: rows teacher-forced and answered, every answer kept; the figures, and their lines.
+"""An evaluation of a saved crowd: rows are teacher-forced and answered, every answer is kept, figures become lines.
 
-An evaluation in lines for a terminal: agents, their mean, vote and crowd, with intervals; rows answered wrong.
+The lines are for a terminal: agents, their mean, vote and crowd, with intervals; and the rows answered wrong.
 """
 
 from __future__ import annotations
