@@ -1,4 +1,4 @@
-"""A run from its first act to its last: begin or resume in the run's folder, train, evaluate, conclude."""
+"""A call that trains: it leases the run's folder, begins or resumes the run, trains, evaluates, concludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's loop: launch an attempt of a target, watch it, classify its end, decide, adjust; and its log.
+"""The supervisor's loop: launch an attempt of a target, watch it, classify its end, decide, adjust, and log all of it.
 
 A `Target` is what the loop needs of the training that it runs: this project's own run or sweep, or an external script.
 """
