@@ -1,6 +1,6 @@
-"""What `ci-llm generate` and `ci-llm chat` share: the options, the run that is asked, and an answer as text.
+"""A call that asks the crowd of a run (`ci-llm generate`, `ci-llm chat`): its options, the run, an answer as text.
 
-An answer as text for a terminal: the crowd's, the agents' beside it, and a line that says how sure the crowd is.
+The text is for a terminal: the crowd's answer, the agents' beside it, and a line that says how sure the crowd is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What every command shares: a parser with the project's own errors; one message and an exit code for every error.
+"""The frame of every command: a parser with the project's own errors; one message and an exit code for every error.
 
-The words of a command line: a parser whose errors are the project's own, and what several commands take.
-
-Run a command: its errors become one message and an exit code; closed or failing standard files are handled.
+Closed or failing standard files are handled here as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`ci-llm export` and `ci-llm push`: agents, or one adapter made of them, as a folder or on the Hugging Face Hub.
+"""The agents of a run for use elsewhere: `ci-llm export` writes a folder, `ci-llm push` publishes them on the hub.
 
-`ci-llm push RUN --to hub:user/name`: publish the agents of a run on the Hugging Face Hub.
+An export is a PEFT folder for each agent, one adapter made of all, or a model with an adapter in its base. The hub is
+that of Hugging Face.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ci-llm report` and `ci-llm compare`: what a run left, as a page; several runs side by side, in the terminal."""
+"""The results of runs, shown: `ci-llm report` writes a page of one, `ci-llm compare` prints several side by side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`ci-llm status` and `ci-llm watch`: a run in plain lines or as JSON; runs side by side until all have ended.
+"""The state of runs, shown: `ci-llm status` prints one as lines or JSON, `ci-llm watch` redraws several until all end.
 
-`ci-llm watch`: runs side by side, redrawn until all have ended; from any machine that sees their folders.
+Both read the files of the runs, so that they work on any machine that sees the folders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ci-llm sweep`: reads spaces and configuration, hands over to the sweep, and shows what stands."""
+"""`ci-llm sweep`: reads spaces and configuration, hands over to the sweep, and shows how its trials stand."""
 
 from __future__ import annotations
 

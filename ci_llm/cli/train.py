@@ -1,4 +1,7 @@
-"""`ci-llm train` and `ci-llm check`: signals, launcher and configuration of every command that trains, then the run."""
+"""`ci-llm train` and its dry run, `ci-llm check`: the signals, the launcher, the configuration, then the run.
+
+`start` does the first of these for every command that trains.
+"""
 
 from __future__ import annotations
 

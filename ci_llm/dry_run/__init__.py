@@ -1,1 +1,1 @@
-"""The named checks of `ci-llm check`, and what a configuration will cost."""
+"""The dry run of a configuration (`ci-llm check`): its named checks, which also tell what the run will cost."""

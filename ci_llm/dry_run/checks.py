@@ -1,6 +1,6 @@
-"""Named checks that build on each other, run in order, and how they are shown.
+"""Named checks that build on each other: each runs if those that it needs have passed, and is shown as it ends.
 
-How the checks are shown: a line for each, columns that fold on a terminal, and quantities with their units.
+A result is shown in columns that fold on a terminal, with quantities in their units.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the checks of a dry run share: configuration, architecture of the base, parts that passed, a scratch folder.
-
-The architecture of a base, even without its weights and without the hub.
-"""
+"""The context that the checks of a dry run share: configuration, architecture, parts that passed, a scratch folder."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class Shape:
 
 
 def find_shape(model_name: str) -> Shape:
-    """The architecture called `model_name`.
+    """The architecture called `model_name`, even without its weights; of a known one also without the hub.
 
     Raises:
         ModelError: nothing is known of it, or it is no causal language model.

@@ -2,6 +2,8 @@
 
 A check computes a result on the device and compares it with another way to the same result: full precision, a second
 computation, the original of a copy. It works on a CPU as well, where the tests call it.
+
+Legend: K agents, P numbers of an agent.
 """
 
 from __future__ import annotations

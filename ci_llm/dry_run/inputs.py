@@ -1,6 +1,6 @@
-"""Checks of the inputs: base, data, chat template, whether a batch fits; and what the real run takes of disk and time.
+"""Checks of what a run is given and what it needs: base, data, chat template, memory for a batch, disk, time.
 
-What the real run will take of disk and time: from measurements of the toy run if there are any, else estimated.
+Disk and time follow from measurements of the toy run if there are any; else they are estimated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""An evaluation of a saved crowd: rows teacher-forced and answered, every answer kept; the figures, and their lines.
+"""The evaluation of a saved crowd: rows are teacher-forced and answered, every answer is kept, figures are drawn up.
 
-An evaluation in lines for a terminal: agents, their mean, vote and crowd, with intervals; rows answered wrong.
+The figures also come as lines for a terminal: agents, their mean, vote and crowd, with intervals; rows answered wrong.
 """
 
 from __future__ import annotations

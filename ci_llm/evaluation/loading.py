@@ -1,6 +1,6 @@
-"""What is evaluated, opened: a saved crowd, which rows, and the questions in them.
+"""The parts of an evaluation, opened: a saved crowd, the rows to evaluate on, and the questions in them.
 
-Which rows are evaluated: those of the run's own evaluation, those of another split, or those of another data set.
+The rows are those of the run's own evaluation, those of another split, or those of another data set.
 """
 
 from __future__ import annotations

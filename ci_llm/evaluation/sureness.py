@@ -1,4 +1,4 @@
-"""How far a number that says how sure a crowd is can be trusted: pure functions of n answers, and what is said of them.
+"""Measures of how far a number that says how sure a crowd is can be trusted: pure functions of n answers.
 
 Sources: Guo et al., "On Calibration of Modern Neural Networks", 2017, for the calibration error; the area under the ROC
 curve is the statistic of Mann and Whitney.

@@ -1,1 +1,1 @@
-"""The report of a run, and the comparison of several: both read the files that runs leave, and load no torch."""
+"""Reports about runs, from the files that they leave and without torch: a page, a comparison, a status, a live view."""

@@ -1,4 +1,4 @@
-"""Several runs, or the trials of a sweep, side by side: what differs in settings, scores, curves."""
+"""The comparison of several runs, or of the trials of a sweep: what differs in settings, scores and curves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The drawings of a report, as SVG. Their fonts and colours are left to the page, which is light, dark or printed.
+"""The drawings of a report: small plots as SVG, whose fonts and colours are left to the page.
 
-Small plots as SVG. The page gives them their font, and their colours as variables of its style sheet.
+The page is light, dark or printed. It gives the plots their font, and their colours as variables of its style sheet.
 """
 
 from __future__ import annotations

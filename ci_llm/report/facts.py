@@ -1,6 +1,6 @@
-"""A run's folder read into plain values: status, metrics, scores, configuration, predictions, attempts.
+"""The facts of a run, read from its folder as plain values: configuration, metrics, scores, predictions, attempts.
 
-The attempts of a run: when each began and ended, how, what its time went into, and what its end cost.
+Of an attempt they tell when it began and ended, how, what its time went into, and what its end cost.
 """
 
 from __future__ import annotations

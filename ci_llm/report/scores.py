@@ -1,7 +1,4 @@
-"""Scores with their intervals: of agents and crowd, of one run beside another; the trials of a sweep, the best first.
-
-The trials of a sweep, for its page and for a terminal: read from sweep.json, the best first.
-"""
+"""Scores with their intervals: of agents and crowd, of one run beside another, of the trials of a sweep."""
 
 from __future__ import annotations
 

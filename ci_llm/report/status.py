@@ -1,10 +1,7 @@
-"""What the files of a run say about it now, as values and in words: state, progress, speed, losses, SLURM job.
+"""The present state of a run, read from its files look by look: progress, speed, losses, SLURM job.
 
-metrics.jsonl as it grows: each look reads only what was written since the look before.
-
-A reading of a run in words, for `ci-llm status` and for the panels of `ci-llm watch`.
-
-Where a width is given, the longest form that fits is taken, else the shortest.
+It comes as values, and in words for `ci-llm status` and for the panels of `ci-llm watch`. Where a width is given, the
+longest form that fits is taken, else the shortest.
 """
 
 from __future__ import annotations

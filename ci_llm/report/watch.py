@@ -1,8 +1,6 @@
-"""Runs from look to look, for `ci-llm watch`: which are meant, whether all have ended, and how a terminal shows them.
+"""The runs that `ci-llm watch` shows, look by look: which are meant, whether all have ended, how they are drawn.
 
-The SLURM jobs of runs: squeue is asked in a thread, because its answer may take longer than a picture may.
-
-Runs drawn for a terminal: panels side by side, or a table with a line per run where there is no room for panels.
+They are panels side by side, or lines of a table where there is no room for panels.
 """
 
 from __future__ import annotations
@@ -34,6 +32,8 @@ _INTERVAL_S: Final = 10.0  # a controller serves the whole cluster
 
 class JobQueue:
     """What squeue said last about some jobs; nothing where squeue is not installed.
+
+    It is asked in a thread, because its answer may take longer than a picture may.
 
     Args:
         query: asks for jobs by id.

@@ -1,4 +1,7 @@
-"""A run: the parts that `setup.py` joins, and where the run stands. Few files work on the whole of it."""
+"""A run as one object: the parts that `setup.py` joins, and where the run stands.
+
+Few files work on the whole of it. The others take the parts that they use.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,11 @@
-"""The crowd changes in the middle of a run: whether it does (`crowd: auto`), and all that counts agents made anew.
+"""The crowd changes while a run trains: agents branch, join, stay alone, are stopped or cloned between two steps.
 
-`crowd: auto`: one agent begins; it stays alone and takes the steps of all, or the others join it.
+A change acts on every process alike and without communication. What an agent has reached goes with it: weights,
+moments, its recovery, the snapshot of its last good state, the sums since the last line of metrics. A copy of an agent
+begins with all of that except the sums, and one that joins begins anew. An agent that is stopped leaves its adapter to
+the checkpoints.
 
-It is decided once, by an evaluation after an eighth of the agent-steps. An agent that knows its training rows much
-better than new ones learns them by heart: more of its steps would go into that, and a crowd averages it away. One that
-knows them about as well is still learning: more steps of one agent help more than more agents. Until then it trains
-as one agent that stays alone from the start would, and after that as well, to the same bits.
-
-The decision is on record before it acts, so that an attempt which goes on from an older checkpoint repeats it.
-
-It happens between two optimizer steps, on every process alike and without communication. What an agent has reached
-goes with it: weights, moments, its recovery, the snapshot of its last good state, the sums since the last line of
-metrics. A copy of an agent begins with all of that except the sums, and one that joins begins anew. An agent that is
-stopped leaves its adapter to the checkpoints.
+A decision is put on record before it acts, so that an attempt which goes on from an older checkpoint repeats it.
 """
 
 from __future__ import annotations
@@ -68,7 +61,13 @@ def decide_crowd(
     processes: Processes,
     may_write: Callable[[], bool],
 ) -> TrainState:
-    """The state in which it is decided about the crowd. A collective.
+    """The state in which it is decided about the crowd (`crowd: auto`). A collective.
+
+    One agent begins. An evaluation after an eighth of the agent-steps decides once: it stays alone and takes the steps
+    of all, or the others join it. An agent that knows its training rows much better than new ones learns them by heart:
+    more of its steps would go into that, and a crowd averages it away. One that knows them about as well is still
+    learning: more steps of one agent help more than more agents. Until then it trains as one agent that stays alone
+    from the start would, and after that as well, to the same bits.
 
     Args:
         metrics: of the evaluation after the present step, by the names of metrics.jsonl.

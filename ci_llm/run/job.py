@@ -1,7 +1,4 @@
-"""A whole run, from the first line to the last: begin or resume, train, evaluate, conclude; and what it came to.
-
-What a call of a run came to, unless it failed: completed or interrupted, where, and with which scores.
-"""
+"""A call that trains: it leases the run's folder, begins or resumes the run, trains, evaluates, concludes."""
 
 from __future__ import annotations
 

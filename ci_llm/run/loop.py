@@ -1,10 +1,21 @@
-"""The training loop: the page to read first.
+"""The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-One optimizer step goes one way: rows -> the frozen base, for all agents at once or one by one -> summed losses ->
-backward, without any communication -> ONE ballot -> ONE all-reduce of the flat gradient -> norms and clipping per agent
--> the optimizer moves -> the state advances. A reduction inside backward would leave the peers of a process that ran
-out of memory waiting there. So that process says it in the ballot, and all repeat the step in smaller parts. The ballot
-also says which agents are not finite; they are left out before the optimizer moves (step/nonfinite.py).
+`setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`. Every step goes the
+same way, on all processes alike:
+
+1. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
+   takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
+   alone. Losses are summed, so that the gradients of all passes add up. Nothing is communicated here.
+2. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
+   whether memory ran out, and whether somebody wants to stop, to save or to change the crowd.
+3. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
+   clipped by its norm. The optimizer moves the agents that are finite, and leaves out the others (step/nonfinite.py).
+4. The state advances. Then come, where they are due: a change of the crowd, a checkpoint, an evaluation.
+
+Backward communicates nothing, because a reduction there would leave the peers of a process that ran out of memory
+waiting. Such a process says so in its ballot, and all repeat the step in smaller parts (step/out_of_memory.py).
+
+Legend: K agents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a configuration to a run: loads, checks and joins its parts.
+"""A run is built from its configuration: its parts are loaded, checked and joined.
 
 Everything that can be refused is refused before the first file is written.
 """

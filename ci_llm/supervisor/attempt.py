@@ -1,8 +1,7 @@
-"""One attempt: the command under its shim, its output passed on byte for byte, an order to stop, and how it ended.
+"""One attempt: the command runs under its shim, can be ordered to stop, and its end is told as seen from outside.
 
-Passes the output of a child on to that of this process, byte for byte, through a pseudo-terminal if that is one.
-
-The relay never waits for a reader. A terminal that was stopped by Ctrl-S holds the child back, but not the supervisor.
+Its output goes on to that of this process byte for byte, through a pseudo-terminal if that is one. The relay never
+waits for a reader: a terminal that was stopped by Ctrl-S holds the child back, but not the supervisor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the end of an attempt means, by exit code, signal and output, or by what an own run wrote about itself."""
+"""The kind of an attempt's end: by exit code, signal and output, or by what an own run wrote about itself."""
 
 from __future__ import annotations
 

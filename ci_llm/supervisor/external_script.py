@@ -1,7 +1,4 @@
-"""An external training script as a target: how it resumes, and how its end is classified by its output.
-
-How an external script resumes from its own checkpoints: by words on its command line, once it has a checkpoint.
-"""
+"""An external training script as a target: its command, how it resumes, and its end as told by its output."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The supervisor's loop: launch an attempt, watch it, classify its end, decide, adjust; its log, and its summary.
+"""The supervisor's loop: launch an attempt of a target, watch it, classify its end, decide, adjust, and log all of it.
 
-What the supervisor needs of the training that it runs: this project's own run, or an external script.
-
-The supervisor's log: a handler that writes the package's records to the terminal and to safe_train.log.
+A `Target` is what the loop needs of the training that it runs: this project's own run or sweep, or an external script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line of safe_train.py: its options, and what it passes on."""
+"""The command line of safe_train.py: its own options, and the words that it passes on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The evidence in the output of one attempt: bytes become lines, and what one line says.
-
-What one line of output says: a non-finite loss, memory that ran out, a kill, a learning rate, a W&B run.
+"""The evidence in an attempt's output: non-finite losses, lack of memory, kills, learning rates, W&B runs, by line.
 
 Only whole tokens match: "nano", "finance loss" and "nancy" never do. Nor does a sentence about what would happen
 ("stops if loss is NaN"), what did not happen ("0 nan losses found") or what was best so far ("best_val_loss=inf").

@@ -1,4 +1,4 @@
-"""What the supervisor does after an attempt: a pure table over the outcome, the attempts before it, and the policy."""
+"""The supervisor's policy after an attempt: a pure table over its outcome, the attempts before it, and the limits."""
 
 from __future__ import annotations
 

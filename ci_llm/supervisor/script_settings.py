@@ -1,17 +1,12 @@
-"""The settings of an external script: on its command line, in its configuration files; and its command with others.
-
-The configuration files of an external script: YAML or JSON, Hydra's groups, and temporary copies with other values.
-
-A value is changed in a copy that keeps every comment, never in the original. Hydra composes its groups itself: a value
-that comes from a group file is only looked up here, and changed by an override on the command line.
-
-The command of an external script, with adjusted settings at the place where the script reads them.
+"""The settings of an external script: read from every place where it reads them, and changed for its next attempt.
 
 A script gets its configuration in one of three ways: in Hydra's (`SCRIPT --config-path DIR --config-name NAME`), as a
 file behind `--config-flag`, or within a whole command, whose words that name the file are then exchanged.
 
-An adjusted key is rewritten where it stands on the command line. Otherwise it is changed in a copy of the file, or, if
-the script would not read it from there, added at the end of the command line.
+An adjusted key is rewritten where it stands on the command line. Otherwise it is changed in a temporary copy of the
+YAML or JSON file, which keeps every comment; the original is never changed. Where the script would not read the key
+from that file, it is added at the end of the command line. So is a value that comes from a group file of Hydra: groups
+are only looked up here, because Hydra composes them itself.
 """
 
 from __future__ import annotations

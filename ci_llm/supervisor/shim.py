@@ -1,10 +1,10 @@
 """The shim, a small process between the supervisor and the command: it ends everything that the command started.
 
-The shim ignores signals that reach whole process groups (Ctrl-C, scancel). It reads one pipe, the control pipe: each
-byte is the number of a signal by which to end the command (SIGKILL means now, without a grace), and the end of the pipe
-means that the supervisor is gone. Into a second pipe it reports how the command ended and what had to be killed.
+It ignores signals that reach whole process groups (Ctrl-C, scancel). It reads one pipe, the control pipe: each byte is
+the number of a signal by which to end the command (SIGKILL means now, without a grace), and the end of the pipe means
+that the supervisor is gone. Into a second pipe it reports how the command ended and what had to be killed.
 
-Only this file starts programs.
+Within the supervisor only this file starts programs.
 """
 
 from __future__ import annotations

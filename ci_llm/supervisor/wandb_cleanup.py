@@ -1,4 +1,4 @@
-"""Deletes the runs of Weights & Biases that failed attempts left: found in their output, deleted at the end.
+"""The cleanup in Weights & Biases: runs that failed attempts left, found in their output, are deleted at the end.
 
 Only runs that an attempt of this supervision began are deleted. A run that was resumed stays, and so does one that a
 successful attempt went on with. The deletion runs in a process of its own, with a time limit: the client may wait for a

@@ -1,7 +1,8 @@
-"""One tracker run per trial, in one group, with its settings as hyperparameters: made of what its segments have logged.
+"""The curves of the trials in trackers: one run per trial, in one group, with its settings as hyperparameters.
 
-A trial goes on in the run that it has: TensorBoard's folder is written anew after each of its segments, and the others
-know a run by its id. What was sent is on record, so that a sweep that was killed sends the rest in its next call.
+A run is made of what the trial's segments have logged. A trial goes on in the run that it has: TensorBoard's folder is
+written anew after each of its segments, and the others know a run by its id. What was sent is on record, so that a
+sweep that was killed sends the rest in its next call.
 """
 
 from __future__ import annotations

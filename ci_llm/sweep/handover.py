@@ -1,9 +1,8 @@
 """The checkpoint from which a segment begins: the trials that go on, composed of members of several checkpoints.
 
-A state composed of members of several checkpoints: everything that each member has of its own goes with it.
-
-A member is what a checkpoint numbers: with `agent3` go the files `agent3/...`, the entries `agent3` of its trees, and
-the fourth value of each list that has one value per member.
+A member is what a checkpoint numbers. Everything that it has of its own goes with it: with `agent3` go the files
+`agent3/...`, the entries `agent3` of the checkpoint's trees, and the fourth value of each list that has one value per
+member.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A sweep from the command line: how many trials fit, every segment trained by this process, then `best/`.
+"""The runner of a sweep from the command line: this process trains every segment, and then makes `best/`.
 
-How many trials fit into one pass, and what a sweep costs beside one run: by the estimate of the dry run.
-
-`best/`: the best trial as a plain PEFT folder with its card, copied bit by bit from the segment that trained it.
+One pass takes as many trials as fit into memory.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ def trials_per_pass(
 
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
-    """How many of the largest trials fit beside the base, which is in memory; None if that is not known."""
+    """How many of the largest trials fit beside the base in memory, as the dry run estimates; None if not known."""
     [rows] = loaded.rows
     lengths = Lengths.of(sampled([rows]))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
@@ -130,6 +128,8 @@ _CONFIG: Final = "adapter_config.json"
 
 def write_best(sweep: Sweep) -> Path | None:
     """Make `best/` of the best trial, unless it is there; None if every trial has failed.
+
+    It is a plain PEFT folder with its card, copied bit by bit from the segment that trained the trial.
 
     Raises:
         DamagedCheckpoint: what the trial's last segment has left is not as it was written.

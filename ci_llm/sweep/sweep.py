@@ -1,16 +1,13 @@
-"""A sweep as ask and tell: what trains next, and what came of it. Its state is in sweep.json, durably, at every moment.
-
-sweep.json: the state of a sweep. It is written before a segment begins and after its trials were scored.
-
-Only plain JSON is in it, for people and for programs: NaN scores are null.
+"""A sweep as ask and tell: it says what trains next, is told what came of it, and keeps its state in sweep.json.
 
     sweep = Sweep("configs.yaml", learning_rate="log(5e-4,1.6e-2)", trials=16, output_dir="rates")
     while pack := sweep.ask():
         result = ci_llm.train(pack.config)
         sweep.tell(pack, pack.scores(result.metrics))
 
-A pack is an ordinary run: whoever trains it, with whatever callbacks, may be interrupted and go on. A process that is
-killed at any moment finds the same trials in its next call.
+A pack is an ordinary run: whoever trains it, with whatever callbacks, may be interrupted and go on. sweep.json is
+written durably before a segment begins and after its trials were scored, so that a process that is killed at any moment
+finds the same trials in its next call. Only plain JSON is in it, for people and for programs: NaN scores are null.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""The trials of a sweep: which train next (successive halving), which settings new ones get, and how all stand.
+"""The trials of a sweep: which settings they get, which of them train next, and how all stand.
 
-The trials of a sweep, and which of them train next: successive halving as pure functions of plain values.
-
-Rung r ends at step `steps[r]`. All trials that begin are scored there, the best share goes on to the next rung, and so
-on to the last step. A segment is a pack of trials that train together from one rung to the next.
+All of it is computed by pure functions of plain values (the spaces, the seed, the trials so far), so that a sweep can
+be resumed. Successive halving decides who trains: rung r ends at step `steps[r]`. All trials that begin are scored at
+the first rung, the best share goes on to the next one, and so on to the last step. A segment is a pack of trials that
+train together from one rung to the next.
 
 Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.
-
-Which settings new trials get: a pure function of spaces, seed and the trials so far, so that a sweep can be resumed.
-
-Optuna's TPE learns from the trials so far. Its study is made anew in every call, from plain values, and its seed
-follows from their number.
-
-The leaderboard of a sweep, for a terminal, and the commands for what comes next.
 """
 
 from __future__ import annotations
@@ -261,7 +254,10 @@ def _drawn(space: Space, share: float) -> Any:
 
 
 def _tpe(spaces: Mapping[str, Space], seed: int, trials: Sequence[Trial], metric: str) -> Iterator[Settings]:
-    """Optuna's ask and tell: every trial so far is told by its score at the first rung, which all have reached."""
+    """Optuna's ask and tell: every trial so far is told by its score at the first rung, which all have reached.
+
+    The study is made anew in every call, from plain values, and its seed follows from their number.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

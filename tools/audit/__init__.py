@@ -1,1 +1,1 @@
-"""`python -m tools.audit`: any training script run again and again: does it resume exactly, and what diverges first?"""
+"""The audit of any training script, which is run again and again: does it resume exactly, and what diverges first?"""

@@ -1,4 +1,4 @@
-"""`python -m tools.audit -- python THEIRS.py ...`: does any training script resume exactly, and what diverges first?"""
+"""`python -m tools.audit -- python THEIRS.py ...`: audits a script, and shows the verdict as a table or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit: two straight runs, one that is killed and one that is stopped, both resumed; and what they show."""
+"""The audit of a script: a straight run beside its repetition, and beside runs resumed after a kill and a stop."""
 
 from __future__ import annotations
 

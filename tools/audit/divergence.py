@@ -1,9 +1,8 @@
-"""Where two runs of one script part, by what name, and what is likely behind it, by framework.
+"""The divergence of two runs of one script: where they part, by what name, and what is likely behind it.
 
 What differs first in time is named; of what differs in the same step, what comes first in the order of causes: weights
-before data, data before random numbers, those before the loss, and the optimizer last.
-
-What is likely behind a divergence, by framework: one sentence, and the kind of line of the script to look at.
+before data, data before random numbers, those before the loss, and the optimizer last. A likely cause is one sentence
+by framework, with the kind of line of the script to look at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run of the script under audit: folder, environment, end, and what the probe wrote, read into plain values."""
+"""One run of the script under audit: its folder, environment and end, and the probe's record as plain values."""
 
 from __future__ import annotations
 

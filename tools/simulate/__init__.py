@@ -1,1 +1,1 @@
-"""`python -m tools.simulate`: the policies of this project, driven through years of failures in seconds."""
+"""The simulation of a job: the policies of this project, driven through years of failures in seconds."""

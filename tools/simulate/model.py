@@ -1,12 +1,8 @@
-"""The cluster and the job of a simulation, its failures, and what theory or a run says of both.
+"""The cluster and the job of a simulation: their keys and failures, and what theory or a run says of them.
 
-What theory says of saving and failing, and the bound that no policy can pass.
-
-The cluster and the job of a simulation: its keys, and how they are read from YAML and a command line.
-
-Failures of the nodes of one job as a stream of moments: exponential, Weibull, or in bursts; drawn by a seed.
-
-What a run has measured of its cluster: how often it failed, how long it took to start, what a save cost.
+The keys are read from YAML, from a command line, and from the folder of a run, which tells how often it failed, how
+long it took to start, and what a save cost. Failures of the nodes are a stream of moments: exponential, Weibull, or in
+bursts; drawn by a seed. Theory says what saving and failing cost (Daly), and gives the bound that no policy can pass.
 """
 
 from __future__ import annotations

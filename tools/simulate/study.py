@@ -1,8 +1,6 @@
-"""What a simulation is for: goodput and cost of ways to save; the answers, as lines for a terminal and as a page.
+"""A study of one cluster: goodput and cost of ways to save, the best interval, and what else could change.
 
-What a simulation is for: goodput and cost of ways to save, the best interval, and what else could change.
-
-A study as one page: curves of goodput by interval and by nodes, and the tables.
+Its answers come as lines for a terminal and as one page: curves of goodput by interval and by nodes, and the tables.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How a run ends: in time, or hanging, or failed; its last save, its mirror, and what it leaves for people."""
+"""The end of a run: in time, or hanging, or failed; its last save, its mirror, and what it leaves for people."""

@@ -6,9 +6,9 @@ from the live tensors, and ends the process, whatever its main thread is doing. 
 processes leave the states of their generators for its checkpoint, and exit after it.
 
 In an elastic job, a process that has lost a peer in the middle of a step commits the boundary as well. Every process
-holds all agents, so any of those that are left can do it: the one that has the lease of the folder, or can take it over
-from the dead. Elsewhere it does not: the generators of the dead are lost, and from the last checkpoint the same world
-goes on bit for bit.
+holds all agents, so any that is left can do it: the one that has the lease of the folder, or can take it over from the
+dead. Other jobs do not: the generators of the dead are lost, and the same number of processes goes on from the last
+checkpoint bit for bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The mirror in the life of a run: it fills an empty disk, follows behind, and has the last seconds of the grace.
+"""The mirror of one run: it fills an empty disk, follows the checkpoints, and has the last seconds of the grace.
 
-On the main process only. On the others, and without the key `mirror`, every method does nothing.
+It works on the main process only. On the others, and without the key `mirror`, every method does nothing.
 """
 
 from __future__ import annotations

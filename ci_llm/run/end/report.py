@@ -1,4 +1,4 @@
-"""What a run leaves for people: the table at its end, the model card, the commands for what comes next, report.html."""
+"""The results of a run for people: the table at its end, the model card, the next commands, report.html."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an attempt ends: when it must stop, what is recorded when it was interrupted or has failed, and how to go on.
+"""The end of an attempt: when it must stop, how its interruption or failure is recorded, which command goes on.
 
 A process that fails writes the reason to a file first, and enters no collective after that.
 """

@@ -1,15 +1,9 @@
-"""Signs of life of a run's main thread, and the watchdog that ends a run without progress: the reason is `hanging`.
+"""The watchdog ends a run without progress: the stacks of all its processes go into the log, the reason is `hang`.
 
-Signs of life of a run's main thread, and how long it may be silent before it counts as hanging.
-
-The watchdog ends a run without progress; the stacks of all its processes go into the log, the reason is `hang`.
-
-Every process watches its own main thread: its micro-steps, the batches of its evaluations, the tokens it generates.
-The first process that is stuck creates a folder in that of the attempt. The others see it, write their stacks there,
-and all of them end. A process that waits in a collective can only be ended from another thread.
-
-`faulthandler` writes the stacks in C, so it works even when Python is stuck. A fork inherits its handler and its file:
-loader workers that start later write into the same file.
+Every process watches its own main thread, which gives a sign of life at each micro-step, batch of an evaluation and
+generated token. The first process that is silent for too long creates a folder in that of the attempt. The others see
+it, write their stacks there, and all of them end. A process that waits in a collective can only be ended from another
+thread.
 """
 
 from __future__ import annotations
@@ -195,7 +189,11 @@ _LOOK_S: Final = 0.2
 
 
 class Stacks:
-    """Stacks on demand. Make it before the workers are forked; a context manager."""
+    """Stacks on demand. Make it before the workers are forked; a context manager.
+
+    `faulthandler` writes the stacks in C, so it works even when Python is stuck. A fork inherits its handler and its
+    file: loader workers that start later write into the same file.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as this does

@@ -1,1 +1,1 @@
-"""How a run starts: base and rows, what a step costs, settings of each agent, the checkpoint from which it resumes."""
+"""The start of a run: base and rows, the cost of a step, settings of each agent, the checkpoint to resume from."""

@@ -1,6 +1,6 @@
-"""What the configuration gives each agent of the crowd: an adapter's shape, objective, optimizer, schedule.
+"""The settings of each agent, from the configuration: the shape of its adapter, objective, optimizer, schedule.
 
-A run needs it at its start, and again whenever its crowd changes.
+A run needs them at its start, and again whenever its crowd changes.
 """
 
 from __future__ import annotations

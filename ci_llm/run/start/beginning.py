@@ -1,10 +1,10 @@
-"""Where a run begins, and what earlier attempts and the supervisor leave to the next attempt in the run's folder.
+"""The beginning of an attempt: the step from which it goes on, and what the run's folder asks of it.
 
-Where a run begins: beginning.json records it, and every later attempt resumes from the newest step of the run.
-
-A supervisor, a queue and a person repeat the same command. So `resume_from_checkpoint`, `restart_from` and
+The run's beginning is on record in beginning.json. After that, every attempt goes on from the newest step of the run. A
+supervisor, a queue and a person repeat the same command. So `resume_from_checkpoint`, `restart_from` and
 `overwrite_output_dir` are about the run and not about one attempt: each acts the first time it is given, and the record
-holds that it has acted.
+holds that it has acted. What earlier attempts and the supervisor ask of this attempt lies in the folder as well
+(`Requests`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What one micro-step of a crowd costs, found without weights; and whether its layers are recomputed.
+"""The cost of one micro-step, found without weights: operations and memory, by which keys that say auto are settled.
 
 Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
 on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
 
-What two keys become that say auto: a pass for each agent, and layers that are recomputed, where their activations would
-not fit.
+`auto` of `pass_per_agent` and of `use_gradient_checkpointing` is settled here: where memory decides, by whether the
+activations would fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run loads, which several runs of one process can share: the base, and the rows as tokens; their order."""
+"""The input of a run, which several runs of one process can share: the base, the rows as tokens, their order."""
 
 from __future__ import annotations
 

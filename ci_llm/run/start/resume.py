@@ -1,13 +1,10 @@
-"""What a checkpoint of a run holds, how a run resumes from it and how exactly, and what to do in another run's folder.
+"""The checkpoint of a run: what it holds, how a run resumes from it, and how exactly.
 
-What to do where a folder holds a run with other settings: a command for a new run beside it, and the other ways.
-
-The command is ready to be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
-
-The log names a grade: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of the checkpoint,
-and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer steps; sums may
-round differently), or `state-exact` (the same state to go on from, on a device that may round differently each time).
-It adds which keys make it another run from here on, because rows, mathematics or the schedule are others.
+The log names a grade of exactness: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of
+the checkpoint, and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer
+steps; sums may round differently), or `state-exact` (the same state to go on from, on a device that may round
+differently each time). It adds which keys make it another run from here on, because rows, mathematics or the schedule
+are others.
 """
 
 from __future__ import annotations
@@ -55,6 +52,8 @@ NAMED_AS_WELL: Final = frozenset({"model_name", "dataset_name", "eval_split", "e
 
 def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str:
     """The hint of a refusal to resume: a new run beside the old one, or in its place, or the old one as it was.
+
+    The command is ready to be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
 
     Args:
         changes: what differs between the run in the folder and `config`.

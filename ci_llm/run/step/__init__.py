@@ -1,1 +1,1 @@
-"""What belongs to a step: state, members, evaluations, callbacks, numbers that are not finite, lack of memory."""
+"""The parts of a step: state, members, evaluations, callbacks, numbers that are not finite, lack of memory."""

@@ -7,8 +7,8 @@ A callback is an object with one or more methods of these names:
             control.should_training_stop = metrics["eval/crowd/nll"] > 0.3
 
 `args` is the `Config`, `state` a `TrainerState`, `control` a `TrainerControl`. All values are plain and the same on
-every process, and the random generators are afterwards as they were before: a callback cannot change the bits of a run.
-It can ask it to stop. What it raises ends the run as any error does.
+every process. The random generators are afterwards as they were before, so a callback cannot change the bits of a run.
+It can ask the run to stop, and what it raises ends the run as any error does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Evaluations of agents and crowd over all processes, round by round; the best step, its checkpoint and its weights.
+"""Evaluations within a run, by all of its processes: scores of agents and crowd, and the best step by them.
 
-Work over all processes, batch by batch, until one of them wants to stop or runs out of memory.
-
-The best step of a run: found by the evaluations, its checkpoint kept, its weights taken as the result.
-
-Evaluations of agents and crowd over all processes: by teacher forcing during the run, by generation at its end.
+Rows are teacher-forced during the run; at its end questions are answered by generation as well. The work is dealt in
+rounds, one batch per process, until one of them wants to stop or runs out of memory: then all leave in the same round.
+The checkpoint of the best step is kept, and its weights can be the result of the run.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Who is in the crowd: plain values, the same on every process; and requests to change it, as files of the run.
+"""The members of the crowd: who trains now, the changes that are planned, and the requests for more.
 
 A run begins with the agents of its configuration, or with one agent: it branches into all of them later, or the others
-join it unless it stays alone (`crowd: auto`). A change acts between two optimizer steps: these two, and an agent is
-stopped or cloned. Members and changes are part of the state of a run, so that a resume builds the crowd of its
-checkpoint and makes the changes that follow at the same steps.
+join it unless it stays alone (`crowd: auto`). An agent can also be stopped or cloned. Changes act between two optimizer
+steps. Members and changes are plain values, the same on every process, and part of the state of a run, so that a resume
+builds the crowd of its checkpoint and makes the changes that follow at the same steps.
 
-Requests to change the crowd of a run, and the record of what became of them, as files in the run's folder.
-
-Anybody who may write to the folder may ask: a request is a file in `requests/`. The main process of the run takes it
-between two steps. What it decides is in `crowd_changes.json` before it acts, with the step, so that an attempt which
-goes on from an older checkpoint makes the change at the same step.
+Anybody who may write to the run's folder may ask for a change: a request is a file in `requests/`, which the main
+process takes between two steps. What it decides is in `crowd_changes.json` before it acts, with the step, so that an
+attempt which goes on from an older checkpoint makes the change at the same step.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The ballot of the step carries the findings of every process, before the gradients are added up. So finding them costs
 no extra wait for the device, and every process draws the same conclusion. `nonfinite_policy.py` computes what follows;
 this file carries it out.
+
+Legend: K agents, P numbers of an agent.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What follows from numbers that are not finite, as pure functions of plain values: per agent, step by step.
+"""The policy for numbers that are not finite: what follows per agent and step, as pure functions of plain values.
 
 The response to one agent escalates. It is left out of the step, and its learning rate is cut. After `max_in_a_row`
 nonfinite steps in a row it is rolled back to its last good snapshot. After as many again in the same episode, the
 attempt ends. An agent with rows of its own keeps its rate until it is rolled back: until then its rows are the first
-suspects, and only it has read them. If every agent is nonfinite in a step, the batch is taken for the cause: it is
-skipped permanently. `max_in_a_row` such steps in a row end the attempt, because then the weights are the cause and not
-the batches.
+suspects, and only it has read them.
+
+If every agent is nonfinite in a step, the batch is taken for the cause: it is skipped permanently. `max_in_a_row` such
+steps in a row end the attempt, because then the weights are the cause and not the batches.
 """
 
 from __future__ import annotations

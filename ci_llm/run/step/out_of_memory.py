@@ -1,10 +1,10 @@
 """Out of memory: one process tells the others by its ballot, and all repeat the same step in smaller parts.
 
-`agree_on_gradients` of the training loop repeats the step. First every agent takes a pass of its own, which needs 1/K
-of the activations. Halving the micro-batch doubles the accumulation, so each optimizer step still uses the same rows.
-At one row the layers are recomputed in the backward pass; after that nothing
-is left to reduce inside the run. What was reduced is recovery state: checkpoints hold it. An evaluation is repeated in
-smaller batches, which changes nothing in the training.
+The first relief is that every agent takes a pass of its own, which needs 1/K of the activations of K agents. The next
+is half the micro-batch, again and again: the accumulation doubles, so each optimizer step still uses the same rows. At
+one row the layers are recomputed in the backward pass; after that nothing is left to reduce inside the run. What was
+reduced is recovery state: checkpoints hold it. An evaluation is repeated in smaller batches, which changes nothing in
+the training.
 """
 
 from __future__ import annotations

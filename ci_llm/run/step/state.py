@@ -1,6 +1,6 @@
-"""The state of a run: plain frozen values, advanced step by step; and the last good state of every agent, in memory.
+"""The state of a run beside live weights and moments: plain frozen values, and the copies that agents fall back to.
 
-The last good state of every agent, in memory: weights and moments, copied every few steps while they are finite.
+A step replaces the plain values by new ones. They are the same on every process, and checkpoints hold them.
 """
 
 from __future__ import annotations
@@ -263,7 +263,9 @@ class _Snapshot:
 
 
 class LastGood:
-    """The snapshot to which each agent can be rolled back. It lies on the device: a copy waits for no transfer.
+    """The snapshot to which each agent can be rolled back: weights and moments, copied every few steps while finite.
+
+    It lies in the memory of the device: a copy waits for no transfer.
 
     Args:
         rows: [P] parameters, one per agent.

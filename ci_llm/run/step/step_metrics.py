@@ -1,13 +1,8 @@
-"""What a line of metrics says about the steps since the line before it, and whether the agents learn.
+"""The optimizer steps in numbers: means for a line of metrics, and a warning where agents do not learn.
 
-A checkpoint in the middle of an interval holds its sums, so that a run that goes on from there reports the means of the
-undisturbed run. The speed is that of the present attempt.
+Nothing here changes the training.
 
-Whether the agents learn: a function of losses and gradient norms that changes nothing in the training.
-
-It warns of two things, and only when there is no doubt: the loss of an agent has risen above that of the first steps by
-more than batches differ, or an agent gets no gradient any more while its loss is not small. A learning rate that is too
-large is the usual cause of both. The run goes on; the warning is in its status and in its results.
+Legend: K agents.
 """
 
 from __future__ import annotations
@@ -39,6 +34,9 @@ class StepMetrics:
 
     A loss is a mean over target tokens, so a long step weighs more than a short one. A norm is a mean over steps. The
     steps in which an agent was not finite do not count for that agent; the metrics say how many those are.
+
+    A checkpoint in the middle of an interval holds its sums, so that a run that goes on from there reports the means of
+    the undisturbed run. The speed is that of the present attempt.
 
     Args:
         num_agents: K.
@@ -155,7 +153,11 @@ SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simp
 
 @dataclass
 class Learning:
-    """The losses and gradient norms of the agents so far.
+    """Whether the agents learn: their losses and gradient norms so far, and a warning only when there is no doubt.
+
+    It warns of two things: the loss of an agent has risen above that of the first steps by more than batches differ, or
+    an agent gets no gradient any more while its loss is not small. A learning rate that is too large is the usual cause
+    of both. The run goes on; the warning is in its status and in its results.
 
     Attributes:
         names: of the agents, for messages.

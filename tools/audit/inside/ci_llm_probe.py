@@ -1,7 +1,9 @@
-"""Writes down what a training script does at its optimizer steps, through hooks of torch; the script is not changed.
+"""The probe writes down what a training script does at its optimizer steps, through hooks of torch.
 
-One file per process, one JSON object per line: `begin` before the first step, then one `step` after each. It imports
-nothing of this project: the script under audit may run in another environment.
+The script is not changed. The record is one file per process, one JSON object per line: `begin` before the first step,
+then one `step` after each.
+
+The probe imports nothing of this project: the script under audit may run in another environment.
 """
 
 from __future__ import annotations
