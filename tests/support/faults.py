@@ -37,7 +37,7 @@ from ci_llm.run import loop
 from ci_llm.run.end import report, shutdown
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
-from tools.testbed.events import DEADLINE_S, wait_until, wait_until_committed
+from tools.testbed.events import DEADLINE_S, reads_again, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
 FIRED = "fired.jsonl"
@@ -376,11 +376,8 @@ def arm(faults: Sequence[Fault]) -> None:
         Now.step, Now.rows = step, []
 
     def note_rows(crowd: Crowd, batch: batches.Batch) -> None:
-        reading = crowd.agents.reading
-        repeated = reading.agent and reading.shared is not None and reading.shared.same_rows
-        if (
-            torch.is_grad_enabled() and Now.step >= 0 and not repeated
-        ):  # below 0 it is the digest of a layer, and no step
+        is_step = Now.step >= 0  # below 0 it is the digest of a layer
+        if torch.is_grad_enabled() and is_step and not reads_again(crowd):
             Now.rows += batch.sample_ids
 
     def note_step(*_: object) -> None:

@@ -36,7 +36,7 @@ from ci_llm.core.run_status import is_alive
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.lora.adapters import AgentStorage
 from tools.testbed import worlds
-from tools.testbed.events import wait_until
+from tools.testbed.events import reads_again, wait_until
 from tools.testbed.forkserver import ForkServer, end_with, free_port
 from tools.testbed.moments import train_signalled
 
@@ -141,7 +141,9 @@ def _keep_ledger(folder: Path) -> None:
         begin_step(agents, step)
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, Crowd) and module.training and present >= 0:  # else it is the digest of a layer
+        if not isinstance(module, Crowd) or not module.training or reads_again(module):
+            return
+        if present >= 0:  # else it is the digest of a layer
             write(list(inputs[0].sample_ids))
 
     AgentStorage.begin_step = begin_and_wait  # type: ignore[method-assign]

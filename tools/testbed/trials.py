@@ -30,7 +30,7 @@ from ci_llm.cli.main import main
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.mirror.head import Head
 from ci_llm.mirror.writer import MirrorWriter
-from tools.testbed.events import wait_until
+from tools.testbed.events import reads_again, wait_until
 from tools.testbed.forkserver import ForkServer
 
 STEPS = 12
@@ -207,8 +207,9 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
     commit, commit_head = CheckpointStore.save, MirrorWriter.commit
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, Crowd) and min(inputs[0].sample_ids) >= 0:  # else it is no step: see layer_digest.py
-            witness.sees(list(inputs[0].sample_ids))
+        if isinstance(module, Crowd):
+            if min(inputs[0].sample_ids) >= 0 and not reads_again(module):  # below 0 it is no step: see layer_digest.py
+                witness.sees(list(inputs[0].sample_ids))
         elif isinstance(module, PreTrainedModel) and not torch.is_grad_enabled():
             witness.sees_evaluation()
 
