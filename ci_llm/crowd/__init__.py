@@ -1,1 +1,1 @@
-"""K agents on one frozen base: the fused pass, the objective, the aggregated answer."""
+"""The crowd of K agents on one frozen base: its objective in training, and the answers of its agents together."""
