@@ -1,4 +1,4 @@
-"""The memory that copies of a base on this disk take, computed before anything heavy is imported."""
+"""The memory that copies of a base on this disk take, checked before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The crowd of K agents on one frozen base: its objective in training, and the answers of its agents together."""
+"""The crowd of K agents on one frozen base: its module, objective, answers, scores and files."""

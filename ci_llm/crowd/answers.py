@@ -285,9 +285,9 @@ class Calibration:
 
     Attributes:
         learned: weights of the agents and a temperature, by which the aggregator `dirichlet` mixes them.
-        right: of the crowd's answers.
-        agent: the one that is asked first.
-        agent_right: of its answers.
+        right: from the signals of an answer of the crowd to the probability that it is right.
+        agent: the one that is asked first, if not all are asked.
+        agent_right: the same for its answers.
         quantiles: of the probabilities that its answers on the validation rows are right: `QUANTILES` + 1 numbers that
             rise.
         aggregator: whose answers `right` is about.

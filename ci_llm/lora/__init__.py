@@ -1,1 +1,4 @@
-"""K LoRA adapters on one frozen base: their layers, storage, passes and optimizer steps. Nothing here knows answers."""
+"""K LoRA adapters on one frozen base: their layers, storage, passes and optimizer steps.
+
+Nothing here knows of answers.
+"""

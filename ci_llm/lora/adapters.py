@@ -2,9 +2,10 @@
 
 Row k of `weights [K, P]` is agent k; the gradients are in a second tensor. The parameters of every module are views of
 the first. So norms, clipping, reduction, snapshots and the optimizer work on rows, and an agent whose gradient is None
-keeps its bits while the others change. `attach` puts the agents on a base; their files are PEFT's.
+keeps its bits while the others change. What is drawn for a pass of training lies beside the weights (`DrawnWeights`).
+`attach` puts the agents on a base; their files are PEFT's.
 
-Legend: K agents, P parameters of the largest agent.
+Legend: K agents, P parameters of the largest agent, r rank.
 """
 
 from __future__ import annotations
