@@ -4,8 +4,8 @@
 apart is registered with Transformers' attention interface under the name `PACKED`, so that no model code is changed.
 `target_log_probs` never holds all logits at once. `distance` and `tolerance` say whether two passes agree.
 
-Legend: K agents, S targets, N packed tokens, R rows of the base's input (the K agents in a pass of all), D hidden
-width, V vocabulary. In attention: H heads, G key/value heads, T tokens of one packed row, D width of a head.
+Legend: K agents, S targets, N packed tokens, R rows of the base's input (packed: K or 1), D hidden width,
+V vocabulary. In attention: H heads, G key/value heads, T tokens of one packed row, D width of a head.
 """
 
 from __future__ import annotations
