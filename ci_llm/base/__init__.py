@@ -1,1 +1,4 @@
-"""The frozen base: found, loaded, quantised, shared out; which of its modules carry agents. Knows no crowd."""
+"""The frozen base model: its files, its weights in memory, and the modules that carry agents.
+
+Nothing here knows of a crowd.
+"""

@@ -1,4 +1,4 @@
-"""The weights of a base on this disk: what copies of it take in memory, told before anything heavy is imported."""
+"""The memory that copies of a base on this disk take, checked before anything heavy is imported."""
 
 from __future__ import annotations
 

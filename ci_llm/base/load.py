@@ -1,4 +1,7 @@
-"""The frozen base model and its tokenizer: find, load, fingerprint. No code of a model's folder is executed."""
+"""The frozen base model with its tokenizer, loaded from a hub id or a folder, and the fingerprint of its weights.
+
+No code of a model's folder is executed.
+"""
 
 from __future__ import annotations
 

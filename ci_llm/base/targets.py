@@ -1,4 +1,4 @@
-"""Which modules of a base carry agents: by PEFT's rules, without those whose weight the base's own code reads."""
+"""The modules of a base that carry agents: chosen by PEFT's rules, none whose weight the base's own code reads."""
 
 from __future__ import annotations
 

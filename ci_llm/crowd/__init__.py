@@ -1,1 +1,1 @@
-"""K agents on one frozen base: the fused pass, the objective, the aggregated answer."""
+"""The crowd of K agents on one frozen base: its module, objective, answers, scores and files."""

@@ -1,37 +1,10 @@
-"""Answers: the final answer of a text, the majority of several, how sure the crowd is, and how probably it is right.
+"""The judgement of an answer: what it says in the end, how sure the crowd is of it, and how probably it is right.
 
-How the answers of a task are written is read off its references, once for all rows (`style_of`):
+A task's references show how final answers are written (`style_of`). The crowd's entropy has a part that the agents see
+alike and a part on which they disagree (`decompose`). A `Calibration`, fitted on validation rows, turns such signals
+into the probability that an answer is right.
 
-    marked    "... #### 1,234"  as in GSM8K: what follows the mark; the last number if a text has no mark
-    number    "... is 42."      every reference ends with a number: the last number of a text
-    text      anything else, such as fractions, dates and times: the whole text, with white space evened out
-
-Numbers are compared as numbers: 1,234 = $1234.00.
-
-How sure the crowd is of a token and of an answer: pure functions of the agents' log-probabilities.
-
-The entropy of the agents' mean distribution is what an answer leaves open. It has two parts: the mean of the agents'
-own entropies, which they see alike, and the mutual information between the token and the agent, which is what they
-disagree on. The second is also the Jensen-Shannon divergence of the agents, and is 0 if all of them say the same.
-
-Sources: for the decomposition Depeweg et al., "Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and
-Risk-sensitive Learning", 2018; for its mean over the tokens of a text Malinin and Gales, "Uncertainty Estimation in
-Autoregressive Structured Prediction", 2021.
-
-Legend: K agents, B texts, V vocabulary.
-
-What validation rows say about a crowd: how probable it is that an answer is right, and what each agent is worth.
-
-Fitted once, kept as `calibration.json` beside the agents, and used by whoever opens them:
-
-    learned      weights of the agents and a temperature, by which the aggregator `dirichlet` mixes them
-    right        from the numbers of an answer of the crowd to the probability that it is right
-    agent        the agent that is asked first, if not all are asked, and the same probability for its answers
-
-Sources: Platt, "Probabilistic Outputs for Support Vector Machines", 1999, for the logistic fit; Guo et al., "On
-Calibration of Modern Neural Networks", 2017, for the temperature.
-
-Legend: K agents, n answers, F signals, S targets, V vocabulary.
+Legend: K agents, B texts, n answers, F signals, S targets, V vocabulary.
 """
 
 from __future__ import annotations
@@ -65,14 +38,22 @@ _ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
 
 
 def style_of(references: Sequence[str]) -> AnswerStyle:
-    """How the answers of a task are written, judged by all its reference answers."""
+    """How the answers of a task are written, judged by all its reference answers.
+
+    marked    "... #### 1,234"  as in GSM8K: what follows the mark; the last number if a text has no mark
+    number    "... is 42."      every reference ends with a number: the last number of a text
+    text      anything else, such as fractions, dates and times: the whole text, with white space evened out
+    """
     if all(_MARK.search(text) for text in references):
         return "marked"
     return "number" if all(_ENDS_WITH_NUMBER.search(text) for text in references) else "text"
 
 
 def final_answer(text: str, style: AnswerStyle) -> str:
-    """The final answer of `text`, normalised; "" if there is none."""
+    """The final answer of `text`, normalised; "" if there is none.
+
+    Numbers are compared as numbers: 1,234 = $1234.00.
+    """
     if style == "marked" and (mark := _MARK.search(text)):
         # The first mark counts: a text that goes on after its answer goes on with the next question.
         return _number(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
@@ -131,6 +112,8 @@ class TokenUncertainty:
 class Uncertainty:
     """A whole text: the product of its tokens' probabilities, and means over its tokens.
 
+    Source of the means: Malinin and Gales, "Uncertainty Estimation in Autoregressive Structured Prediction", 2021.
+
     Attributes:
         log_probability: of the text under the crowd, in nats: the sum over its tokens, the end included.
         confidence: the probability of the text, exp(`log_probability`).
@@ -154,6 +137,13 @@ def entropy(log_probs: Tensor) -> Tensor:
 
 def decompose(log_probs: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The entropy of the agents' mean, the mean of their entropies, and the mutual information.
+
+    The entropy of the mean is what an answer leaves open. The mean of the agents' own entropies is the part that they
+    see alike. The rest, the mutual information between the token and the agent, is what they disagree on. It is also
+    the Jensen-Shannon divergence of the agents, and is 0 if all of them say the same.
+
+    Source: Depeweg et al., "Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
+    Learning", 2018.
 
     Args:
         log_probs: [K, ..., V], normalised.
@@ -248,7 +238,10 @@ def signals(tokens: Sequence[TokenUncertainty]) -> list[float]:
 
 @dataclass(frozen=True)
 class Logistic:
-    """The probability that an answer is right: the logistic function of a weighted sum of its signals."""
+    """The probability that an answer is right: the logistic function of a weighted sum of its signals.
+
+    Source: Platt, "Probabilistic Outputs for Support Vector Machines", 1999.
+    """
 
     coefficients: tuple[float, ...]
     intercept: float
@@ -288,11 +281,13 @@ class Logistic:
 class Calibration:
     """What was fitted, and on what.
 
+    It is fitted once, kept as `calibration.json` beside the agents, and used by whoever opens them.
+
     Attributes:
-        learned: for the aggregator `dirichlet`.
-        right: of the crowd's answers.
-        agent: the one that is asked first.
-        agent_right: of its answers.
+        learned: weights of the agents and a temperature, by which the aggregator `dirichlet` mixes them.
+        right: from the signals of an answer of the crowd to the probability that it is right.
+        agent: the one that is asked first, if not all are asked.
+        agent_right: the same for its answers.
         quantiles: of the probabilities that its answers on the validation rows are right: `QUANTILES` + 1 numbers that
             rise.
         aggregator: whose answers `right` is about.
@@ -368,7 +363,10 @@ def learn_weights(log_probs: Tensor, concentration: float = 1.0) -> tuple[float,
 
 
 def learn_temperature(nats: Sequence[float]) -> float:
-    """The best of `TEMPERATURES`, from the summed nats at each of them."""
+    """The best of `TEMPERATURES`, from the summed nats at each of them.
+
+    Source: Guo et al., "On Calibration of Modern Neural Networks", 2017.
+    """
     best = min(range(len(nats)), key=lambda n: nats[n])
     shift = 0.0
     if 0 < best < len(nats) - 1:

@@ -1,4 +1,4 @@
-"""Ask the crowd in words: prompts become token ids, and what is generated becomes answers with how sure the crowd is.
+"""The way from prompts in words to answers in words, each with how sure the crowd is of it.
 
 Legend: K agents.
 """

@@ -1,4 +1,4 @@
-"""How a token is chosen, and when a text ends: the settings, and what Transformers' `generate` calls for both.
+"""The rules by which the crowd chooses a token or ends a text: settings, and what Transformers' `generate` calls.
 
 Legend: K agents, B prompts, R rows per agent, of which the first F are the agent's own, T tokens, V vocabulary.
 """

@@ -1,10 +1,9 @@
-"""One agent that learns the crowd's distributions, on training rows and on prompts that only the crowd answers.
+"""The distillation of the crowd into one agent, on training rows and on prompts that only the crowd answers.
 
 The student and a control start as the same agent. Both see the same training rows and the same prompts, with answers by
 the crowd for the student and by the start itself for the control. At every token of them the student learns the crowd's
-distribution; the control learns its own texts. What the student gains over the control it owes to the crowd.
-
-A step is one pass of the teachers without gradients and one with gradients for each of the two, on one base.
+distribution; the control learns its own texts. What the student gains over the control it owes to the crowd. A step is
+one pass of the teachers without gradients and one with gradients for each of the two, on one base.
 
 Source: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015.
 

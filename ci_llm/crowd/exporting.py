@@ -1,6 +1,6 @@
-"""Take a crowd elsewhere: its agents, one of them, or a merge with its scores, as PEFT folders or within the base.
+"""The export of a saved crowd: all agents, one of them, or a merge of them, as PEFT folders or within the base.
 
-Scores of a merge beside the crowd and its agents, teacher-forced, on the rows that the run was evaluated on.
+`compare` scores a merge beside the crowd and its agents, teacher-forced, on the rows that the run was evaluated on.
 """
 
 from __future__ import annotations

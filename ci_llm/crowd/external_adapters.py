@@ -1,13 +1,14 @@
-"""Folders that a user names: the committed checkpoint that is meant, or adapters of other programs read into one form.
+"""The folder that a user names, read as what it holds: a committed checkpoint, or adapters of other programs.
 
     adapter_config.json, adapter_model.safetensors     PEFT; or adapter_model.bin
     agent0/, agent1/, ...                              PEFT, one folder per agent
     ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM: the files that its code names
     ci_llm_meta_config.json, model.safetensors         the same: the whole model with the adapters, as it really saves
 
-Nothing is executed: a pickle is read with `weights_only=True`, which allows tensors and containers only.
+Adapters of every kind become `ExternalAdapter`s (`read_adapters`). A path without a committed checkpoint becomes an
+error that says what it holds (`require_checkpoint`).
 
-From a path that a user gave to the committed checkpoint it means, or to an error that says what the path holds.
+Nothing is executed: a pickle is read with `weights_only=True`, which allows tensors and containers only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Generation by the crowd: token by token, each chosen once for all agents, or by a vote; and the text while it grows.
+"""The generation of a text by the crowd, chosen token by token for all agents at once, or by a vote on whole texts.
 
 Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it; where agents also
 answer alone, or vote, once more for each of these texts. Transformers' own `generate` manages cache, positions and
 padding for every family. One logits processor (`ci_llm.crowd.decoding`) replaces the K distributions of a row by the
 token that the crowd chose, so that all K copies of the row go on with the same text. A crowd that votes lets each agent
 write: then every text is read by all agents, and one of the texts wins.
-
-The text of an answer while it is generated has whole characters only, and nothing that a stop string may still cut.
 
 Legend: K agents, B prompts, n texts that each agent draws for a vote, R rows per agent, of which the first F are the
 agent's own, T tokens, V vocabulary.
@@ -77,6 +75,8 @@ def held_back(text: str, stop_strings: Sequence[str]) -> int:
 class TextSoFar:
     """The text of an answer that still grows: what its token ids have settled, and pieces of it; joined, the pieces
     are the whole text.
+
+    A piece has whole characters only, and nothing that a stop string may still cut.
 
     Args:
         tokenizer: decodes the ids; special tokens are left out.

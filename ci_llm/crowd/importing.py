@@ -1,6 +1,6 @@
-"""Existing PEFT adapters become agents: of a run that starts (`init_from`), or of a crowd committed as a checkpoint.
+"""Existing PEFT adapters as agents: of a run that starts (`init_from`), or of a crowd committed as a checkpoint.
 
-How agents start: from existing PEFT adapters (`init_from`), and never all alike with nothing to make them differ.
+Agents that start alike need something that makes them different; without it a run is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The ways of making one adapter of K: their names, what each does, and what a call may ask for. Loads no torch.
+"""The ways of making one adapter of K: their names, what each does, and what a call may ask for.
 
 A merge works on the agents' products B A, or on their factors A and B. Agents with random starts lie in different
-subspaces: there the mean of their factors is meaningless, and only the products can be combined.
+subspaces: there the mean of their factors is meaningless, and only the products can be combined. This file loads no
+torch.
 
     TIES: Yadav et al., "TIES-Merging", 2023.  DARE: Yu et al., "Language Models are Super Mario", 2023.
 """

@@ -1,4 +1,4 @@
-"""One adapter out of K, by PEFT's `add_weighted_adapter`; and an adapter merged into its base.
+"""The merge of K agents into one adapter, by PEFT's `add_weighted_adapter`, or of an adapter into its base.
 
 PEFT writes a merge with `lora_alpha` = r and keeps `use_rslora`, which would scale it by √r: here the scale is 1. Its
 `svd` decomposes the product as a full matrix, which takes minutes per layer of a large base. A product of rank K·r

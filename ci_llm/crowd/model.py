@@ -1,4 +1,4 @@
-"""The crowd as a module: one frozen base, K agents, one fused pass, and the route that rows take through the base.
+"""The crowd as a module: one fused pass of K agents through a frozen base, by a route that is tested at the start.
 
 A family may accept packed rows and still compute something else. So nothing is assumed about a family: at the start one
 short batch goes both ways, packed and padded, and the logits are compared with those of the base's own forward pass.

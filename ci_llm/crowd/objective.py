@@ -1,4 +1,4 @@
-"""What the agents are trained on: summed cross-entropy, minus a weighted diversity term.
+"""The objective of the agents: summed cross-entropy, minus a weighted diversity term.
 
 It has no state and does not communicate. Losses are SUMS over targets: only the ballot knows the target count of the
 whole optimizer step, and the loop divides by it. So neither accumulation nor uneven rows nor the number of processes

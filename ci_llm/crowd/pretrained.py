@@ -1,4 +1,7 @@
-"""A saved crowd: opened, from a folder or the hub to base, agents and prompts, each file verified; and written."""
+"""A saved crowd: written as a committed folder, and opened from a folder or the hub to base, agents and prompts.
+
+Every file of a checkpoint that is read is compared with its digest in the manifest.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""How well each agent and the crowd answer: by teacher forcing, and by exact match of generated answers.
+"""The scores of each agent and of the crowd: of whole solutions by teacher forcing, and of generated final answers.
 
-Exact match here means that every token of the reference solution is the most probable one given the tokens before it.
-Greedy decoding would then reproduce the whole solution. For the crowd, the most probable token is that of the
-aggregated distribution.
+In teacher forcing, exact match means that every token of the reference solution is the most probable one given the
+tokens before it. Greedy decoding would then reproduce the whole solution. For the crowd, the most probable token is
+that of the aggregated distribution.
 
-Legend: K agents, S targets, V vocabulary, n rows.
-
-Legend: K agents, n questions.
+Legend: K agents, S targets, V vocabulary, n rows or questions.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Data people have, as rows in a computed order, packed into micro-batches."""
+"""Data sets as people have them, made into rows, token ids and micro-batches in a computed order."""

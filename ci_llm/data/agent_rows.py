@@ -1,6 +1,6 @@
-"""Agents with data of their own: the tokenised rows that each trains on, those that score it, and how long rows are.
+"""The tokenised rows of each agent: those that it trains on, those that score it, and their lengths.
 
-How long rows are: what the memory and the time of a step follow from.
+The memory and the time of a step follow from the lengths of rows.
 """
 
 from __future__ import annotations

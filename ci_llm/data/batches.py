@@ -1,8 +1,9 @@
-"""From rows to packed micro-batches, streamed step by step in the order of the plan.
+"""The packed micro-batches of every step, made of rows in the order of the plan.
 
-Shapes: the B rows of a micro-batch, laid end to end, are N tokens, of which S are targets; the longest has T.
 The position of a stream is its step number and nothing else: workers and prefetching only decide how early a
 micro-batch is made, never which one it is.
+
+Legend: the B rows of a micro-batch, laid end to end, are N tokens, of which S are targets; the longest row has T.
 """
 
 from __future__ import annotations

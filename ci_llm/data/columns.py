@@ -1,4 +1,4 @@
-"""Which columns of a data set are which parts of a row, found by their names or named by the configuration.
+"""The columns of a data set as the parts of a row: found by their names, or named by the configuration.
 
 Form                    columns                                          becomes
 tokens                  input_ids, labels may be missing                 Tokens

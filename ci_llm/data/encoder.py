@@ -1,4 +1,7 @@
-"""How one row becomes token ids, and which of them are learned: the chat template in force, and its assistant spans."""
+"""The token ids of one row, marked where they are learned, by the chat template in force.
+
+In a chat the answers of the assistant are learned. Their spans are found in the text that the template renders.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Opens a data set with `datasets`: on the hub, a file, a glob, a folder; its splits, and their rows in bounded memory.
-
-Rows of files that `datasets` maps: some or all of them, read one after the other within bounded memory.
-
-What was read of a mapped file stays resident until its mapping is closed. So rows are read in stretches, each of which
-maps the files for itself.
-"""
+"""A data set opened with `datasets`, from the hub, a file, a glob or a folder: its splits, read in bounded memory."""
 
 from __future__ import annotations
 
@@ -46,6 +40,9 @@ _ROWS_AT_ONCE: Final = 100
 @dataclass(frozen=True)
 class MappedRows:
     """Rows of files of `datasets`. The files are mapped while rows are read, and not before.
+
+    What was read of a mapped file stays resident until its mapping is closed. So rows are read in stretches, each of
+    which maps the files for itself.
 
     Attributes:
         files: Arrow files, in order.

@@ -1,11 +1,12 @@
-"""The order of the data, computed and never remembered: the rows of any optimizer step, at once.
+"""The order of the data as a pure function: the rows of any optimizer step are computed, and nothing is remembered.
 
-The rows of an epoch are shuffled by a keyed permutation of 0..n-1, so that the row at a position is a pure
-function of (seed, epoch, position): resuming at step 1,000,000 costs what step 0 costs, and there is no
-generator state to save. The permutation is the generalized Feistel cipher with cycle walking of J. Black and
-P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (methods 2 and 3); its round function is the
-finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
-2014). Plain Python integers throughout: the same order on every platform and with every library version.
+The rows of an epoch are shuffled by a keyed permutation of 0..n-1, so that the row at a position is a function of
+(seed, epoch, position) alone: resuming at step 1,000,000 costs what step 0 costs, and there is no generator state to
+save. Plain Python integers throughout: the same order on every platform and with every library version.
+
+The permutation is the generalized Feistel cipher with cycle walking of J. Black and P. Rogaway, "Ciphers with Arbitrary
+Finite Domains", CT-RSA 2002 (methods 2 and 3); its round function is the finalizer of SplitMix64 (G. Steele, D. Lea,
+C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations

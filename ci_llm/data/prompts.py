@@ -1,4 +1,4 @@
-"""Prompts in the wording of the training: text to token ids, and token ids to text."""
+"""The conversion of prompts to token ids, and of answers to text, in the wording of the training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Canonical rows: a row is a chat, text with its completion, or token ids; and cells as text, numbers and messages.
+"""Canonical rows, made of the cells of a data set: a chat, text with its completion, or token ids.
 
-Cells as text, numbers and messages: OpenAI's and ShareGPT's keys, content in parts, JSON strings, calls of tools.
+A cell may hold messages under OpenAI's or ShareGPT's keys, content in parts, JSON as a string, and calls of tools.
 """
 
 from __future__ import annotations

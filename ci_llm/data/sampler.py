@@ -1,9 +1,11 @@
-"""The order of the data for anyone's DataLoader: shuffled, computed, and continued inside an epoch.
+"""A sampler for any DataLoader, whose order is shuffled, computed, and continued inside an epoch.
 
-sampler = StatefulSampler(rows, seed=1)
-loader = DataLoader(rows, batch_size=8, sampler=sampler, num_workers=2)
-objects = {"model": model, "optimizer": optimizer, "sampler": sampler}     # what a checkpoint holds
-for batch in sampler.batches(loader, epochs=3): ...                        # goes on behind the last batch that was used
+    sampler = StatefulSampler(rows, seed=1)
+    loader = DataLoader(rows, batch_size=8, sampler=sampler, num_workers=2)
+    objects = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    for batch in sampler.batches(loader, epochs=3): ...
+
+A checkpoint holds `objects`. After a resume the loop goes on behind the last batch that was used.
 """
 
 from __future__ import annotations

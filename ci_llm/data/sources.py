@@ -1,13 +1,4 @@
-"""The rows to train on and the rows to evaluate on: splits of a data set, held-out rows, several as one with weights.
-
-The splits of a data set, by its name. The embedded rows need no `datasets`, which takes long to load.
-
-Rows of several data sets as one: all of them, or a choice that follows from weights and seed alone.
-
-With weights a data set has its share of the rows, whatever its size: a small one is repeated, of a large one some
-rows are left out. The number of rows stays that of all data sets together. Which rows are taken is computed by the
-permutation of the order, so that every process and every attempt of a run makes the same choice.
-"""
+"""The rows of a configuration, to train on or to evaluate on: splits or held-out rows of one data set or several."""
 
 from __future__ import annotations
 
@@ -36,7 +27,7 @@ Splits = Mapping[str, Any]
 
 
 def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset_name") -> Splits:
-    """All splits of a data set.
+    """All splits of a data set. The embedded rows need no `datasets`, which takes long to load.
 
     Args:
         name: `embedded`, a hub id, a file, a glob or a folder.
@@ -127,6 +118,11 @@ class _MixedRows(Rows):
 
 def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Rows:
     """Several data sets as one, in the order of `parts`.
+
+    With weights a data set has its share of the rows, whatever its size: a small one is repeated, of a large one some
+    rows are left out. The number of rows stays that of all data sets together. Which rows are taken is computed from
+    weights and seed alone, by the permutation of the order, so that every process and every attempt of a run makes the
+    same choice.
 
     Args:
         weights: of each data set, above 0, in any unit; None: every row of each, once.

@@ -1,9 +1,8 @@
-"""A data set as token ids with loss masks: tokenised once, tallied, kept as Arrow under its content, memory-mapped.
+"""A data set as token ids with loss masks: tokenised once, kept as Arrow under its content, memory-mapped.
 
-Which rows are learned from, cut or left out, and the lines and errors that say so.
-
-Only what an assistant says is learned, or all of a plain text; the first token of a row never is, as nothing
-comes before it. Rows too long are cut at the end; rows with nothing left to learn are left out.
+Only what an assistant says is learned, or all of a plain text; the first token of a row never is, as nothing comes
+before it. Rows too long are cut at the end; rows with nothing left to learn are left out. A `Tally` counts both, for
+the lines and errors that say so.
 """
 
 from __future__ import annotations

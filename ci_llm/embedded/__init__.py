@@ -1,4 +1,4 @@
-"""A tiny base model and a task for it, so that a first run needs no network.
+"""A tiny base model with a task for it, so that a first run needs no network.
 
     BASE_FOLDER           a Llama of 877,696 parameters and its tokenizer; `from_pretrained` opens it
     rows("train")         1,500 rows of question and answer, as in GSM8K; "validation" has 320, "test" 1,000

@@ -1,1 +1,1 @@
-"""Checkpoints of this package under other trainers: Accelerate, Transformers' Trainer, Lightning."""
+"""The package inside other libraries: checkpoints under Accelerate, Trainer and Lightning, crowds in lm_eval."""

@@ -1,4 +1,4 @@
-"""A crowd in anyone's Accelerate loop: `save_state` writes agents and not the base, `load_state` goes on bit for bit.
+"""A crowd in any Accelerate loop: `save_state` writes agents and not the base, `load_state` goes on bit for bit.
 
     crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
     register_hooks(accelerator)

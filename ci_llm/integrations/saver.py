@@ -1,4 +1,4 @@
-"""What loops of other libraries share: their checkpoints, what these hold of a model, and whether they fit."""
+"""The common part of checkpoints in loops of other libraries: what they hold of a model, and whether they fit."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""K adapters on one frozen base: layers, storage, the fused pass, what moves them. Knows nothing of answers."""
+"""K LoRA adapters on one frozen base: their layers, storage, passes and optimizer steps.
+
+Nothing here knows of answers.
+"""

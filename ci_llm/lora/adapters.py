@@ -1,16 +1,11 @@
-"""K LoRA agents on one frozen base: one storage, per-agent parameters, what is drawn for a pass, PEFT's files.
+"""The storage of K LoRA agents on one frozen base: one tensor of all trainable numbers, with a row per agent.
 
-What is drawn for the weights of a pass of training: DropConnect masks, and noise around them.
+Row k of `weights [K, P]` is agent k; the gradients are in a second tensor. The parameters of every module are views of
+the first. So norms, clipping, reduction, snapshots and the optimizer work on rows, and an agent whose gradient is None
+keeps its bits while the others change. What is drawn for a pass of training lies beside the weights (`DrawnWeights`).
+`attach` puts the agents on a base; their files are PEFT's.
 
-Neither is in the weights themselves, which a save may read at any moment. A pass takes `(weights + noise) * masks`.
-
-Legend: K agents, P parameters of one agent.
-
-All trainable numbers of the crowd are in ONE tensor `weights [K, P]`, whose row k is agent k; the gradients are in a
-second one. Every module's parameters are views of it. So norms, clipping, reduction, snapshots and the optimizer work
-on rows, and an agent whose gradient is None keeps its bits while the others change.
-
-Legend: K agents, P parameters of one agent, r rank.
+Legend: K agents, P parameters of the largest agent, r rank.
 """
 
 from __future__ import annotations
@@ -35,6 +30,9 @@ from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSe
 
 class DrawnWeights:
     """The masks and the noise in force; agents draw from generators of their own, keyed by seed, step and index.
+
+    Neither is in the weights themselves, which a save may read at any moment. A pass of training takes
+    `(weights + noise) * masks`; the masks are those of DropConnect.
 
     Args:
         weights: [K, P] those of the storage.

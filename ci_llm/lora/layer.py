@@ -1,22 +1,14 @@
-"""One frozen linear layer with K low-rank adapters: settings, module, autograd Functions, groups of one shape.
+"""A frozen linear layer that carries the low-rank adapters of K agents.
 
-What a forward pass casts once for all layers: the agents' weights, and an input that several layers read.
-
-Legend: K agents, P parameters of one agent.
-
-Neighbouring agents whose adapters have one shape on a layer: their A and B as one batch, and their gradients.
-
-Legend: n agents of a group, r rank, in and out features. A [n, r, in], B [n, out, r].
-
-Dropout of the adapters' inputs: drawn together for all agents, or by each agent for itself.
-
-Legend: K agents, N rows of activations per agent, in features.
+`StackedLoRALinear` is the layer. Adapters of neighbouring agents that have one shape are multiplied as one batch
+(`AgentGroup`). All layers of a base share what a pass casts once (`Casts`), whose tokens their inputs hold (`Reading`),
+and the dropout of the adapters' inputs (`InputDropout`).
 
 LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Rank-stabilised scaling: Kalajdzievski,
 "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.
 
-Legend: K agents, N rows of activations per agent, r rank, in and out features. x, z [K, N, in], h [K, N, r],
-A [K, r, in], B [K, out, r], W [out, in].
+Legend: K agents, n agents of a group, P parameters of one agent, N rows of activations per agent, r rank, in and out
+features. x, z [K, N, in], h [K, N, r], A [K, r, in], B [K, out, r], W [out, in]; in a group n instead of K.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""What moves the agents: IVON, an optimizer that learns a Gaussian over weights, and learning-rate schedules.
+"""The optimizer step of the agents: IVON as an optimizer, and the learning rate of each step for any optimizer.
 
-Gradients are taken at weights drawn from it, and how they vary with the noise gives its spread.
-Source: Shen et al., "Variational Learning is Effective for Large Deep Networks", 2024, algorithm 1; the names are those
-of its package, ivon-opt, with `rescale_lr`.
+A learning-rate schedule is a pure function of the step, by its name in Transformers and with the bits of Transformers'
+own. Those are methods of a scheduler around an optimizer, with a position to save. Their module also imports all of
+PEFT, which with bitsandbytes takes seconds.
 
 Legend: K agents, P trainable numbers of an agent.
-
-Learning-rate schedules by their names in Transformers, as pure functions of the step.
-
-They have the bits of Transformers' own, which are methods of a scheduler around an optimizer, with a position to save.
-Its module also imports all of PEFT, which with bitsandbytes takes seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +28,10 @@ BETA2: Final = 0.99999
 
 class Ivon(torch.optim.Optimizer):
     """Moves the means, one parameter group per agent, between `draw` and the next `draw`.
+
+    IVON learns a Gaussian over the weights. Gradients are taken at weights drawn from it, and how they vary with the
+    noise gives its spread. Source: Shen et al., "Variational Learning is Effective for Large Deep Networks", 2024,
+    algorithm 1; the names are those of its package, ivon-opt, with `rescale_lr`.
 
     The state of an agent is `step`, `momentum` [P] and `hess` [P], an estimate of the diagonal of the Hessian. The
     standard deviation of its weights is 1 / sqrt(ess (hess + weight_decay)).

@@ -1,24 +1,11 @@
-"""Rows through the frozen base, packed or padded, in one pass for all agents; and on to log-probabilities.
+"""A pass of rows through the frozen base with K agents on it, from token ids to log-probabilities of the targets.
 
-Whether two passes through a base agree, and the error for a base that cannot be used.
+`Passes` takes rows packed or padded, in one pass for all agents or in one for each. Attention that keeps packed rows
+apart is registered with Transformers' attention interface under the name `PACKED`, so that no model code is changed.
+`target_log_probs` never holds all logits at once. `distance` and `tolerance` say whether two passes agree.
 
-Attention over packed rows: the tokens of a row attend to their own row only.
-
-It is registered with Transformers' attention interface under the name `PACKED`, so that no model code is changed.
-
-Legend: R rows of the batch (the K agents), H heads, G key/value heads, N packed tokens, T tokens of one packed row,
-D width of a head.
-
-From final hidden states to log-probabilities of the targets, without holding all logits at once.
-
-The head is frozen, so the gradient with respect to a hidden state is a row of (onehot - softmax) W. The forward pass
-computes it chunk by chunk, and the backward pass only scales it. The idea is that of the fused linear losses of Liger
-(Hsu et al., 2024) and of Cut Cross-Entropy (Wijmans et al., 2024); here every token has a weight of its own in the
-backward pass, so that any function of the log-probabilities may follow.
-
-Legend: K agents, S targets, D hidden width, V vocabulary.
-
-Legend: K agents, N packed tokens, R rows of the base's input, D hidden width.
+Legend: K agents, S targets, N packed tokens, R rows of the base's input (packed: K or 1), D hidden width,
+V vocabulary. In attention: H heads, G key/value heads, T tokens of one packed row, D width of a head.
 """
 
 from __future__ import annotations
@@ -293,7 +280,13 @@ class Head:
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """States [K, S, D] and targets [S] -> log-probabilities [K, S]; its own gradient with respect to the states."""
+    """States [K, S, D] and targets [S] -> log-probabilities [K, S]; its own gradient with respect to the states.
+
+    The head is frozen, so the gradient with respect to a hidden state is a row of (onehot - softmax) W. The forward
+    pass computes it chunk by chunk, and the backward pass only scales it. The idea is that of the fused linear losses
+    of Liger (Hsu et al., 2024) and of Cut Cross-Entropy (Wijmans et al., 2024); here every token has a weight of its
+    own in the backward pass, so that any function of the log-probabilities may follow.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head) -> Tensor:

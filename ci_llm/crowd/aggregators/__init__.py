@@ -1,4 +1,4 @@
-"""Aggregators: how K agents become one crowd. Each module of this package is one.
+"""The aggregators, one per module of this package: each makes one distribution or one answer of those of K agents.
 
 To add one, add a file `aggregators/<name>.py`, and `aggregator: <name>` selects it, in a configuration and in
 `Crowd.generate`. It defines how the agents' distributions of the next token become one:

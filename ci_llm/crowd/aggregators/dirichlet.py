@@ -1,7 +1,7 @@
 """A mixture of the agents with learned weights, at a learned temperature.
 
 The weights are the mean of a Dirichlet: before a calibration of the symmetric one, which is uniform; afterwards of the
-one that validation rows give, see `ci_llm.crowd.answers`.
+one that validation rows give (`ci_llm.crowd.answers.learn_weights`).
 
 Legend: K agents, V vocabulary; any shape in between.
 """

@@ -1,4 +1,4 @@
-"""A vote: each agent answers alone, and the answer that most of them give wins."""
+"""A majority vote: each agent answers alone, and the answer that most of them give wins."""
 
 from __future__ import annotations
 

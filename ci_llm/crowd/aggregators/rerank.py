@@ -1,4 +1,4 @@
-"""Of the texts that the agents write alone, the one that the crowd finds most probable.
+"""The text that the crowd finds most probable, of those that the agents write alone.
 
 Decoding token by token takes the most probable next token and cannot go back. Here the crowd judges whole texts.
 """

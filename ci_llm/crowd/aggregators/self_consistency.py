@@ -1,4 +1,4 @@
-"""A vote over several answers that each agent draws: what most of the K x n texts say wins.
+"""A vote over n answers that each agent draws: the answer that most of the K·n texts give wins.
 
 Source: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2023, for one model.
 """

@@ -1,4 +1,4 @@
-"""Diversity forms: terms that reward agents for being different. Each module of this package is one.
+"""The diversity forms, one per module of this package: each is a term that rewards agents for being different.
 
 To add one, add a file `diversity/<name>.py` that defines
 

@@ -1,4 +1,4 @@
-"""No reward: cross-entropy alone is learned, and the Jensen gap is measured for the log."""
+"""No reward for diversity: cross-entropy alone is learned, and the Jensen gap is measured for the log."""
 
 from __future__ import annotations
 

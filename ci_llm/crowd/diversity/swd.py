@@ -1,12 +1,9 @@
 """The squared sliced Wasserstein distance between the agents' final states, scaled to unit length: at most 4.
 
+It compares sets of rows, so its value depends on how a step is split into micro-batches and processes.
 Source: Bonneel, Rabin, Peyré, Pfister, "Sliced and Radon Wasserstein Barycenters of Measures", 2015.
 
 Legend: K agents, B rows, N packed tokens, D hidden width, L projections.
-
-It compares sets of rows, so its value depends on how a step is split into micro-batches and processes.
-
-Legend: K agents, B rows, D hidden width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The squared sliced Wasserstein distance between the agents' final states as they are: the original's term, unbounded.
+"""The squared sliced Wasserstein distance between the agents' unscaled final states: the term of the first CI-LLM.
 
-It is kept for comparison. Like `swd` it compares sets of rows.
+It is unbounded and kept for comparison. Like `swd` it compares sets of rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Metrics: what of a text is its answer, so that equal answers are right. Each module of this package is one.
+"""The metrics, one per module of this package: each finds the answer in a text, so that equal answers are right.
 
 To add one, add a file `metrics/<name>.py` that defines
 

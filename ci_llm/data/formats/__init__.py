@@ -1,4 +1,4 @@
-"""Formats of data files. Each module of this package is one; the ending of a file selects it.
+"""The formats of data files, one per module of this package; the ending of a file selects it.
 
 To add one, add a file `formats/<name>.py` that defines
 

@@ -1,4 +1,4 @@
-"""Arrow, as `datasets` writes it."""
+"""Arrow files, as `datasets` writes them."""
 
 from functools import partial
 

@@ -1,4 +1,7 @@
-"""Columns with a separator: a comma, or what the ending or the header says. Every value is the text that is written."""
+"""Text files of columns with a separator: a comma, or what the ending or the header says.
+
+Every value is the text that is written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""JSON: a list of rows, or one row per line. The text of each row is kept, so that every value keeps its own type."""
+"""JSON files: a list of rows, or one row per line.
+
+The text of each row is kept, so that every value keeps its own type.
+"""
 
 from __future__ import annotations
 

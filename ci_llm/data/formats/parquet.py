@@ -1,4 +1,4 @@
-"""Parquet, one row of the file for each row."""
+"""Parquet files: every row of the file is a row."""
 
 from functools import partial
 

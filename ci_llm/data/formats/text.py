@@ -1,4 +1,4 @@
-"""Plain text: every line is a row."""
+"""Plain text files: every line is a row."""
 
 from functools import partial
 
