@@ -99,7 +99,7 @@ class Specialists:
 
     alpha: float
 
-    def __call__(self, output: CrowdOutput, batch: Batch, step: int) -> StepLoss:
+    def __call__(self, output: CrowdOutput, batch: Batch, step: int, agent: int | None = None) -> StepLoss:
         agents, rows = output.log_probs.shape[0], batch.num_rows
         found = output.log_probs.new_zeros(agents, rows).index_add(1, batch.target_rows, output.log_probs.detach())
         weights = agents * (self.alpha * found).softmax(0)

@@ -153,7 +153,10 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
         "trackers": {},
     }
     first = members[0].checkpoint.manifest
-    write_checkpoint(target, state, step=step, info=first.info)
+    # The digest is that of another crowd; the names that decide the bits are the same.
+    recorded: Any = first.info["surroundings"]
+    surroundings = {key: value for key, value in recorded.items() if key != "layer"}
+    write_checkpoint(target, state, step=step, info={**first.info, "surroundings": surroundings})
     return target
 
 
