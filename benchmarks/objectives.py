@@ -21,7 +21,7 @@ ivon          the optimizer IVON in place of AdamW, and for one agent that takes
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,11 @@ class Specialists:
         weights = agents * (self.alpha * found).softmax(0)
         total = -(output.log_probs * weights[:, batch.target_rows]).sum()
         return StepLoss(total, -output.log_probs.detach().sum(1), total.new_zeros(()))
+
+    def together(self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch, step: int) -> StepLoss:
+        """One pass serves all agents."""
+        [(_, loss)] = parts
+        return loss
 
 
 @dataclass(frozen=True)
