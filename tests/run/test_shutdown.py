@@ -141,9 +141,9 @@ def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, m
 def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
-    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: command)
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
-    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda: ["/sbin/supervise", "--token=of-a-stranger"])
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: ["/sbin/supervise", "--token=of-a-stranger"])
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert shutdown.command_line(launched) == " ".join(command)
 
