@@ -143,7 +143,8 @@ def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.Monke
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
     monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
-    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: ["/sbin/supervise", "--token=of-a-stranger"])
+    stranger = ["/sbin/supervise", "--token=of-a-stranger"]
+    monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: stranger)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert shutdown.command_line(launched) == " ".join(command)
 
