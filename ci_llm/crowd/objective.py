@@ -101,9 +101,10 @@ class Objective:
             parts: agent and loss of every pass; where it was one of all agents, the only one.
             batch: the whole micro-batch.
         """
-        (first, loss), total = parts[0], torch.stack([own.total.detach() for _, own in parts]).sum()
+        first, loss = parts[0]
         if first is None:
             return loss
+        total = torch.stack([own.total.detach() for _, own in parts]).sum()
         if isinstance(batch, Batch):
             log_probs = torch.cat([own.log_probs for _, own in parts if own.log_probs is not None])
             term = find_form(self.diversity).term(self._inputs(log_probs, log_probs[:, :0, None], batch, step))
