@@ -236,7 +236,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     ),
     "sequential_models": (
         "LatentWire's switch to train one model after the other",
-        "leave it out: all agents train in one pass",
+        "leave it out: all agents train together",
     ),
     "max_answer_tokens": ("LatentWire's length of an answer in training", "max_seq_length=N counts prompt and answer"),
     "grace_period": ("LatentWire's time to save after a signal", "grace_s=120"),
@@ -376,7 +376,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
 
 #: Options without effect, and why. Every value is accepted; one that asks for something is answered with the reason.
 NO_EFFECT: Final[dict[str, str]] = {
-    "parallel_mode": "all agents always train in one fused pass",
+    "parallel_mode": "all agents always train together",
     "greater_is_better": "metric_for_best_model implies it",
     "use_deepspeed": "DeepSpeed owns backward, step and checkpoint",
     "deepspeed_config_file": "it goes with use_deepspeed",
