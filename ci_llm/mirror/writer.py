@@ -31,7 +31,7 @@ from ci_llm.mirror.head import (
     blocks_of,
     generation_of,
 )
-from ci_llm.mirror.objects import NO_VERSION, Conflict, Missing, Objects, Version
+from ci_llm.mirror.objects import Conflict, Missing, Objects, Version, require_conditions
 from ci_llm.mirror.reader import FoundHead, MirrorReader
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class MirrorWriter:
             self._claims.add(new.stamp)
             with contextlib.suppress(Conflict):
                 self._put_head(new, found.version)
-                self._require_conditions(new)
+                require_conditions(self._objects, HEAD, new.dump())
                 self._know(new)
                 self._is_rebuilt = found.is_rebuilt
                 return
@@ -121,18 +121,6 @@ class MirrorWriter:
                 where=self._reader.url,
                 hint="call it again when the other attempt has ended: it goes on from the newest step of both",
             )
-
-    def _require_conditions(self, head: Head) -> None:
-        """Refuse a store that takes a conditional put although the condition does not hold. The put changes nothing."""
-        try:
-            self._objects.swap(HEAD, head.dump(), NO_VERSION)
-        except Conflict:
-            return
-        raise CheckpointError(
-            "this store ignores the condition of a put, so that two writers could mix",
-            where=self._reader.url,
-            hint="take a store with conditional writes (If-Match), or a newer version of this one",
-        )
 
     def _know(self, head: Head) -> None:
         """Learn from the records which blocks are there. What is kept aside may be damaged: its blocks do not count."""
