@@ -20,6 +20,7 @@ ALIASES: Final[dict[str, str]] = {
     "model": "model_name",
     "base_model": "model_name",
     "model_name_or_path": "model_name",
+    "llama_id": "model_name",  # of LatentWire, where no second model stands beside it
     "dtype": "model_dtype",
     "torch_dtype": "model_dtype",
     "gradient_checkpointing": "use_gradient_checkpointing",
@@ -98,6 +99,7 @@ ALIASES: Final[dict[str, str]] = {
     "logging_frequency": "logging_steps",
     "log_every": "logging_steps",
     "log_every_n_steps": "logging_steps",
+    "log_loss_to_csv": "loss_csv",
     "log_with": "report_to",
     "gpu_monitor": "monitor_gpu",
     "save_interval_steps": "save_steps",
@@ -219,7 +221,6 @@ _NO_CODE = "leave it out: code from a hub is never executed"
 #: name -> (what it is there, what to do instead)
 UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     # LatentWire
-    "llama_id": ("the first of LatentWire's two models", _ONE_BASE),
     "qwen_id": ("the second of LatentWire's two models", _ONE_BASE),
     "model_id": ("LatentWire's model", "model_name=NAME"),
     "latent_len": ("the length of LatentWire's latent prefix", _LATENT),
@@ -248,7 +249,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "profile_nsys": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "use_flash_attention": ("PyRecover's attention kernel", _FUSED_KERNEL),
-    "log_loss_to_csv": ("PyRecover's table of losses", "leave it out: metrics.jsonl always holds them"),
     "verify_checkpoints": (
         "PyRecover's check of what was written",
         "leave it out: every checkpoint is read back and verified",

@@ -320,6 +320,9 @@ class LogKeys(Keys):
         True, "show one question with the crowd's answer after every evaluation, if rows have questions"
     )
     write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
+    loss_csv: bool = free(
+        False, "write the loss of every optimizer step to loss_log.csv, with the columns Step and Loss"
+    )
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
     log_memory_usage: bool = free(False, "log the memory in use with every logged step")
     profile_steps: Count | None = free(

@@ -47,7 +47,7 @@ SMALL = [
     "save_steps=2",
 ]
 SMALL += ["logging_steps=2", "max_train_samples=20", "num_workers=0", "learning_rate=5e-3", "save_total_limit=2"]
-SMALL += ["write_report=false"]
+SMALL += ["write_report=false", "loss_csv=true"]
 
 
 def train(folder: Path, *words: str) -> int:
@@ -487,7 +487,9 @@ def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_newest_is_named_and_the_one_before_taken(
+    finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
         flip_last_bit(run / name / "optimizer.safetensors")
     assert train(run) == 0
@@ -495,6 +497,9 @@ def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: p
     assert "optimizer.safetensors" in said
     assert "step 4 of 6" in said
     assert len(list((run / "quarantine").iterdir())) == 2
+    losses = (run / "loss_log.csv").read_text()
+    assert losses == (finished / "loss_log.csv").read_text()
+    assert [line.split(",")[0] for line in losses.splitlines()] == ["Step", *"123456"]
 
 
 @pytest.mark.slow

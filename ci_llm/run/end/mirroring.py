@@ -36,6 +36,7 @@ RUN_FILES: Final = (
         "status.json",
         "training.log",
         "metrics.jsonl",
+        "loss_log.csv",
     ),
     *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
