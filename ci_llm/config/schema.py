@@ -362,6 +362,9 @@ class CheckpointKeys(Keys):
         None, "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none"
     )
     mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take; null: no bound")
+    mirror_compression: Literal["auto", "zstd", "none"] = free(
+        "auto", "auto: compress the blocks that zstd makes at least 5 % smaller; zstd: all that become smaller; or none"
+    )
     push_to_hub: bool = free(False, "publish the result on the Hugging Face Hub when the run is complete")
     hub_model_id: Text | None = free(
         None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"
