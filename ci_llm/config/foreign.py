@@ -200,6 +200,7 @@ _LATENT = "leave it out: agents are LoRA adapters, and lora_rank is their size"
 _ONE_LOSS = "leave it out: every learned token weighs the same"
 _HELD_OUT = "eval_dataset_name=FILE, or eval_split=NAME for a split of dataset_name"
 _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
+_DEVICE = "leave it out: a GPU is used where there is one; CUDA_VISIBLE_DEVICES picks one, ACCELERATE_USE_CPU=true none"
 _QUANTIZED = "quantization=nf4 or quantization=int8"
 _SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/bases.md)"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
@@ -358,7 +359,12 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     ),
     "multi_gpu": ("an option of accelerate launch", "before train.py: accelerate launch --multi_gpu train.py"),
     "nproc_per_node": ("an option of torchrun", "before train.py: torchrun --nproc-per-node 4 train.py"),
+    "device": ("a choice of hardware", _DEVICE),
+    "use_cpu": ("a choice of hardware", _DEVICE),
+    "no_cuda": ("a choice of hardware", _DEVICE),
+    "use_cuda": ("a choice of hardware", _DEVICE),
     "devices": ("a number of processes", _LAUNCHER),
+    "gpus": ("a number of processes", _LAUNCHER),
     "local_rank": ("the number of a process on its machine", _LAUNCHER),
     "strategy": ("a way to share work between processes", _LAUNCHER),
     "deepspeed": ("a configuration of DeepSpeed", "leave it out: DeepSpeed owns backward, step and checkpoint"),

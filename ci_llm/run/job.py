@@ -272,6 +272,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     try:
         _open(run, attempt.number)
         with _watched(run, attempt, stacks):
+            asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
+            run.votes_after_steps = any(run.processes.gather_object(asks))
             run.call_event("on_train_begin")
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches)) is None:
                 stop, record = conclude(run)

@@ -96,7 +96,7 @@ def train(run: Run, batches: Batches) -> str | None:
         change_crowd(run, verdict)
         if run.crowd.settings is not settings:
             run.measure(compute_gradients)
-        stop = verdict.stop
+        stop = verdict.stop or (run.stop_vote.reason() if run.votes_after_steps else None)
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
         if stop is None and run.evaluation_due:
