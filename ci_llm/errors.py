@@ -87,6 +87,10 @@ class ForeignCheckpoint(CheckpointError):
     exit_code = 2
 
 
+class ProgressLost(CheckpointError):
+    """Every checkpoint that a run had is damaged."""
+
+
 class MirrorUnreachable(CheckpointError):
     """The object store of a mirror does not answer, or refuses."""
 

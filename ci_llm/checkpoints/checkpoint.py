@@ -113,7 +113,7 @@ def _clear(work: Path, disk: Filesystem) -> None:
 
 LeafPath: TypeAlias = "tuple[str, ...]"
 
-NOT_STATE: tuple[LeafPath, ...] = (("trackers",), (MANIFEST, "surroundings"))
+NOT_STATE: tuple[LeafPath, ...] = (("trackers",), (MANIFEST, "surroundings"), (MANIFEST, "endurance"))
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
 
     The state decides: adapters, moments, generators, position, plain values, the fingerprints of base and data. Some
     things differ between two runs with the same bits and are listed separately: files kept verbatim (`config.yaml`
-    holds the name of the output folder), run ids of trackers, the machine and its library versions. Time and attempt
-    are ignored.
+    holds the name of the output folder), run ids of trackers, the machine and its library versions, the failures from
+    which the interval of saves follows. Time and attempt are ignored.
     """
     ours, theirs = _leaves_of(one), _leaves_of(other)
     found = [

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
+NAMES_SHOWN = 5  # of damaged files or tensors in a message
 OWN_KEYS = ("format_version", "step", "attempt", "wall_time", "forms", "files", "digest")
 # Errors of this process, or of its way to the disk, and not of the checkpoint, which must not be quarantined for them.
 # EIO is damage: it is what a bad block gives.
@@ -239,13 +240,12 @@ def verify_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 def _require_digests(folder: Path, records: Mapping[str, FileRecord], from_disk: bool) -> None:
     damage = [
-        line
+        _describe_damage(folder / name, name, record)
         for name, record in records.items()
         if digest(read_chunks(folder / name, from_disk=from_disk)) != record.digest
-        for line in _describe_damage(folder / name, name, record)
     ]
     if damage:
-        raise ValueError("; ".join(damage))
+        raise ValueError(_few(damage, "; "))
 
 
 def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
@@ -260,7 +260,7 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
         files = {name: read_exactly(folder / name, record.size) for name, record in manifest.files.items()}
         for name, record in manifest.files.items():
             if digest([files[name]]) != record.digest:
-                raise ValueError("; ".join(_describe_damage(folder / name, name, record)))
+                raise ValueError(_describe_damage(folder / name, name, record))
     return manifest, files
 
 
@@ -281,11 +281,17 @@ def _check_listing(folder: Path, manifest: Manifest) -> None:
     sizes = dict(list_files(folder))
     sizes.pop(MANIFEST, None)
     if strange := sorted(set(sizes) - set(manifest.files)):
-        raise ValueError(f"files that the manifest does not know: {', '.join(strange)}")
+        raise ValueError(f"files that the manifest does not know: {_few(strange)}")
     if missing := sorted(set(manifest.files) - set(sizes)):
-        raise ValueError(f"missing: {', '.join(missing)}")
+        raise ValueError(f"missing: {_few(missing)}")
     if wrong := [name for name, record in manifest.files.items() if sizes[name] != record.size]:
-        raise ValueError(f"another size than the manifest says: {', '.join(wrong)}")
+        raise ValueError(f"another size than the manifest says: {_few(wrong)}")
+
+
+def _few(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names of a list, and how many more there are."""
+    more = [f"{len(names) - NAMES_SHOWN} more"] if len(names) > NAMES_SHOWN else []
+    return separator.join([*names[:NAMES_SHOWN], *more])
 
 
 def list_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -327,17 +333,17 @@ def _span(entry: Json, start: int) -> tuple[int, int]:
     raise ValueError("a tensor of the safetensors header has no offsets")
 
 
-def _describe_damage(path: Path, name: str, record: FileRecord) -> list[str]:
-    """The tensors whose bytes differ, or the whole file where they cannot be told apart."""
+def _describe_damage(path: Path, name: str, record: FileRecord) -> str:
+    """The file, and the tensors whose bytes differ where they can be told apart."""
     data = path.read_bytes()
     try:
         spans = tensor_spans(data) if record.tensors else {}
     except ValueError:
         spans = {}
-    lost = (0, 0)
     view = memoryview(data)
-    hurt = [t for t, known in record.tensors.items() if digest([view[slice(*spans.get(t, lost))]]) != known]
-    return [f"tensor {tensor} of {name} has another digest" for tensor in hurt] or [f"{name} has another digest"]
+    hurt = [t for t, known in record.tensors.items() if t in spans and digest([view[slice(*spans[t])]]) != known]
+    where = f" in {len(hurt)} of {len(record.tensors)} tensors: {_few(hurt)}" if hurt else ""
+    return f"{name} has another digest{where}"
 
 
 @contextmanager

@@ -73,7 +73,7 @@ IN_PYTHON: Final = "Config(...)"
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
 DUMPED_IF_SET: Final = (
     *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
-    *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
+    *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
 )
 
 

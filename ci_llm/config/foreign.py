@@ -20,6 +20,7 @@ ALIASES: Final[dict[str, str]] = {
     "model": "model_name",
     "base_model": "model_name",
     "model_name_or_path": "model_name",
+    "llama_id": "model_name",  # of LatentWire, where no second model stands beside it
     "dtype": "model_dtype",
     "torch_dtype": "model_dtype",
     "gradient_checkpointing": "use_gradient_checkpointing",
@@ -98,6 +99,7 @@ ALIASES: Final[dict[str, str]] = {
     "logging_frequency": "logging_steps",
     "log_every": "logging_steps",
     "log_every_n_steps": "logging_steps",
+    "log_loss_to_csv": "loss_csv",
     "log_with": "report_to",
     "gpu_monitor": "monitor_gpu",
     "save_interval_steps": "save_steps",
@@ -198,6 +200,7 @@ _LATENT = "leave it out: agents are LoRA adapters, and lora_rank is their size"
 _ONE_LOSS = "leave it out: every learned token weighs the same"
 _HELD_OUT = "eval_dataset_name=FILE, or eval_split=NAME for a split of dataset_name"
 _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
+_DEVICE = "leave it out: a GPU is used where there is one; CUDA_VISIBLE_DEVICES picks one, ACCELERATE_USE_CPU=true none"
 _QUANTIZED = "quantization=nf4 or quantization=int8"
 _SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/bases.md)"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
@@ -219,7 +222,6 @@ _NO_CODE = "leave it out: code from a hub is never executed"
 #: name -> (what it is there, what to do instead)
 UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     # LatentWire
-    "llama_id": ("the first of LatentWire's two models", _ONE_BASE),
     "qwen_id": ("the second of LatentWire's two models", _ONE_BASE),
     "model_id": ("LatentWire's model", "model_name=NAME"),
     "latent_len": ("the length of LatentWire's latent prefix", _LATENT),
@@ -248,7 +250,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "profile": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "profile_nsys": ("PyRecover's profiling by nsys", "profile_steps=10 traces the first steps"),
     "use_flash_attention": ("PyRecover's attention kernel", _FUSED_KERNEL),
-    "log_loss_to_csv": ("PyRecover's table of losses", "leave it out: metrics.jsonl always holds them"),
     "verify_checkpoints": (
         "PyRecover's check of what was written",
         "leave it out: every checkpoint is read back and verified",
@@ -358,7 +359,12 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     ),
     "multi_gpu": ("an option of accelerate launch", "before train.py: accelerate launch --multi_gpu train.py"),
     "nproc_per_node": ("an option of torchrun", "before train.py: torchrun --nproc-per-node 4 train.py"),
+    "device": ("a choice of hardware", _DEVICE),
+    "use_cpu": ("a choice of hardware", _DEVICE),
+    "no_cuda": ("a choice of hardware", _DEVICE),
+    "use_cuda": ("a choice of hardware", _DEVICE),
     "devices": ("a number of processes", _LAUNCHER),
+    "gpus": ("a number of processes", _LAUNCHER),
     "local_rank": ("the number of a process on its machine", _LAUNCHER),
     "strategy": ("a way to share work between processes", _LAUNCHER),
     "deepspeed": ("a configuration of DeepSpeed", "leave it out: DeepSpeed owns backward, step and checkpoint"),

@@ -12,7 +12,7 @@ from ci_llm.config import parsing
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
-from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values, stray
+from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values, strays_of
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.errors import ConfigError
@@ -79,7 +79,7 @@ def read_sources(
 ) -> tuple[FileEntries, list[parsing.Entry]]:
     """The entries of the file and those of the command line; for the arguments see `read_config`."""
     typed, strays = parsing.read_arguments([word for word in arguments if word != "--debug"], flag_form)
-    problems += [stray(word) for word in strays]
+    problems += strays_of(strays)
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, parsing.Scalar):
             path = entry.raw.text

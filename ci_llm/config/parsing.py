@@ -332,7 +332,7 @@ def _bound(mark: Any) -> str | None:
 
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:
-    """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, BF16, a typo."""
+    """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, 1,5 for 1.5, BF16, a typo."""
     if raw == NESTED_MAPPING:
         return "keys are flat: one value per key"
     if not isinstance(raw, Scalar) and raw != NO_VALUE and any(kind.may_be_several for kind in kinds_of(field)):
@@ -353,6 +353,7 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
 def _respellings(text: str) -> Iterator[str]:
     yield text
     yield text.strip().lower()
+    yield text.replace(",", ".")
     if re.fullmatch(r"[0-9.]+", text):
         yield text.lstrip("0")
     if _NUMBER.fullmatch(text) and len(text) < 20 and (number := float(text.replace("_", ""))).is_integer():

@@ -6,8 +6,9 @@ The entries of one source become values here, because an entry becomes either a 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -97,10 +98,28 @@ def unknown(entry: Entry) -> Problem:
     return Problem(entry.where, f"{entry.name} is no key", f"did you mean {near}?" if near else ALL_KEYS)
 
 
-def stray(word: str) -> Problem:
-    """A word of the command line is neither a key nor a value."""
-    if word.endswith((".yaml", ".yml")):
-        return Problem(COMMAND_LINE, f"{word!r} stands alone", f"write --config {word}")
+#: What a file of this ending is when it stands alone on a command line.
+_FILES = {
+    **dict.fromkeys((".yaml", ".yml"), "--config "),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt"), "dataset_name="),
+    ".gguf": "model_name=",
+}
+
+
+def strays_of(words: Sequence[str]) -> list[Problem]:
+    """The words of a command line that are neither a key nor a value, in order; `key = value` is one problem."""
+    if 0 < (at := words.index("=") if "=" in words else 0) < len(words) - 1:
+        key, value = words[at - 1], words[at + 1]
+        spaced = Problem(COMMAND_LINE, f"there are spaces around = in {key} = {value}", f"write {key}={value}")
+        return [*strays_of(words[: at - 1]), spaced, *strays_of(words[at + 2 :])]
+    return [_stray(word) for word in words]
+
+
+def _stray(word: str) -> Problem:
+    if means := _FILES.get(PurePath(word).suffix):
+        return Problem(COMMAND_LINE, f"{word!r} stands alone", f"write {means}{word}")
+    if word in ("...", "\u2026"):
+        return Problem(COMMAND_LINE, f"{word!r} stands for words that an example leaves out", "leave it out as well")
     if word.endswith(".py"):
         instead = f"write key=value; another script is supervised by safe_train.py --train-script {word}"
         return Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", instead)

@@ -320,6 +320,9 @@ class LogKeys(Keys):
         True, "show one question with the crowd's answer after every evaluation, if rows have questions"
     )
     write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
+    loss_csv: bool = free(
+        False, "write the loss of every optimizer step to loss_log.csv, with the columns Step and Loss"
+    )
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
     log_memory_usage: bool = free(False, "log the memory in use with every logged step")
     profile_steps: Count | None = free(
@@ -359,6 +362,9 @@ class CheckpointKeys(Keys):
         None, "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none"
     )
     mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take; null: no bound")
+    mirror_compression: Literal["auto", "zstd", "none"] = free(
+        "auto", "auto: compress the blocks that zstd makes at least 5 % smaller; zstd: all that become smaller; or none"
+    )
     push_to_hub: bool = free(False, "publish the result on the Hugging Face Hub when the run is complete")
     hub_model_id: Text | None = free(
         None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"

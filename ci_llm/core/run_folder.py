@@ -340,7 +340,15 @@ LAUNCH_TOKEN: Final = ".launch-"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
-    *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json", "report.html"),
+    *(
+        "status.json",
+        "training.log",
+        "metrics.jsonl",
+        "loss_log.csv",
+        "evaluation.json",
+        "gpu_stats.json",
+        "report.html",
+    ),
     *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES),
     *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )

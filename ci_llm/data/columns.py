@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any, Final
 
 from ci_llm.config.parsing import nearest
@@ -247,14 +248,41 @@ def find_form(columns: Sequence[str]) -> Form | None:
     return next(filter(None, (pattern.found_in(columns, any_case=True) for pattern in _ANY_CASE)), None)
 
 
+#: Columns, in lower case, by which rows are told that are not made for learning their answers, and what they are.
+_NOT_ANSWERS: Final = (
+    ({"prompt", "completion", "label"}, "answers with a label each, right or wrong, as KTO takes them"),
+    ({"question", "choices"}, "questions with choices"),
+    ({"question", "options"}, "questions with choices"),
+    ({"ctx", "endings"}, "beginnings with a choice of endings"),
+    ({"text", "label"}, "texts with a class each"),
+    ({"text", "labels"}, "texts with a class each"),
+    *(({name}, "pictures or sounds") for name in ("image", "images", "audio", "audios", "video", "videos")),
+)
+
+
+def _require_answers(columns: Sequence[str], where: str) -> None:
+    """Refuse rows that would be learned otherwise than they are meant, because some of their columns are not read."""
+    by_name = {column.lower(): column for column in columns}
+    for wanted, what in _NOT_ANSWERS:
+        if wanted <= by_name.keys() and "input_ids" not in by_name:
+            dropped = by_name[(wanted - {"prompt", "completion", "question", "ctx", "text"}).pop()]
+            raise DataError(
+                f"The data set looks like {what}, and {dropped} would not be read.",
+                where=where,
+                hint=f"name the columns to train without {dropped}: prompt_column= and answer_column=, text_column= or"
+                " messages_column=",
+            )
+
+
 def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> Form:
     """How a data set with these columns is read.
 
     Raises:
-        DataError: a named column is not there, or no form fits.
+        DataError: a named column is not there, no form fits, or the rows are meant for another objective.
     """
     if given := named.given():
         return _named_form(columns, given, where)
+    _require_answers(columns, where)
     try:
         form = find_form(columns)
     except ValueError as error:
@@ -290,7 +318,8 @@ def _advice(columns: Sequence[str], where: str) -> str:
         "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""
     )
     prompt, answer = columns if len(columns) == 2 and not of_splits else ("", "")
-    named = f"{first}say prompt_column={prompt} and answer_column={answer}, text_column= or messages_column="
+    typed = " and ".join(quote(f"{key}={name}") for key, name in (("prompt_column", prompt), ("answer_column", answer)))
+    named = f"{first}say {typed}, text_column= or messages_column="
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
     return f"{named}, or have one of: {_WANTED}{more}"
 

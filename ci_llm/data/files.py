@@ -128,6 +128,10 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
+    if columns := _columns_of(lists):
+        return {
+            unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        }
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
     if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
@@ -135,6 +139,16 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
         return {unnamed: data}
     return {unnamed if name == "data" else name: _in_memory(rows) for name, rows in lists.items()}
+
+
+def _columns_of(lists: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
+    """The columns of an object that lists the values of each, as `Dataset.to_dict` writes it; empty if it is none."""
+    columns = [*lists.values()]
+    if "input_ids" in lists or len(columns) < 2 or not all(isinstance(column, list) for column in columns):
+        return {}
+    same_length = len({len(column) for column in columns}) == 1
+    plain = all(isinstance(value, str | int | float | None) for column in columns for value in column)
+    return lists if same_length and plain else {}
 
 
 def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:

@@ -299,6 +299,7 @@ def _attributes(part: Any) -> dict[str, Any]:
 #: Names of speakers, as in ShareGPT and its relatives, and the roles that chat templates know.
 ROLES: Final[Mapping[str, str]] = {
     "human": "user",
+    "ai": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
@@ -327,6 +328,12 @@ def text_of(value: Any) -> str:
         return str(value)
     if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
         return "".join(text_of(part.get("text")) for part in value)
+    if isinstance(value, list) and (
+        kinds := [part["type"] for part in value if isinstance(part, Mapping) and "type" in part]
+    ):
+        raise ValueError(
+            f"a message has parts of the types {', '.join(dict.fromkeys(kinds))}; only text is learned here"
+        )
     raise ValueError(f"expected text, found {type(value).__name__}: {str(value)[:60]}")
 
 

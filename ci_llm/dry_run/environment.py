@@ -19,10 +19,11 @@ from ci_llm.core.numerics import processor
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.precision import check_precision, chosen, runs_on_cpu, speed_of_bf16
 from ci_llm.distributed.processes import Processes, check_process_group
-from ci_llm.dry_run.checks import size
+from ci_llm.dry_run.checks import Inapplicable, size
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import ConfigError, LaunchError
 from ci_llm.logs.trackers import require_installed
+from ci_llm.mirror.objects import open_objects, require_writable
 from ci_llm.run.setup import check_folder
 
 PROBE_BYTES = 8 << 20
@@ -58,6 +59,15 @@ def disk(context: CheckContext) -> str:
             hint="give an output_dir on a disk that works and has space",
         ) from error
     return f"{folder} can be written, {size(speed)}/s to the device, {size(shutil.disk_usage(place).free)} free"
+
+
+def mirror(context: CheckContext) -> str:
+    """The store of the mirror answers, and takes, gives, conditionally replaces and removes an object."""
+    if (url := context.config.mirror) is None:
+        raise Inapplicable("no mirror is configured")
+    if context.launch.is_main_process:
+        require_writable(open_objects(url))
+    return f"{url} can be written"
 
 
 def scratch_parent(folder: Path) -> Path:

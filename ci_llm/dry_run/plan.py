@@ -18,6 +18,7 @@ CHECKS: tuple[Check[CheckContext], ...] = (
     Check("precision", (), environment.precision),
     Check("port", ("precision",), environment.port),  # first, as later checks may fail on one process alone
     Check("disk", (), environment.disk),
+    Check("mirror", (), environment.mirror),
     Check("accelerate", ("disk", "port"), environment.accelerate),
     Check("gpu autocast", ("accelerate",), gpu.on_gpu(gpu.autocast)),
     Check("gpu attention", ("accelerate",), gpu.on_gpu(gpu.attention)),

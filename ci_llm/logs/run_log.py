@@ -1,8 +1,8 @@
 """The log of a run: for people (terminal and training.log), for programs (metrics.jsonl) and for trackers.
 
-An attempt appends to two files: training.log, a line per message, and metrics.jsonl, a JSON record per line. A run is
-worth more than its files: a disk that refuses a line is reported once, and the run goes on. The messages are those of
-the standard `logging`.
+An attempt appends to training.log, a line per message, to metrics.jsonl, a JSON record per line, and where it is wanted
+to loss_log.csv, a line per optimizer step. A run is worth more than its files: a disk that refuses a line is reported
+once, and the run goes on. The messages are those of the standard `logging`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import math
 import os
 import shutil
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -69,23 +70,56 @@ class AppendedFile:
             self._may_be_cut = self._failing = False
 
 
-class MetricsFile(AppendedFile):
+class FileOfSteps(AppendedFile):
+    """A file with a line for each of some optimizer steps, which is cut back to the step that a run resumes from."""
+
+    def truncate(self, step: int, staging: Path | None = None) -> None:
+        """Remove the lines past `step`, and lines that a crash has cut; -1 removes those of all steps.
+
+        Args:
+            staging: of the folder's owner, for the unfinished file (`durable.write_bytes`).
+        """
+        if self.still_held() and self.path.exists():
+            kept = [line for line in self._lines() if (of := self._step_of(line)) is not None and of <= step]
+            write_bytes(self.path, b"".join(line + b"\n" for line in kept), staging=staging)
+
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines() if self.path.exists() else []
+
+    def _step_of(self, line: bytes) -> int | None:
+        """The step of a line; None: a crash has cut it."""
+        raise NotImplementedError
+
+
+class LossFile(FileOfSteps):
+    """loss_log.csv: the loss of every optimizer step, under the header `Step,Loss`."""
+
+    HEADER: Final = "Step,Loss"
+
+    def write(self, step: int, loss: float) -> None:
+        """Append the loss of a step, in nats per target, to the last digit."""
+        if not self.path.exists():
+            self.append(self.HEADER)
+        self.append(f"{step},{loss!r}")
+
+    def _lines(self) -> list[bytes]:
+        # A number that a crash has cut is a number: only the end of its line tells.
+        return self.path.read_bytes().split(b"\n")[:-1]
+
+    def _step_of(self, line: bytes) -> int | None:
+        if line == self.HEADER.encode():
+            return -1
+        step, comma, _ = line.partition(b",")
+        return int(step) if comma and step.isdigit() else None
+
+
+class MetricsFile(FileOfSteps):
     """metrics.jsonl: records of numbers by optimizer step."""
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Append a record of `values`. JSON has no NaN: a number that is not finite becomes "nan", "inf" or "-inf"."""
         record = {"step": step, **values, "time": round(time.time(), 3)}
         self.append(json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False))
-
-    def truncate(self, step: int, staging: Path | None = None) -> None:
-        """Remove the records past `step`, and lines that a crash has cut; -1 removes all.
-
-        Args:
-            staging: of the folder's owner, for the unfinished file (`durable.write_bytes`).
-        """
-        if self.still_held() and self.path.exists():
-            kept = [line for line in self._lines() if (record := _record(line)) and record["step"] <= step]
-            write_bytes(self.path, b"".join(line + b"\n" for line in kept), staging=staging)
 
     def read(self, step: int) -> dict[str, Any]:
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
@@ -102,8 +136,9 @@ class MetricsFile(AppendedFile):
         record = next(filter(None, map(_record, reversed(self._lines()))), {})
         return {name: value for name, value in record.items() if name in ("step", "time")}
 
-    def _lines(self) -> list[bytes]:
-        return self.path.read_bytes().splitlines() if self.path.exists() else []
+    def _step_of(self, line: bytes) -> int | None:
+        record = _record(line)
+        return record["step"] if record else None
 
 
 def _is_cut(path: Path) -> bool:
@@ -131,6 +166,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
 METRICS_NAME: Final = "metrics.jsonl"
+LOSSES_NAME: Final = "loss_log.csv"
 WIDEST_CURVE: Final = 100  # columns
 
 
@@ -168,6 +204,7 @@ class RunLog:
         self._speed, self._progress_lines = Speed(clock), ProgressLines(interval_s, clock)
         self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=live and is_main_process)
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
+        self._losses = LossFile(self._folder / LOSSES_NAME)
         self._attempt: int | None = None
         self._last_saved = -1
         self._origin: dict[str, int] = {}
@@ -191,7 +228,7 @@ class RunLog:
             return
         with self._lock:
             self._attempt = attempt
-            self._file.still_held = self._metrics.still_held = still_held
+            self._file.still_held = self._metrics.still_held = self._losses.still_held = still_held
             self._origin = {"attempt": attempt, **_slurm_restarts()}
             restarts = self._origin.get("slurm_restarts")
             requeued = f", SLURM restart {restarts}" if restarts else ""
@@ -214,6 +251,12 @@ class RunLog:
             self._metrics.write(step, {**values, **self._origin})
             if self._trackers is not None:
                 self._trackers.log(step, values)
+
+    def loss(self, step: int, losses: Sequence[float]) -> None:
+        """Append the loss of optimizer step `step` to loss_log.csv: the mean over the agents with a finite one."""
+        if self._is_main_process and self._attempt is not None:
+            finite = [loss for loss in losses if math.isfinite(loss)]
+            self._losses.write(step, statistics.fmean(finite or losses))
 
     def track(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""
@@ -272,9 +315,10 @@ class RunLog:
             self._write(line)
 
     def truncate_metrics(self, step: int, staging: Path | None = None) -> None:
-        """Remove the metrics past `step`, from which the run resumes; -1 removes all. `staging` as in `truncate`."""
+        """Remove metrics and losses past `step`, from which the run resumes; -1: all. `staging` as in `truncate`."""
         if self._is_main_process:
             self._metrics.truncate(step, staging)
+            self._losses.truncate(step, staging)
 
     def read_metrics(self, step: int) -> dict[str, Any]:
         """All values that metrics.jsonl holds for `step`."""

@@ -21,7 +21,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
 from ci_llm.mirror.head import UNFILLED, UNKNOWN_RUN, Entry, Found, Head, Token, is_checkpoint, read_token, write_token
-from ci_llm.mirror.objects import open_objects
+from ci_llm.mirror.objects import open_objects, require_writable
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.mirror.sender import restore_files
 from ci_llm.mirror.writer import another_run
@@ -97,7 +97,8 @@ def fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str
         files: patterns of the files that come with it.
 
     Raises:
-        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from.
+        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from; or the
+            mirror is empty and takes nothing.
         CheckpointError: the disk refuses it.
     """
     try:
@@ -119,6 +120,8 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
             raise
         logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
         return Found(token.generation if token else None)
+    if head is None:
+        require_writable(reader.objects)
     if head is None or not head.line:
         return Found(head.generation if head else 0)
     if (token is None and committed(folder)) or (token is not None and head.run not in (token.run, UNKNOWN_RUN)):

@@ -3,6 +3,7 @@
     head.json                       which steps count, whose run it is, the generation of its writer
     records/g<G>/<digest>.json      one step: its manifest, and the blocks of each of its files
     blocks/g<G>/<digest>-<size>     bytes; <G> is the generation of the writer that sent them
+    blocks/g<G>/<digest>-<size>.<stored>.zst    the same, compressed to <stored> bytes
     mirror.json                     on the disk, in the run's folder: the run and the generation that it has in common
 
 Everything in the store but the head is written once, under a name made of its content. So the one conditional put of
@@ -89,13 +90,15 @@ HEAD: Final = "head.json"
 RECORDS: Final = "records/"
 BLOCKS: Final = "blocks/"
 VERSION: Final = 1
+#: Of a document that names a compressed block; all others stay readable for programs that know none.
+VERSION_COMPRESSED: Final = 2
 #: Of a head that had to be rebuilt.
 UNKNOWN_RUN: Final = ""
 
 #: What reading a document raises that no mirror has written.
 NOT_DUMPED: Final = (ValueError, TypeError, KeyError, RecursionError)
 
-_BLOCK = re.compile(r"blocks/g(\d{1,9})/([0-9a-f]{32})-(\d{1,12})")
+_BLOCK = re.compile(r"blocks/g(\d{1,9})/([0-9a-f]{32})-(\d{1,12})(?:\.(\d{1,12})\.zst)?")
 _RECORD = re.compile(r"records/g(\d{1,9})/[0-9a-f]{64}\.json")
 _UNFINISHED = re.compile(r"(?:blocks|records)/g(\d{1,9})/\.[^/]+" + re.escape(PARTIAL))
 _STEP = re.compile(r"checkpoint_step_(0|[1-9]\d{0,15})")
@@ -107,22 +110,31 @@ class Block:
 
     Attributes:
         generation: of the writer that sent them.
+        digest, size: of the bytes, whether they are compressed or not.
+        compressed: bytes of the object if it is a frame of zstd; None: it holds the bytes themselves.
     """
 
     generation: int
     digest: str
     size: int
+    compressed: int | None = None
 
     @property
     def key(self) -> str:
-        return f"{BLOCKS}g{self.generation}/{self.digest}-{self.size}"
+        ending = "" if self.compressed is None else f".{self.compressed}.zst"
+        return f"{BLOCKS}g{self.generation}/{self.digest}-{self.size}{ending}"
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the object."""
+        return self.size if self.compressed is None else self.compressed
 
     @classmethod
     def parse(cls, key: object) -> Block:
         found = _BLOCK.fullmatch(key) if isinstance(key, str) else None
         if found is None:
             raise ValueError(f"{key!r} names no block")
-        return cls(int(found[1]), found[2], int(found[3]))
+        return cls(int(found[1]), found[2], int(found[3]), None if found[4] is None else int(found[4]))
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ class Record:
     def dump(self) -> tuple[str, bytes]:
         """Its key and its bytes."""
         body = {"generation": self.generation, "name": self.name, "manifest": self.manifest.decode()}
-        data = _sealed({**body, "blocks": _dump_files(self.blocks)})
+        data = _sealed({**body, "blocks": _dump_files(self.blocks)}, self.all_blocks)
         return f"{RECORDS}g{self.generation}/{hashlib.sha256(data).hexdigest()}.json", data
 
     @classmethod
@@ -241,7 +253,8 @@ class Head:
         body: dict[str, Any] = {name: getattr(self, name) for name in ("run", "generation", "attempt", "stamp")}
         body |= {"line": [vars(each) for each in self.line], "superseded": [vars(each) for each in self.superseded]}
         body |= {"quarantine": [{**vars(each), "damage": why} for each, why in self.quarantine]}
-        return _sealed({**body, "story": _dump_files(self.files)})  # their key in version 1 of the format
+        # "story" is their key since version 1 of the format.
+        return _sealed({**body, "story": _dump_files(self.files)}, blocks_of(self.files))
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
@@ -327,13 +340,14 @@ def _parse_files(files: Mapping[str, Any]) -> dict[str, tuple[Block, ...]]:
     return {check_name(name): tuple(map(Block.parse, blocks)) for name, blocks in files.items()}
 
 
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    return seal({"format_version": VERSION, **body}, hashlib.sha256)
+def _sealed(body: Mapping[str, Any], blocks: Iterable[Block]) -> bytes:
+    version = VERSION if all(block.compressed is None for block in blocks) else VERSION_COMPRESSED
+    return seal({"format_version": version, **body}, hashlib.sha256)
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
     body = unseal(data, hashlib.sha256, "it")
-    if body.pop("format_version") != VERSION:
+    if body.pop("format_version") not in (VERSION, VERSION_COMPRESSED):
         # No damage: what is taken for damaged is rebuilt, and the steps of a newer program would be lost.
         raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")
     return body

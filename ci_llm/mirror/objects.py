@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.core.durable import locked, make_folders, write_bytes
 from ci_llm.core.remote import why_no_mirror
-from ci_llm.errors import BadInput, CiLlmError, ConfigError, MirrorUnreachable
+from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, MirrorUnreachable
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
@@ -266,6 +267,44 @@ def _brief(error: Exception) -> str:
     line = str(error).partition("\n")[0]
     found = re.search(r"status code: (\d+[^:]*)", line)
     return found[1].strip() if found else re.sub(r"https?://\S+", "the store", line)[:200]
+
+
+def require_writable(objects: Objects) -> None:
+    """Write, read, conditionally replace and remove an object that no mirror has.
+
+    Raises:
+        MirrorUnreachable: there is no such store, or it refuses one of these.
+        CheckpointError: it ignores the condition of a put.
+    """
+    key, data = f"probe-{secrets.token_hex(8)}", b"ci_llm"
+    objects.put(key, data)
+    try:
+        objects.get(key)
+        require_conditions(objects, key, data)
+    except Missing as error:
+        raise MirrorUnreachable("the store does not give back what was written", where=objects.url) from error
+    finally:
+        objects.delete([key])
+
+
+def require_conditions(objects: Objects, key: str, data: bytes) -> None:
+    """Refuse a store that takes a conditional put although the condition does not hold. The put changes nothing.
+
+    Args:
+        data: what the object `key` holds.
+
+    Raises:
+        CheckpointError: the store is one. MirrorUnreachable.
+    """
+    try:
+        objects.swap(key, data, NO_VERSION)
+    except Conflict:
+        return
+    raise CheckpointError(
+        "this store ignores the condition of a put, so that two writers could mix",
+        where=objects.url,
+        hint="take a store with conditional writes (If-Match), or a newer version of this one",
+    )
 
 
 LOCK = ".lock"

@@ -13,6 +13,7 @@ from ci_llm.checkpoints.manifest import Manifest, digest
 from ci_llm.core.durable import PARTIAL
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.mirror.compression import restored
 from ci_llm.mirror.head import HEAD, NOT_DUMPED, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
 from ci_llm.mirror.objects import Missing, Objects, Version
 
@@ -97,11 +98,14 @@ class MirrorReader:
         """Some bytes, verified. Raises DamagedCheckpoint: missing, or other bytes."""
         what = "is missing"
         for _ in range(2):
-            self._limiter(block.size)
+            self._limiter(block.stored)
             try:
                 data = self.objects.get(block.key)
+                data = data if block.compressed is None else restored(data, block.size)
             except Missing:
                 continue
+            except ValueError:
+                data = b""
             if len(data) == block.size and digest([data]) == block.digest:
                 return data
             what = "holds other bytes than its name says"

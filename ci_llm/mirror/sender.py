@@ -24,6 +24,7 @@ from ci_llm.checkpoints.manifest import MANIFEST, check_name
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
+from ci_llm.mirror.compression import Compression
 from ci_llm.mirror.head import Block, Found, Head, Token, read_token, write_token
 from ci_llm.mirror.objects import RateLimiter, backoff_s, open_objects
 from ci_llm.mirror.reader import MirrorReader
@@ -125,6 +126,7 @@ class Mirror:
         keep: numbered steps to keep, as `save_total_limit`; None: all. What the folder keeps beside them stays as well.
         files: patterns of the other files that follow.
         max_mb_per_s: a bound on what is sent and read; None: no bound.
+        compression: of what is sent.
         on_change: called in the thread whenever the state has changed.
         clock: seconds, monotonic.
     """
@@ -137,6 +139,7 @@ class Mirror:
         keep: int | None = None,
         files: Collection[str] = (),
         max_mb_per_s: float | None = None,
+        compression: Compression = "none",
         on_change: Callable[[MirrorState], object] = lambda state: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -145,7 +148,9 @@ class Mirror:
         self._limiter = RateLimiter(max_mb_per_s, clock)
         self._objects = open_objects(url)
         self.reader = MirrorReader(self._objects, self._limiter)
-        self._writer = MirrorWriter(self._objects, check=self._between_blocks, limiter=self._limiter)
+        self._writer = MirrorWriter(
+            self._objects, check=self._between_blocks, limiter=self._limiter, compression=compression
+        )
         self._claim: Callable[[], object] = lambda: None
         self._claimed, self._swept = False, False
         self._sending: int | None = None

@@ -18,6 +18,7 @@ import xxhash
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
 from ci_llm.core.durable import PARTIAL, read_chunks
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
+from ci_llm.mirror.compression import Compression, compressed
 from ci_llm.mirror.head import (
     BLOCKS,
     HEAD,
@@ -31,7 +32,7 @@ from ci_llm.mirror.head import (
     blocks_of,
     generation_of,
 )
-from ci_llm.mirror.objects import NO_VERSION, Conflict, Missing, Objects, Version
+from ci_llm.mirror.objects import Conflict, Missing, Objects, Version, require_conditions
 from ci_llm.mirror.reader import FoundHead, MirrorReader
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class MirrorWriter:
     Args:
         check: called before each block is sent; it may raise to give the step up.
         limiter: called with the number of bytes before each block.
+        compression: of blocks that are not there yet.
 
     Attributes:
         head: what counts now.
@@ -63,8 +65,9 @@ class MirrorWriter:
         *,
         check: Callable[[], object] = lambda: None,
         limiter: Callable[[int], object] = lambda nbytes: None,
+        compression: Compression = "none",
     ) -> None:
-        self._objects, self._check, self._limiter = objects, check, limiter
+        self._objects, self._check, self._limiter, self._compression = objects, check, limiter, compression
         self._reader = MirrorReader(objects, limiter)
         self._version: Version | None = None
         self._is_rebuilt = False
@@ -103,7 +106,7 @@ class MirrorWriter:
             self._claims.add(new.stamp)
             with contextlib.suppress(Conflict):
                 self._put_head(new, found.version)
-                self._require_conditions(new)
+                require_conditions(self._objects, HEAD, new.dump())
                 self._know(new)
                 self._is_rebuilt = found.is_rebuilt
                 return
@@ -121,18 +124,6 @@ class MirrorWriter:
                 where=self._reader.url,
                 hint="call it again when the other attempt has ended: it goes on from the newest step of both",
             )
-
-    def _require_conditions(self, head: Head) -> None:
-        """Refuse a store that takes a conditional put although the condition does not hold. The put changes nothing."""
-        try:
-            self._objects.swap(HEAD, head.dump(), NO_VERSION)
-        except Conflict:
-            return
-        raise CheckpointError(
-            "this store ignores the condition of a put, so that two writers could mix",
-            where=self._reader.url,
-            hint="take a store with conditional writes (If-Match), or a newer version of this one",
-        )
 
     def _know(self, head: Head) -> None:
         """Learn from the records which blocks are there. What is kept aside may be damaged: its blocks do not count."""
@@ -189,8 +180,9 @@ class MirrorWriter:
         self._check()
         known = (digest([data]), len(data))
         if known not in self._there:
-            block = Block(self.head.generation, *known)
-            self._send(block.key, data)
+            frame = compressed(data, self._compression)
+            block = Block(self.head.generation, *known, None if frame is None else len(frame))
+            self._send(block.key, data if frame is None else frame)
             self._there[known] = block
         return self._there[known]
 
@@ -317,7 +309,7 @@ class MirrorWriter:
 
     def _is_there(self, block: Block, listed: Mapping[str, int]) -> bool:
         # A listing may be stale: what it lacks is asked for by name.
-        return listed.get(block.key) == block.size or self._objects.size(block.key) == block.size
+        return listed.get(block.key) == block.stored or self._objects.size(block.key) == block.stored
 
 
 def another_run(url: str) -> CheckpointError:

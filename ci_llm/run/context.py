@@ -58,6 +58,7 @@ class Run:
         batch_places: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+        votes_after_steps: whether a callback may ask for a stop after any step, so that all processes vote there too.
         record_failure: why the disk takes no decision about requests, if it takes none.
         last_scores: those of the evaluation after step `state.validation.step`; None: this attempt has not made it.
         exactness: how exactly this attempt goes on from a checkpoint, for people; None: it began anew.
@@ -95,6 +96,7 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=lambda: Learning(()))  # before there are steps
     callbacks: Callbacks = field(default_factory=Callbacks)
+    votes_after_steps: bool = False
     record_failure: RecordFailure = field(default_factory=RecordFailure)
     last_scores: Scores | None = None
     exactness: str | None = None
@@ -147,7 +149,7 @@ class Run:
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     def call_event(self, event: Event, **values: Mapping[str, Any]) -> None:
-        """Tell the callbacks of an event; if one of them wants the training to stop, the next ballot says so."""
+        """Tell the callbacks of an event; if one of them wants the training to stop, the next vote says so."""
         if self.callbacks:
             step = self.state.step
             state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main_process)

@@ -11,7 +11,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config
@@ -21,6 +23,7 @@ from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, evaluation_record, merge_records
 from ci_llm.distributed.process_group import ends_if_stopped
 from ci_llm.distributed.processes import Processes
+from ci_llm.errors import DamagedCheckpoint, ProgressLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.profile import profiled
@@ -107,21 +110,28 @@ class Result:
 def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
     """`evaluation.json` of a run that has come to its end at `step`.
 
-    None before that, also if the run had an end at another step and went on from there. And None if the file is
-    damaged, or if the last attempt ended after it was written and before the mirror had it: the end is made again then.
+    None before that, also if the run had an end at another step and went on from there. And None if that file or the
+    final checkpoint is damaged, or if the last attempt ended after it was written and before the mirror had it: the end
+    is made again then.
     """
     record, status = folder / "evaluation.json", readable_status(folder)
     if status is not None and status.status != "completed":
         return None
-    if not (record.is_file() and (folder / "final_checkpoint" / "manifest.json").is_file()):
+    if not (record.is_file() and (folder / FINAL).exists()):
         return None
     try:
         known: Any = read_json(record)
         content = dict(known)
+        if content.get("last_step") != step:
+            return None
+        verify_folder(folder / FINAL)
     except (TypeError, ValueError) as error:
         logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
-        return None
-    return content if content.get("last_step") == step else None
+    except DamagedCheckpoint as damage:
+        logger.warning(f"{damage.what}; the run is evaluated again, and it is made again from step {step}")
+    else:
+        return content
+    return None
 
 
 def run_job(
@@ -199,7 +209,11 @@ def run_among(
     result: Result | None = None
     run: Run | None = None
     try:
-        start, requests = find_beginning(config, processes, manager, mirror)
+        try:
+            start, requests = find_beginning(config, processes, manager, mirror)
+        except ProgressLost as error:
+            _record_refusal(config, processes, manager, log, error)
+            raise
         before = None if start.source is None else start.source.config
         config = settle_precision(config, processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
@@ -219,6 +233,19 @@ def run_among(
             log.close()
             if run is not None and loaded is not None:
                 run.crowd.detach()
+
+
+def _record_refusal(
+    config: Config, processes: Processes, manager: CheckpointManager, log: RunLog, error: ProgressLost
+) -> None:
+    """Record a failed attempt where the folder has no step to go on from, so that no reader calls the run vanished."""
+    if processes.is_main_process:
+        number = manager.acquire_lease()
+        keep_status(config.run_folder)
+        record_attempt(config.run_folder, number, 0, place_of_attempt())
+        log.open(number, still_held=manager.holds_lease)
+        status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
+        Attempt(number, 0, config, processes, manager, status, log).failed(0, error)
 
 
 def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
@@ -245,6 +272,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     try:
         _open(run, attempt.number)
         with _watched(run, attempt, stacks):
+            asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
+            run.votes_after_steps = any(run.processes.gather_object(asks))
             run.call_event("on_train_begin")
             if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches)) is None:
                 stop, record = conclude(run)

@@ -96,7 +96,7 @@ def train(run: Run, batches: Batches) -> str | None:
         change_crowd(run, verdict)
         if run.crowd.settings is not settings:
             run.measure(compute_gradients)
-        stop = verdict.stop
+        stop = verdict.stop or (run.stop_vote.reason() if run.votes_after_steps else None)
         if stop or verdict.save or run.state.step == run.total_steps:
             save(run)
         if stop is None and run.evaluation_due:
@@ -211,6 +211,8 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
+        if run.config.loss_csv:
+            run.log.loss(step, losses)
         totals = (*sums.losses, sums.diversity)
         run.step_metrics.add((*targets, verdict.num_targets), totals, norms, findings.left_out)
     if step % run.config.logging_steps and step != run.total_steps:

@@ -19,7 +19,7 @@ from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
-from ci_llm.core.run_folder import SWEEP
+from ci_llm.core.run_folder import OF_A_RUN, SWEEP
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
@@ -83,8 +83,14 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written. The file that tries it has no name and leaves no trace.
 
     Raises:
-        ConfigError: read-only, full, or not a folder.
+        ConfigError: read-only, full, or not a folder; or a folder has the name of a file of the run.
     """
+    if in_the_way := [name for name in OF_A_RUN if Path(name).suffix and (folder / name).is_dir()]:
+        raise ConfigError(
+            f"a folder has the name of a file that a run writes: {', '.join(in_the_way)}",
+            where=f"output_dir: {folder}",
+            hint="move it away, or give another output_dir",
+        )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place) as probe:

@@ -300,9 +300,9 @@ def test_a_damaged_tensor_is_named(managers: Any, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=r"tensor v of optimizer\.safetensors has another digest"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has another digest in 1 of 2 tensors: v\n"):
         manager.verify(1)
-    with pytest.raises(DamagedCheckpoint, match="tensor v"):
+    with pytest.raises(DamagedCheckpoint, match="tensors: v"):
         manager.restore(1)
 
 

@@ -148,17 +148,38 @@ def test_of_a_file_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert "missing: rng.json" in capsys.readouterr().err
 
 
+def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {f"layer{number}": torch.zeros(4) for number in range(40)}
+    write_checkpoint(tmp_path / "a", {f"agent{number}": tensors for number in range(9)})
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-640] + b"\x01" * 640)
+    assert verb("verify", tmp_path / "a") == 1
+    told = capsys.readouterr().err
+    assert (
+        "agent0.safetensors has another digest in 40 of 40 tensors: layer0, layer1, layer2, layer3, layer4, 35 more"
+        in told
+    )
+    assert told.count("has another digest") == 5
+    assert "; 4 more" in told
+
+
 # diff
 
 
 def test_two_runs_with_the_same_bits(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CheckpointManager(tmp_path / "other", async_save=False) as manager:
         elsewhere = state(4, **{"config.yaml": b"output_dir: there\n", "trackers": {"wandb": "two"}})
-        manager.save(4, elsewhere, info={"position": 48, "surroundings": {"threads": 2}})
+        history = {"failures": 3, "stall_s": 0.1}  # of an attempt that was killed, with save_interval_seconds=auto
+        manager.save(4, elsewhere, info={"position": 48, "surroundings": {"threads": 2}, "endurance": history})
     assert verb("diff", run / "checkpoint_step_4", tmp_path / "other") == 0
     out = capsys.readouterr().out
     assert "bit-identical, 4 tensors" in out
-    assert "beside the state: config.yaml, manifest.json.surroundings.threads, trackers.wandb" in out
+    beside = out.partition("beside the state: ")[2]
+    assert {"config.yaml", "manifest.json.endurance.failures", "trackers.wandb"} <= {*beside.strip().split(", ")}
+    assert "manifest.json.surroundings.threads" in beside
     assert verb("diff", run, run / "checkpoint_step_4") == 0, "a run is its newest checkpoint"
 
 

@@ -65,6 +65,11 @@ WORK: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (f"python train.py {PYRECOVER} --distributed", {"max_train_steps": 1000}),
+    (f"python train.py {PYRECOVER} --log-loss-to-csv", {"loss_csv": True}),
+    (
+        "python train.py --llama_id meta-llama/Llama-3.1-8B --samples 100",
+        {"model_name": "meta-llama/Llama-3.1-8B", "max_train_samples": 100},
+    ),
     ("python train.py --resume-from-checkpoint runs/one", {"resume_from_checkpoint": "runs/one"}),
     ("sbatch slurm/train.sbatch --exp_name=my_experiment", {"experiment_name": "my_experiment"}),
     ("sbatch slurm/train.sbatch --distributed --exp_name=distributed_exp", {"experiment_name": "distributed_exp"}),
@@ -79,14 +84,19 @@ WORK: list[tuple[str, dict[str, Any]]] = [
 REFUSED: list[tuple[str, list[str]]] = [
     (
         f"python train.py {LATENTWIRE_OWN} --dataset squad --samples 100 --epochs 1",
-        ["the first of LatentWire's two models", "model_name=NAME", "lora_rank", "every learned token", "docs/data.md"],
+        [
+            "the second of LatentWire's two models",
+            "model_name=NAME",
+            "lora_rank",
+            "every learned token",
+            "docs/data.md",
+        ],
     ),
     (
-        "python train.py --checkpoint_interval 600 --grace_period 180 --auto_resume --llama_id meta-llama/Llama-3.1-8B",
+        "python train.py --checkpoint_interval 600 --grace_period 180 --auto_resume --qwen_id Qwen/Qwen2.5-7B",
         ["grace_s=120", "model_name=NAME"],
     ),
     ("python train.py --distributed=all", ["give it to train.py as an option: --distributed"]),
-    ("python train.py --log-loss-to-csv", ["metrics.jsonl"]),
     ("python train.py --use_flash_attention --profile", ["fused kernel", "profile_steps=10"]),
     ("sbatch slurm/train.sbatch --use_flash_attention --exp_name=a", ["fused kernel"]),
     ("sbatch slurm/train.sbatch --profile-nsys", ["profile_steps=10"]),

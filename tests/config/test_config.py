@@ -560,6 +560,12 @@ def test_bad_lines(file: Path, line: str, words: list[str]) -> None:
     [
         (["--batch-sise", "3"], ["batch-sise is no key", "did you mean batch_size?"]),
         (["nope.py"], ["'nope.py' is neither a key nor a value", "safe_train.py --train-script nope.py"]),
+        (["rows.jsonl"], ["'rows.jsonl' stands alone", "write dataset_name=rows.jsonl"]),
+        (["base.gguf"], ["'base.gguf' stands alone", "write model_name=base.gguf"]),
+        (["num_agents", "=", "4"], ["there are spaces around = in num_agents = 4", "write num_agents=4"]),
+        (["learning_rate=1,5e-4"], ["learning_rate is '1,5e-4'", "write 1.5e-4"]),
+        (["..."], ["'...' stands for words that an example leaves out"]),
+        (["device=cuda"], ["device is no key here", "CUDA_VISIBLE_DEVICES"]),
         (["foo"], ["'foo' is neither a key nor a value", "key=value"]),
         (["\u2014num_agents"], ["neither a key nor a value", "write --num_agents, with plain - and ="]),
         (["num_agents\uff1d3"], ["write num_agents=3, with plain - and ="]),

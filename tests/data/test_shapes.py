@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import datasets
 import pytest
+import zstandard
 from datasets import Dataset, DatasetDict
 
-from ci_llm.config import Config
+from ci_llm.config import Config, load_config
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.errors import DataError
@@ -69,10 +71,14 @@ def jsonl(*rows: Json) -> Write:
     return write
 
 
+PACKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
+
+
 def text(name: str, content: str) -> Write:
     def write(folder: Path) -> str:
         path = folder / name
-        path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+        packed = PACKERS.get(path.suffix, bytes)(content.encode())
+        path.write_bytes(packed)
         return str(path)
 
     return write
@@ -256,8 +262,29 @@ SHAPES: dict[str, Shape] = {
     "tsv": Shape(text("rows.tsv", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), [f"a{END}"], user("q")),
     "tsv.gz": Shape(text("rows.tsv.gz", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), [f"a{END}"], user("q")),
     "csv.gz": Shape(text("rows.csv.gz", "question|answer\nq|a\nq|a\nq|a\n"), [f"a{END}"], user("q")),
+    "jsonl.zst": Shape(text("rows.jsonl.zst", '{"question": "q", "answer": "a"}\n' * 3), [f"a{END}"], user("q")),
     "jsonl.gz": Shape(text("rows.jsonl.gz", '{"question": "q", "answer": "a"}\n' * 3), [f"a{END}"], user("q")),
     "json": Shape(text("rows.json", json.dumps([{"question": "q", "answer": "a"}] * 3)), [f"a{END}"], user("q")),
+    "jsonl of lists of messages": Shape(
+        text("rows.jsonl", f"{json.dumps([turn('user', 'q'), turn('assistant', 'a')])}\n" * 3), [f"a{END}"], user("q")
+    ),
+    "json of lists of messages": Shape(
+        text("rows.json", json.dumps([[turn("user", "q"), turn("assistant", "a")]] * 3)), [f"a{END}"], user("q")
+    ),
+    "json of columns": Shape(
+        text("rows.json", json.dumps({"question": ["q"] * 3, "answer": ["a"] * 3})), [f"a{END}"], user("q")
+    ),
+    "messages of a human and an ai": Shape(
+        jsonl({"conversations": [{"from": "human", "value": "q"}, {"from": "ai", "value": "a"}]}),
+        [f"a{END}"],
+        user("q"),
+    ),
+    "labelled answers whose columns are named": Shape(
+        jsonl({"prompt": "hi", "completion": "yes", "label": True}),
+        [f"yes{END}"],
+        user("hi"),
+        {"prompt_column": "prompt", "answer_column": "completion"},
+    ),
     "json below data": Shape(
         text("rows.json", json.dumps({"data": [{"question": "q", "answer": "a"}] * 3})), [f"a{END}"], user("q")
     ),
@@ -306,9 +333,30 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     ),
     "pictures": (
         {"messages": [turn("user", [{"type": "image"}]), turn("assistant", "cat")]},
-        "expected text, found list",
+        "a message has parts of the types image; only text is learned here",
         "repair or remove the row",
     ),
+    "pictures beside messages": (
+        {"messages": [turn("user", "what?"), turn("assistant", "cat")], "images": ["cat.png"]},
+        "looks like pictures or sounds, and images would not be read",
+        "messages_column=",
+    ),
+    "labelled answers of KTO": (
+        {"prompt": "2 + 2?", "completion": "5", "label": False},
+        "looks like answers with a label each, right or wrong, as KTO takes them, and label would not be read",
+        "prompt_column= and answer_column=",
+    ),
+    "multiple choice": (
+        {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
+        "looks like questions with choices, and choices would not be read",
+        "prompt_column=",
+    ),
+    "classes of texts": (
+        {"Text": "I liked it", "Label": 1},
+        "looks like texts with a class each, and Label would not be read",
+        "text_column=",
+    ),
+    "a line that is a list of numbers": ([1, 2], "expected a message with role and content", "repair or remove"),
     "numbers only": ({"x": 1, "y": 2}, "no columns that can be used; it has: x, y", "prompt_column="),
 }
 
@@ -341,6 +389,17 @@ def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path) -> None:
     assert what in caught.value.what
     assert hint in str(caught.value.hint)
     assert str(tmp_path) in str(caught.value.where)
+
+
+def test_the_hint_about_a_column_with_a_comma_can_be_typed(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('"Frage, lang",Antwort\nq,a\nq,a\n')
+    name = f"dataset_name={tmp_path / 'rows.csv'}"
+    with pytest.raises(DataError) as caught:
+        load_rows(load_config(None, [name]), "train")
+    typed = str(caught.value.hint).removeprefix("say ").partition(", text_column=")[0]
+    words = [word for word in shlex.split(typed) if word != "and"]
+    assert words == ["prompt_column=Frage, lang", "answer_column=Antwort"]
+    assert len(load_rows(load_config(None, [name, *words]), "train")) == 1
 
 
 def test_the_table_covers_the_shapes_that_people_have() -> None:

@@ -128,7 +128,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "picture": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "expected text, found list",
+        "a message has parts of the types image",
     ),
     "not text": ({"text": {"a": 1}}, "expected text, found dict"),
     "answers": ({"context": "c", "question": "q", "answers": {"text": "a"}}, "answers.text to be a list"),

@@ -37,7 +37,7 @@ from tools.testbed.forkserver import ROOT, ForkServer
 pytestmark = pytest.mark.slow
 
 NAMES = [check.name for check in CHECKS]
-HERE = [name for name in NAMES if torch.cuda.is_available() or not name.startswith("gpu ")]
+HERE = [name for name in NAMES if name != "mirror" and (torch.cuda.is_available() or not name.startswith("gpu "))]
 PRESETS = ROOT / "configs"
 NF4 = ["llama3.1_8b_nf4_gsm8k.yaml"]
 SHARDED = "llama3.1_70b_nf4_sharded_gsm8k.yaml"

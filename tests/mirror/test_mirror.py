@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from ci_llm.checkpoints.folders import Opened
 from ci_llm.checkpoints.manifest import verify_folder
@@ -65,6 +66,57 @@ def test_what_is_there_is_not_sent_again(node: Nodes, refusing: list[Refusing]) 
     again.begin()
     again.save(3)
     assert {int(key.rsplit("-", 1)[1]) for key in refusing[1].puts if key.startswith("blocks")} == sizes
+
+
+def version_of(path: Path) -> int:
+    return int(json.loads(path.read_text())["format_version"])
+
+
+def test_what_shrinks_is_stored_compressed_and_comes_back_with_its_bytes(node: Nodes) -> None:
+    one = node("one", compression="auto")
+    one.begin()
+    one.save(1, 2)
+    stored = {path.name for path in objects_of(one, "blocks")}
+    tokenizer = records(1)["tokenizer/tokenizer.json"]
+    [compressed] = [name for name in stored if name.startswith(f"{tokenizer.digest}-{tokenizer.size}")]
+    assert compressed.endswith(".zst")
+    weights = records(2)["agent0/adapter_model.safetensors"]
+    assert f"{weights.digest}-{weights.size}" in stored, "40 random numbers do not shrink"
+    assert {version_of(path) for path in objects_of(one, "records")} == {2}
+    one.close()
+    fresh = node("fresh")  # reads, and sends on without compression
+    assert fresh.begin() == 2
+    assert dict(fresh.manager.metadata(2).files) == records(2)
+    fresh.save(3)
+    assert not fresh.mirror.reader.damage(fresh.head)
+    assert compressed in {path.name for path in objects_of(fresh, "blocks")}, "what is there is not sent again"
+
+
+def test_a_mirror_without_compression_has_the_format_of_before(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    assert not [path for path in objects_of(one, "blocks") if path.suffix]
+    assert {version_of(path) for path in [*objects_of(one, "records"), *objects_of(one, HEAD)]} <= {1}
+
+
+@pytest.mark.parametrize("harm", ["a flipped bit", "half of it", "another frame", "a frame that claims too much"])
+def test_a_damaged_frame_is_damage_of_its_step(harm: str, node: Nodes) -> None:
+    one = node("one", compression="zstd")
+    one.begin()
+    one.save(1)
+    [path, *_] = [path for path in objects_of(one, "blocks") if path.suffix == ".zst"]
+    frame = path.read_bytes()
+    if harm == "a flipped bit":
+        flip(path, len(frame) // 2)
+    elif harm == "half of it":
+        path.write_bytes(frame[: len(frame) // 2])
+    elif harm == "another frame":
+        path.write_bytes(zstandard.ZstdCompressor().compress(b"other bytes"))
+    else:  # 4 GB of zeros in a few kilobytes would be taken into memory
+        path.write_bytes(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
+    [damage] = one.mirror.reader.damage(one.head).values()
+    assert "holds other bytes than its name says" in damage
 
 
 def test_a_pruned_step_takes_its_blocks_with_it_and_no_others(node: Nodes) -> None:
@@ -261,7 +313,7 @@ def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> N
 def sealed(body: dict[str, Any]) -> bytes:
     from ci_llm.mirror import head
 
-    return head._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")})
+    return head._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")}, ())
 
 
 # What is said, and when

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ci_llm.core.remote import is_url, without_secrets
-from ci_llm.errors import BadInput, ConfigError, MirrorUnreachable
-from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, check_url, open_objects
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, MirrorUnreachable
+from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, check_url, open_objects, require_writable
 from tests.mirror.conftest import swaps_decide
 
 
@@ -29,6 +29,20 @@ def test_objects_are_put_listed_and_deleted(kind: str, tmp_path: Path) -> None:
     assert dict(store.list("blocks")) == {}
     with pytest.raises(Missing):
         store.get("blocks/g1/a")
+
+
+def test_a_store_is_tried_without_a_trace(tmp_path: Path) -> None:
+    store = open_objects(f"memory://{tmp_path}/tried")
+    require_writable(store)
+    assert dict(store.list("")) == {}
+
+
+def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_objects(f"memory://{tmp_path}/careless")
+    monkeypatch.setattr(store, "swap", lambda key, data, version: store.put(key, data))
+    with pytest.raises(CheckpointError, match="ignores the condition of a put"):
+        require_writable(store)
+    assert dict(store.list("")) == {}
 
 
 @pytest.mark.parametrize("url", ["s3://key:very-secret@bucket/run", "s3://bucket/run?sig=very-secret"])

@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mirror import HARMS, History, Strike, campaign, strikes, table
+from ci_llm.cli.main import main
+from ci_llm.cluster.launch import read_launch
+from ci_llm.config import load_config
+from ci_llm.dry_run import environment
+from ci_llm.dry_run.context import CheckContext
+from ci_llm.errors import MirrorUnreachable
+from ci_llm.interrupts import Interrupts
 from ci_llm.mirror import objects, sender
 from ci_llm.mirror.objects import open_objects
 from tests.mirror.conftest import swaps_decide
@@ -38,6 +45,27 @@ def address() -> Iterator[str]:
 def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
+
+
+def test_a_bucket_that_does_not_exist_is_refused_before_the_run_begins(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    words = ["mirror=s3://bucket-that-does-not-exist/x", f"output_dir={tmp_path / 'run'}", "max_train_steps=1"]
+    assert main(["train", *words]) == 1
+    told = capsys.readouterr().err
+    assert "the store does not let us write probe-" in told
+    assert "404" in told
+    assert not (tmp_path / "run/status.json").exists()
+    with pytest.raises(MirrorUnreachable, match="404"):
+        environment.mirror(context := check_context(words))
+    context.config = context.config.model_copy(update={"mirror": f"s3://{BUCKET}/x"})
+    assert environment.mirror(context) == f"s3://{BUCKET}/x can be written"
+    assert not list(open_objects(f"s3://{BUCKET}/x").list(""))
+
+
+def check_context(words: list[str]) -> CheckContext:
+    return CheckContext(load_config(None, words), read_launch(), Interrupts())
 
 
 def test_whatever_strikes_a_save_nothing_is_lost_broken_or_wrong(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def with_story(writer: MirrorWriter, text: bytes) -> Head:
 
 def test_a_mirror_of_another_version_is_refused_and_not_rebuilt(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(head, "VERSION", head.VERSION + 1)
+        newer.setattr(head, "VERSION", head.VERSION_COMPRESSED + 1)
         writer = claimed(lying)
         writer.commit(with_story(writer, b"one"))
     before = {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)}

@@ -189,7 +189,7 @@ def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
     stop: StopAt, reason: str, plain: Path, tmp_path: Path
 ) -> None:
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[stop])
-    assert (result.status, result.reason, result.step) == ("interrupted", reason, 2)
+    assert (result.status, result.reason, result.step) == ("interrupted", reason, 1)
     assert read_status(tmp_path / "run").reason == reason
     assert result.metrics == {}
     assert result.crowd.num_agents == 2

@@ -47,7 +47,7 @@ SMALL = [
     "save_steps=2",
 ]
 SMALL += ["logging_steps=2", "max_train_samples=20", "num_workers=0", "learning_rate=5e-3", "save_total_limit=2"]
-SMALL += ["write_report=false"]
+SMALL += ["write_report=false", "loss_csv=true"]
 
 
 def train(folder: Path, *words: str) -> int:
@@ -382,6 +382,33 @@ def test_a_completed_run_whose_results_are_damaged_is_evaluated_again(
     assert verify_folder(run / "final_checkpoint").step == 6
 
 
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["a flipped bit", "an agent less"])
+def test_a_completed_run_whose_final_checkpoint_is_damaged_makes_it_again(
+    harm: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = run / "final_checkpoint"
+    before = (final / "manifest.json").read_bytes()
+    if harm == "a flipped bit":
+        flip_last_bit(final / "agent0/adapter_model.safetensors")
+    else:
+        shutil.rmtree(final / "agent1")
+    assert train(run) == 0
+    said = capsys.readouterr().out
+    assert "final_checkpoint is damaged: " in said
+    assert ("agent0/adapter_model" if harm == "a flipped bit" else "missing: agent1/") in said
+    assert "it is made again from step 6" in said
+    assert verify_folder(final).files.keys() == json.loads(before)["files"].keys()
+    assert train(run) == 0
+    assert "This run is complete at step 6" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["branch_at=0.5", "crowd=auto"])
 def test_patience_does_not_end_a_run_before_its_crowd_is_there(how: str, tmp_path: Path) -> None:
@@ -460,17 +487,64 @@ def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_is_named_and_the_one_before_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_newest_is_named_and_the_one_before_taken(
+    finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
-        file = run / name / "optimizer.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
+        flip_last_bit(run / name / "optimizer.safetensors")
     assert train(run) == 0
     said = capsys.readouterr().out
     assert "optimizer.safetensors" in said
     assert "step 4 of 6" in said
     assert len(list((run / "quarantine").iterdir())) == 2
+    losses = (run / "loss_log.csv").read_text()
+    assert losses == (finished / "loss_log.csv").read_text()
+    assert [line.split(",")[0] for line in losses.splitlines()] == ["Step", *"123456"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_somebody_says_how_it_goes_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"}
+    shutil.copytree(run / "checkpoint_step_4", tmp_path / "kept" / "checkpoint_step_4")
+    for name in names:
+        flip_last_bit(run / name / "optimizer.safetensors")
+    for _ in range(2):  # the second call finds them in quarantine
+        assert train(run) == 1
+        told = capsys.readouterr().err
+        assert "every checkpoint from which this run could go on is damaged" in told
+        assert "restart_from=PATH" in told
+        assert "overwrite_output_dir=true" in told
+        status = read_status(run)
+        assert (status.status, status.reason) == ("failed", "error:ProgressLost")
+    assert {path.name for path in (run / "quarantine").iterdir()} == names
+    assert train(run, f"restart_from={tmp_path / 'kept/checkpoint_step_4'}") == 0
+    assert "step 4 of 6" in capsys.readouterr().out
+    assert {path.name for path in (run / "overwritten/1/quarantine").iterdir()} == names
+    assert verify_folder(run / "final_checkpoint").step == 6
+
+
+@pytest.mark.slow
+def test_a_damaged_run_begins_again_where_that_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"):
+        flip_last_bit(run / name / "optimizer.safetensors")
+    assert train(run) == 1
+    assert train(run, "overwrite_output_dir=true") == 0
+    assert "a fresh start" in capsys.readouterr().out
+    assert read_status(run).status == "completed"
+    assert len(list((run / "overwritten/1/quarantine").iterdir())) == 3
+
+
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/status.json").mkdir(parents=True)
+    assert train(tmp_path / "run") == 2
+    told = capsys.readouterr().err
+    assert "a folder has the name of a file that a run writes: status.json" in told
+    assert "Traceback" not in told
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def _table(texts: list[str], new: list[str | None]) -> Any:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row, as JSON and as it is. A text in a list is a row with a column `text`.
+    """Each row, as JSON and as it is. A text in a list is a row with a column `text`, a list one with `messages`.
 
     Raises:
         ValueError: the file is no UTF-8, is broken at a line and column, or holds something else than rows.
@@ -111,10 +111,12 @@ def _is_incomplete(text: str) -> bool:
 
 
 def _rows_of_whole(text: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a list, or objects over several lines, one after the other."""
-    rows = _decoded(text, 1, file) if text.lstrip().startswith("[") else _objects(text, file)
+    """The rows of a list, or objects over several lines, one after the other; several lists are a row each."""
+    rows = list(_objects(text, file))
+    if len(rows) == 1 and isinstance(rows[0], list):
+        rows = rows[0]
     for number, value in enumerate(rows):
-        row = {"text": value} if isinstance(value, str) else value
+        row = {"text": value} if isinstance(value, str) else {"messages": value} if isinstance(value, list) else value
         written = json.dumps(row, ensure_ascii=False)
         yield written, _checked(row, written, f"row {number} (counted from 0) of {file.name}")
 

@@ -36,6 +36,7 @@ RUN_FILES: Final = (
         "status.json",
         "training.log",
         "metrics.jsonl",
+        "loss_log.csv",
     ),
     *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
@@ -78,6 +79,7 @@ class RunMirror:
                 keep=config.save_total_limit,
                 files=RUN_FILES,
                 max_mb_per_s=config.mirror_max_mb_per_s,
+                compression=config.mirror_compression,
                 on_change=self._tell,
             )
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.folders import folders_of, is_named_checkpoint
+from ci_llm.checkpoints.folders import QUARANTINE, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import read_job
@@ -28,7 +28,7 @@ from ci_llm.core.remote import is_url
 from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, BadBatch, Recovery, is_run, read_recovery, read_skipped_batches
 from ci_llm.core.run_status import last_attempt
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, ConfigError, LaunchError
+from ci_llm.errors import CheckpointError, ConfigError, LaunchError, ProgressLost
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.start.resume import Source, newest_source, open_source
 from ci_llm.run.step.members import CrowdChange, Members, forget_after, read_record
@@ -145,6 +145,8 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
             lines.append(f"what was here moved to {manager.set_aside(entries)}")
         if start.goes_back:
             forget_after(folder, start.keeps)
+            if not start.is_own and (damaged := folder / QUARANTINE).exists():
+                lines.append(f"damaged checkpoints moved to {manager.set_aside([damaged])}")
         lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
         if not _is_recorded(folder, start.beginning):
             write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
@@ -177,6 +179,7 @@ def find_start(
 
     Raises:
         ConfigError: the folder holds a run that began otherwise; or a path holds no checkpoint of a run.
+        ProgressLost: the run had checkpoints, and none of them verifies.
         DamagedCheckpoint: the checkpoint at a path is damaged. A run falls back to an older step only in its own
             folder.
     """
@@ -188,12 +191,26 @@ def find_start(
     known = replace(known, restarted_from=back) if known else None
     steps = manager.all_steps()
     if not steps:
+        if known is not None and any((manager.directory / QUARANTINE).glob("*")):
+            raise _progress_lost(manager)
         return _from_the_beginning(known if known and wanted in (LATEST, *known.said) else _first(wanted, known))
     if known is None and wanted not in (LATEST, None):
         return _from_given(manager, open_source(wanted, _as_given(wanted)), Beginning(said=(wanted,)), wanted)
     known = _require_same_beginning(manager, steps, known, wanted)
-    source = newest_source(manager, at_most)
-    return _from_the_beginning(known) if source is None else _from_own(source, known)
+    if (source := newest_source(manager, at_most)) is not None:
+        return _from_own(source, known)
+    if any(at_most is None or step <= at_most for step in steps):
+        raise _progress_lost(manager)
+    return _from_the_beginning(known)
+
+
+def _progress_lost(manager: CheckpointManager) -> ProgressLost:
+    return ProgressLost(
+        "every checkpoint from which this run could go on is damaged, and it does not begin again by itself",
+        where=str(manager.directory / QUARANTINE),
+        hint="restart_from=PATH goes on from a copy of a checkpoint;"
+        " overwrite_output_dir=true begins again and moves the old run aside",
+    )
 
 
 def _wanted(config: Config) -> str | None:

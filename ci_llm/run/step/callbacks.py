@@ -49,7 +49,7 @@ class TrainerControl:
     """What a callback can ask for.
 
     Attributes:
-        should_training_stop: finish the next step, save it and leave, as after a signal. The same call goes on later.
+        should_training_stop: save the step just taken and leave, as after a signal. The same call goes on later.
     """
 
     should_training_stop: bool = False
@@ -77,6 +77,10 @@ class Callbacks:
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
+
+    def hears(self, *events: Event) -> bool:
+        """Whether one of them has a method for one of these events."""
+        return any(self._methods[event] for event in events)
 
     def call_event(
         self, event: Event, config: Config, state: TrainerState, values: Mapping[str, Mapping[str, Any]]
