@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
-from ci_llm.base.files import require_memory
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.cluster.launch import STARTED, Launch, read_launch
 from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_distributed
@@ -75,6 +74,8 @@ def start(
 
 def _run_as_several(number: int, config: Config, launch: Launch, interrupts: Interrupts) -> None:
     """Run the command as `number` processes and leave with their exit code; return if they do not come up."""
+    from ci_llm.base.files import require_memory  # here, because it loads huggingface_hub
+
     require_memory(config, number)
     print_line(f"launch    starting {number} processes, by torch.distributed.run --nproc-per-node={number}")
     code = run_as_several(number, launch, interrupts)

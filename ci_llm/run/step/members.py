@@ -28,7 +28,7 @@ from ci_llm.config.own_keys import NAME, ORDER_KEYS, SHAPE_KEYS, from_plain, to_
 from ci_llm.config.parsing import Entry
 from ci_llm.core.determinism import derive_seed
 from ci_llm.core.durable import make_folders, read_json, write_json
-from ci_llm.core.run_folder import CROWD_CHANGES
+from ci_llm.core.run_folder import CROWD_CHANGES, read_known
 from ci_llm.errors import CheckpointError, ConfigError
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
@@ -467,14 +467,12 @@ def read_record(run_folder: Path) -> list[Decision]:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = run_folder / CROWD_CHANGES
-    try:
-        value: Any = read_json(path)
-        return [Decision(**decision) for decision in value]
-    except FileNotFoundError:
-        return []
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"no record of changes: {error}", where=str(path), hint="move it away") from error
+    return read_known(run_folder / CROWD_CHANGES, _parsed_record, "no record of changes") or []
+
+
+def _parsed_record(path: Path) -> list[Decision]:
+    value: Any = read_json(path)
+    return [Decision(**decision) for decision in value]
 
 
 def forget_after(run_folder: Path, step: int) -> None:
