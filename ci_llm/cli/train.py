@@ -59,9 +59,7 @@ def start(
     if (number := processes_to_start(launch, words)) > 1:
         _run_as_several(number, config, launch, interrupts)
     elif launch.num_processes == 1 and "--distributed" in words:
-        print_line(
-            "launch    --distributed: one process, for this machine has no GPU; --distributed=N starts N on the CPU"
-        )
+        print_line("launch    --distributed: one process, for there is no GPU; --distributed=N starts N on the CPU")
     tell()
     if launch.is_main_process:
         print_line(f"ci_llm {__version__}   {what} {config.run_folder}   loading...")
@@ -82,9 +80,7 @@ def _run_as_several(number: int, config: Config, launch: Launch, interrupts: Int
     if code is not None:
         raise SystemExit(code)
     if interrupts.stop_reason is None:
-        print_line(
-            f"launch    the {number} processes do not come up ({COME_UP_S:g} s without a sign): this one runs alone"
-        )
+        print_line(f"launch    {number} processes do not come up, {COME_UP_S:g} s without a sign: this one runs alone")
 
 
 _LOGGER = logging.getLogger(__name__)

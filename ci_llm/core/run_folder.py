@@ -193,6 +193,19 @@ def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = "m
         raise CheckpointError(f"{what}: {error}", where=str(path), hint=hint) from error
 
 
+def write_known(path: Path, value: object, what: str, hint: str = "") -> None:
+    """Write a small file for later attempts, durably, and its folder where there is none.
+
+    Raises:
+        CheckpointError: the disk refuses it.
+    """
+    try:
+        make_folders(path.parent)
+        write_json(path, value)
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be written: {error.strerror}", where=str(path), hint=hint) from error
+
+
 PUSH_RECORD: Final = "hub.json"
 
 
@@ -291,16 +304,9 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
     Raises:
         CheckpointError: the disk refuses the file.
     """
-    path = Path(run_folder, RECOVERY)
-    try:
-        make_folders(path.parent)
-        write_json(path, asdict(recovery) | {"because": list(recovery.because)})
-    except OSError as error:
-        raise CheckpointError(
-            f"the recovery state cannot be written: {error.strerror}",
-            where=str(path),
-            hint="make space there; the same command goes on from the last checkpoint",
-        ) from error
+    value = asdict(recovery) | {"because": list(recovery.because)}
+    hint = "make space there; the same command goes on from the last checkpoint"
+    write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 
 
 SKIPPED_BATCHES: Final = "skipped_batches.json"

@@ -120,7 +120,7 @@ def test_it_does_not_depend_on_what_the_agents_have_learned_nor_on_what_was_draw
 
 
 CHANGES: dict[str, Callable[[Crowd], object]] = {
-    "the numbers of a projection": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.mlp.up_proj.base_layer")),
+    "the numbers of a product": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.mlp.up_proj.base_layer")),
     "the numbers of a norm": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.input_layernorm")),
     "the numbers of the head": lambda crowd: nudge(crowd.model.get_output_embeddings()),
 }
