@@ -44,14 +44,14 @@ def sweep(words: list[str]) -> int:
         return 0
     from ci_llm.cli.train import start
     from ci_llm.cluster.launch import accelerate_settings
-    from ci_llm.cluster.starter import without_distributed
+    from ci_llm.cluster.starter import without_options
     from ci_llm.config import default_file
     from ci_llm.config.sweep import read_sweep
     from ci_llm.interrupts import Interrupts
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         is_dry, keys = take_dry_run(words)
-        reading = read_sweep(default_file(), without_distributed(keys), accelerate_settings(os.environ))
+        reading = read_sweep(default_file(), without_options(keys), accelerate_settings(os.environ))
         launch = start("sweep", reading.config, interrupts, words)
         if is_dry:
             return _dry_run(reading, interrupts, launch, debug="--debug" in words)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ci_llm._version import __version__
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.cluster.launch import STARTED, Launch, read_launch
-from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_distributed
+from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_options
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
@@ -125,8 +125,7 @@ def read_configuration(words: Sequence[str]) -> Reading:
     from ci_llm.cluster.launch import accelerate_settings
     from ci_llm.config import default_file, read_config
 
-    keys = [word for word in without_distributed(words) if word != "--continue"]
-    read = read_config(default_file(), keys, accelerate_settings(os.environ))
+    read = read_config(default_file(), without_options(words), accelerate_settings(os.environ))
     changes = type(read.config)().diff(read.config)
     _LOGGER.debug("not the default: %s", ", ".join(f"{change.key}={change.new}" for change in changes))
     return read

@@ -35,9 +35,9 @@ _DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re
 _DEVICES: Final = ("nvidia*", "kfd", "dxg", "nvmap")
 
 
-def without_distributed(words: Sequence[str]) -> list[str]:
-    """The words of a command line without `--distributed`."""
-    return [word for word in words if not _DISTRIBUTED.fullmatch(word)]
+def without_options(words: Sequence[str]) -> list[str]:
+    """The words of a command line without those that are no keys: `--continue`, `--debug`, `--distributed`."""
+    return [word for word in words if word not in ("--continue", "--debug") and not _DISTRIBUTED.fullmatch(word)]
 
 
 def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> int:

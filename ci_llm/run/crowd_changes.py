@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -97,20 +96,15 @@ def _decide_on_main(
     """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
     (name,) = members.folders
     choice = choice_from_nll(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
-    if (known := _recorded_decision(config.run_folder, step)) is not None:
-        return Choice(step, choice.training, choice.validation, alone=known.verb == "stay_alone")
     change = change_of(choice)
+    if known := [each for each in read_record(config.run_folder) if each.id == _ID and each.step == change.step]:
+        return Choice(step, choice.training, choice.validation, alone=known[-1].verb == "stay_alone")
     try:
         if may_write():
             decide(config.run_folder, [Decision(_ID, change.step, change.verb, change.agent)])
     except OSError as error:
         logger.warning(f"crowd     what was decided cannot be put on record, the run goes on: {error.strerror}")
     return choice
-
-
-def _recorded_decision(folder: Path, step: int) -> Decision | None:
-    found = [each for each in read_record(folder) if each.id == _ID and each.step == step + 1]
-    return found[-1] if found else None
 
 
 def change_crowd(run: Run, verdict: Verdict) -> None:
