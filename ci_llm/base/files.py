@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 
 from ci_llm.core.memory import free_host_memory
 from ci_llm.errors import LaunchError
@@ -42,19 +44,20 @@ def require_memory(config: Config, copies: int) -> None:
 
 def _count_parameters(model_name: str) -> int:
     """Numbers of a base in its safetensors files; 0 where none are on this disk."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", cache), "hub")).expanduser()
-    snapshots = (hub / f"models--{model_name.replace('/', '--')}").glob("snapshots/*")
-    folders = [Path(model_name)] if Path(model_name).is_dir() else snapshots
-    return max((sum(map(_numbers, folder.glob("*.safetensors"))) for folder in folders), default=0)
+    if (folder := Path(model_name)).is_dir():
+        return _numbers(folder)
+    with suppress(ValueError):  # no name of the hub
+        found = try_to_load_from_cache(model_name, "config.json")
+        return _numbers(Path(found).parent) if isinstance(found, str) else 0
+    return 0
 
 
-def _numbers(path: Path) -> int:
-    """How many numbers a file holds, by its header: a length in 8 bytes, then JSON with the shape of each tensor."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-    except (OSError, ValueError):  # loading it fails as well, and says why
-        return 0
-    return sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+def _numbers(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with (
+            suppress(OSError, SafetensorError),
+            safe_open(path, "np") as file,
+        ):  # loading it fails as well, and says why
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total

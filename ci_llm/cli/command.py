@@ -84,6 +84,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _STARTED: Final = "CI_LLM_STARTED"  # of cluster/launch.py, which a command that only helps does without
 BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
+_FAILURES: Final = (CiLlmError.exit_code, BadInput.exit_code, BROKEN_PIPE_EXIT_CODE)  # others are orderly ends
 
 
 def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
@@ -96,7 +97,8 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     if _STARTED in os.environ:
         from ci_llm.cluster.starter import tell
 
-        tell(str(code))  # torchrun flattens it
+        tell(str(code))  # torchrun flattens it, and prints a table of errors for any that is not 0
+        return code if code in _FAILURES else 0
     return code
 
 

@@ -89,7 +89,7 @@ def _target(options: Options) -> Target:
     if useless := options.external_script_options():
         raise _no_options_for_own_run(options, useless)
     from ci_llm.cluster.launch import read_launch
-    from ci_llm.cluster.starter import processes_to_start, without_distributed
+    from ci_llm.cluster.starter import processes_to_start, without_options
     from ci_llm.supervisor.own_run import OwnRun, SweepRun
 
     launch = read_launch()
@@ -104,7 +104,7 @@ def _target(options: Options) -> Target:
     if not options.command and (number := processes_to_start(launch)) > 1:
         extra.append(f"--distributed={number}")  # what Accelerate was asked for, the trainer starts
     target = SweepRun if sweeps else OwnRun
-    return target([*command, *extra], without_distributed([*words, *extra]), grace_s=options.grace_s)
+    return target([*command, *extra], without_options([*words, *extra]), grace_s=options.grace_s)
 
 
 def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ci_llm.sweep.sweep import Sweep
 
 USAGE = """ci-llm sweep [--config FILE] [--dry-run] [key=value ...] 'key=SPACE' ...
-Trains agents with different settings in one pass. At each rung the best go on and the others leave; the last ones are
+Trains agents with different settings as one crowd. At each rung the best go on and the others leave; the last ones are
 trained to the end, with the bits that they would have had alone. The same command goes on where an earlier one stopped.
 
 A SPACE is a list [a,b,c], log(low,high) or uniform(low,high); in the file also {low: , high: , log: true}. Keys:
@@ -44,14 +44,14 @@ def sweep(words: list[str]) -> int:
         return 0
     from ci_llm.cli.train import start
     from ci_llm.cluster.launch import accelerate_settings
-    from ci_llm.cluster.starter import without_distributed
+    from ci_llm.cluster.starter import without_options
     from ci_llm.config import default_file
     from ci_llm.config.sweep import read_sweep
     from ci_llm.interrupts import Interrupts
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         is_dry, keys = take_dry_run(words)
-        reading = read_sweep(default_file(), without_distributed(keys), accelerate_settings(os.environ))
+        reading = read_sweep(default_file(), without_options(keys), accelerate_settings(os.environ))
         launch = start("sweep", reading.config, interrupts, words)
         if is_dry:
             return _dry_run(reading, interrupts, launch, debug="--debug" in words)

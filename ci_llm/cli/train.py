@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
-from ci_llm.base.files import require_memory
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.cluster.launch import STARTED, Launch, read_launch
-from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_distributed
+from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_options
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
@@ -60,9 +59,7 @@ def start(
     if (number := processes_to_start(launch, words)) > 1:
         _run_as_several(number, config, launch, interrupts)
     elif launch.num_processes == 1 and "--distributed" in words:
-        print_line(
-            "launch    --distributed: one process, for this machine has no GPU; --distributed=N starts N on the CPU"
-        )
+        print_line("launch    --distributed: one process, for there is no GPU; --distributed=N starts N on the CPU")
     tell()
     if launch.is_main_process:
         print_line(f"ci_llm {__version__}   {what} {config.run_folder}   loading...")
@@ -75,15 +72,15 @@ def start(
 
 def _run_as_several(number: int, config: Config, launch: Launch, interrupts: Interrupts) -> None:
     """Run the command as `number` processes and leave with their exit code; return if they do not come up."""
+    from ci_llm.base.files import require_memory  # here, because it loads huggingface_hub
+
     require_memory(config, number)
     print_line(f"launch    starting {number} processes, by torch.distributed.run --nproc-per-node={number}")
     code = run_as_several(number, launch, interrupts)
     if code is not None:
         raise SystemExit(code)
     if interrupts.stop_reason is None:
-        print_line(
-            f"launch    the {number} processes do not come up ({COME_UP_S:g} s without a sign): this one runs alone"
-        )
+        print_line(f"launch    {number} processes do not come up, {COME_UP_S:g} s without a sign: this one runs alone")
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -128,8 +125,7 @@ def read_configuration(words: Sequence[str]) -> Reading:
     from ci_llm.cluster.launch import accelerate_settings
     from ci_llm.config import default_file, read_config
 
-    keys = [word for word in without_distributed(words) if word != "--continue"]
-    read = read_config(default_file(), keys, accelerate_settings(os.environ))
+    read = read_config(default_file(), without_options(words), accelerate_settings(os.environ))
     changes = type(read.config)().diff(read.config)
     _LOGGER.debug("not the default: %s", ", ".join(f"{change.key}={change.new}" for change in changes))
     return read

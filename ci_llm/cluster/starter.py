@@ -35,9 +35,9 @@ _DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re
 _DEVICES: Final = ("nvidia*", "kfd", "dxg", "nvmap")
 
 
-def without_distributed(words: Sequence[str]) -> list[str]:
-    """The words of a command line without `--distributed`."""
-    return [word for word in words if not _DISTRIBUTED.fullmatch(word)]
+def without_options(words: Sequence[str]) -> list[str]:
+    """The words of a command line without those that are no keys: `--continue`, `--debug`, `--distributed`."""
+    return [word for word in words if word not in ("--continue", "--debug") and not _DISTRIBUTED.fullmatch(word)]
 
 
 def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> int:
@@ -103,6 +103,7 @@ def _agent(number: int, launch: Launch, interrupts: Interrupts, folder: str) -> 
     """The agent of torchrun, in a session of its own: a Ctrl-C comes to this process alone, which passes it on once."""
     port = option(launch.launcher_command, "main_process_port")
     place = ["--master-addr=127.0.0.1", f"--master-port={port}"] if port.strip("0") else ["--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", *place]
     ignored = interrupts.signals - {"SIGTERM"}
 
     def prepare() -> None:
@@ -110,10 +111,7 @@ def _agent(number: int, launch: Launch, interrupts: Interrupts, folder: str) -> 
         notify_of_parent_death("SIGTERM")
 
     agent = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", *place),
-            *("--no-python", sys.executable, *sys.orig_argv[1:]),
-        ],
+        [*command, "--no-python", sys.executable, *sys.orig_argv[1:]],
         env={"OMP_NUM_THREADS": "1", **os.environ, STARTED: started_by(folder, launch)},
         start_new_session=True,
         preexec_fn=prepare,

@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import PrivateAttr
 
+from ci_llm.config import schema
 from ci_llm.config.parsing import STRONGER
-from ci_llm.config.schema import (
-    AgentKeys,
-    AllKeys,
-    BaseModelKeys,
-    DataKeys,
-    EvaluationKeys,
-    ObjectiveKeys,
-    TrainingKeys,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,19 +34,19 @@ _WHY_COMMON: Final[Mapping[str, str]] = {
     "initialize_adapters_rand": "an agent's own start is keyed by its seed",
     "init_from": "it names the folder of all adapters, one for each agent",
     "max_seq_length": "one length bounds the rows of all agents",
-    "batch_size": "all agents take the same number of rows in one pass",
-    "global_batch_size": "all agents take the same number of rows in one pass",
+    "batch_size": "all agents take the same number of rows in a micro-batch",
+    "global_batch_size": "all agents take the same number of rows in a micro-batch",
     "dataset_weights": "give an agent a data set of its own by dataset_name",
     "max_train_steps": "all agents take their steps together",
     "epochs": "all agents take their steps together",
 }
 _WHY_GROUP: Final[Mapping[type, str]] = {
-    BaseModelKeys: "one frozen base carries all agents",
-    AgentKeys: "it is about all agents together",
-    ObjectiveKeys: "it is about all agents together",
-    DataKeys: "the data of all agents are read alike",
-    TrainingKeys: "all agents take their steps together, with one optimizer",
-    EvaluationKeys: "all agents are evaluated together",
+    schema.BaseModelKeys: "one frozen base carries all agents",
+    schema.AgentKeys: "it is about all agents together",
+    schema.ObjectiveKeys: "it is about all agents together",
+    schema.DataKeys: "the data of all agents are read alike",
+    schema.TrainingKeys: "all agents take their steps together, with one optimizer",
+    schema.EvaluationKeys: "all agents are evaluated together",
 }
 
 
@@ -92,7 +84,7 @@ def _one_by_one(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip()) or (names,)
 
 
-class KeysOfEach(AllKeys):
+class KeysOfEach(schema.AllKeys):
     """All keys of a run, for all agents together and as each agent has them."""
 
     _without_effect: dict[str, object] = PrivateAttr(default_factory=dict)

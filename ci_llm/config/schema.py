@@ -136,7 +136,8 @@ class BaseModelKeys(Keys):
     pass_per_agent: bool | Literal["auto"] = rounding(
         "auto",
         "a pass through the base for each agent, not one for all: 1/K of the activations, and an agent has the bits"
-        " that it has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit",
+        " that it has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit, but not"
+        " with base_sharding layers",
     )
 
 

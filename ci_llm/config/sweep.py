@@ -45,7 +45,7 @@ class SweepKeys(BaseModel):
 
     trials: Count | None = Field(None, description="trials that begin; null: the whole grid, or 16")
     agents_per_pass: Count | Literal["auto"] = Field(
-        "auto", description="trials that train together in one pass; auto: as many as fit into memory"
+        "auto", description="trials that train together as one crowd; auto: as many as fit into memory"
     )
     rungs: Count = Field(3, description="how often the trials are compared, the end of the sweep included")
     keep: Annotated[float, Gt(0), Lt(1)] = Field(

@@ -30,6 +30,7 @@ SETTINGS: Final = re.compile(
 #: Units of a processor with kernels of their own, beside those that torch's capability stands for.
 UNITS: Final = re.compile(r"avx_vnni|avx512_(bf16|fp16|vnni)|amx_\w+|bf16|i8mm|sve2?")
 UNKNOWN: Final = "not set"
+_KINDS: Final = ("machine", "settings", "versions")
 _OLDER: Final = (
     "made on {} by an older release, which noted neither processor nor digest: the bits may be the same or not"
 )
@@ -46,7 +47,7 @@ def names(device: torch.device) -> dict[str, Any]:
 def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The names of the first process, and what is called otherwise in another one."""
     first = dict(each[0])
-    for kind in ("machine", "settings"):
+    for kind in _KINDS:
         odd = {
             f"{key} of process {i}": new for i, own in enumerate(each) for key, _, new in _changed(each[0], own, kind)
         }
@@ -56,12 +57,14 @@ def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What is called otherwise than before, in words; `before` may be of an older release, which noted less."""
-    odd = _of_machines(before, now) if "machine" in before else [_OLDER.format(before.get("device", "a machine"))]
-    return odd + [
-        f"{name} {version} -> {now['versions'].get(name, UNKNOWN)}"
-        for name, version in before["versions"].items()
-        if now["versions"].get(name, UNKNOWN) != version
-    ]
+    odd: list[str] = []
+    if "machine" not in before:
+        odd = [_OLDER.format(before.get("device", "a machine"))]
+        before = {**now, "versions": now["versions"] | before["versions"]}
+    elif ("GPU" in before["machine"]) != ("GPU" in now["machine"]):
+        odd = [f"device {', '.join(before['machine'].values())} -> {', '.join(now['machine'].values())}"]
+        before = {**before, "machine": now["machine"]}
+    return odd + [f"{key} {old} -> {new}" for kind in _KINDS for key, old, new in _changed(before, now, kind)]
 
 
 def foretold(before: Mapping[str, Any]) -> str:
@@ -72,13 +75,6 @@ def foretold(before: Mapping[str, Any]) -> str:
     if odd := differences(before, here):
         return f"{made}a resume here is not called bitwise: {'; '.join(odd)}"
     return f"{made}the same names here; a resume also compares the digest of a layer"
-
-
-def _of_machines(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    odd = [f"another {key}: {new}, was {old}" for key, old, new in _changed(before, now, "machine")]
-    if ("GPU" in before["machine"]) != ("GPU" in now["machine"]):
-        odd = [f"another device: {', '.join(now['machine'].values())}, was {', '.join(before['machine'].values())}"]
-    return odd + [f"{key}={new}, was {old}" for key, old, new in _changed(before, now, "settings")]
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, str]]:

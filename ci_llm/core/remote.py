@@ -121,30 +121,23 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
     Raises:
         BadInput: there is no such model, it may not be read, or it is not in the cache and the hub is unreachable.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     offline = f"{OFFLINE} is set" if os.environ.get(OFFLINE, "0") not in ("", "0") else why_unreachable()
     name, login = f"{repository} (no folder has this name)", "hf auth login, if it is private"
     try:
         return Path(snapshot_download(repository, allow_patterns=list(patterns), local_files_only=offline is not None))
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         _refuse_path(repository, error)
         reason = offline or first_line(error)
         what = f"there is no such folder, the hub cannot be asked ({reason}), and its local cache does not hold it"
         raise BadInput(what, where=name, hint="give a folder that exists, or connect to the hub") from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise BadInput("this model on the hub may not be read", where=name, hint="hf auth login") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         _refuse_path(repository, error)
         raise BadInput("there is no such folder, and no such model on the hub", where=name, hint=login) from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         what = f"the hub refuses: {first_line(error)}"
         raise BadInput(what, where=name, hint="try again later, or give a folder") from error
 

@@ -14,7 +14,7 @@ import math
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import takewhile
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record", bound="DataclassInstance")
+T = TypeVar("T")
 
 ATTEMPTS: Final = "attempts"
 PEER_LOST: Final = "peer_lost"
@@ -175,6 +176,36 @@ def read_record(kind: type[Record], path: Path) -> Record:
         raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), hint="move it away") from error
 
 
+def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = "move it away") -> T | None:
+    """What `parse` makes of a small file that an earlier attempt has left; None where none has.
+
+    Args:
+        what: begins the message of the error.
+
+    Raises:
+        CheckpointError: the file is not of this program.
+    """
+    try:
+        return parse(path)
+    except FileNotFoundError:
+        return None
+    except (TypeError, KeyError, ValueError, BadInput) as error:
+        raise CheckpointError(f"{what}: {error}", where=str(path), hint=hint) from error
+
+
+def write_known(path: Path, value: object, what: str, hint: str = "") -> None:
+    """Write a small file for later attempts, durably, and its folder where there is none.
+
+    Raises:
+        CheckpointError: the disk refuses it.
+    """
+    try:
+        make_folders(path.parent)
+        write_json(path, value)
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be written: {error.strerror}", where=str(path), hint=hint) from error
+
+
 PUSH_RECORD: Final = "hub.json"
 
 
@@ -253,21 +284,17 @@ def read_recovery(run_folder: Path | str) -> Recovery:
     Raises:
         CheckpointError: the file was not written by this program. To ignore it would repeat the failure.
     """
-    path = Path(run_folder, RECOVERY)
-    try:
-        known = read_fields(Recovery, path)
-        recovery = Recovery(**known | {"because": tuple(known.get("because", ()))})
-        if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
-            raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")
-        for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
-            if not isinstance(getattr(recovery, name), int | None):
-                raise ValueError(f"{name} {getattr(recovery, name)}")
-    except FileNotFoundError:
-        return Recovery()
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the recovery state cannot be read: {error}", where=str(path), hint="move it away"
-        ) from error
+    return read_known(Path(run_folder, RECOVERY), _parsed_recovery, "the recovery state cannot be read") or Recovery()
+
+
+def _parsed_recovery(path: Path) -> Recovery:
+    values = read_fields(Recovery, path)
+    recovery = Recovery(**values | {"because": tuple(values.get("because", ()))})
+    if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
+        raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")
+    for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
+        if not isinstance(getattr(recovery, name), int | None):
+            raise ValueError(f"{name} {getattr(recovery, name)}")
     return recovery
 
 
@@ -277,16 +304,9 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
     Raises:
         CheckpointError: the disk refuses the file.
     """
-    path = Path(run_folder, RECOVERY)
-    try:
-        make_folders(path.parent)
-        write_json(path, asdict(recovery) | {"because": list(recovery.because)})
-    except OSError as error:
-        raise CheckpointError(
-            f"the recovery state cannot be written: {error.strerror}",
-            where=str(path),
-            hint="make space there; the same command goes on from the last checkpoint",
-        ) from error
+    value = asdict(recovery) | {"because": list(recovery.because)}
+    hint = "make space there; the same command goes on from the last checkpoint"
+    write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 
 
 SKIPPED_BATCHES: Final = "skipped_batches.json"
@@ -310,14 +330,12 @@ def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = run_folder / SKIPPED_BATCHES
-    try:
-        value: Any = read_json(path)
-        return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
-    except FileNotFoundError:
-        return []
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"no record of skipped batches: {error}", where=str(path), hint="move it away") from error
+    return read_known(run_folder / SKIPPED_BATCHES, _parsed_batches, "no record of skipped batches") or []
+
+
+def _parsed_batches(path: Path) -> list[BadBatch]:
+    value: Any = read_json(path)
+    return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
 
 
 def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:

@@ -19,16 +19,8 @@ from typing import Any, Final, Literal
 
 import psutil
 
+from ci_llm.core import run_folder
 from ci_llm.core.durable import make_folders, write_json
-from ci_llm.core.run_folder import (
-    PEER_LOST,
-    Failure,
-    attempt_folder,
-    earliest_failure,
-    newest_attempt,
-    read_failures,
-    read_record,
-)
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -200,7 +192,7 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
         status = replace(status, status="vanished", reason="no heartbeat")
     if status.status in ("running", "completed"):
         return status
-    cause = earliest_failure(read_failures(output_dir, status.attempt))
+    cause = run_folder.earliest_failure(run_folder.read_failures(output_dir, status.attempt))
     # "interrupted" may hide a failure: a launcher sends a SIGTERM to the others when one process has failed.
     if cause is None or (status.status == "interrupted" and not _preceded(cause, status)):
         return status
@@ -215,7 +207,7 @@ def last_attempt(output_dir: Path | str) -> int | None:
     try:
         written = last_status(output_dir)
     except BadInput:
-        return newest_attempt(output_dir)
+        return run_folder.newest_attempt(output_dir)
     return None if written is None else written.attempt
 
 
@@ -234,7 +226,7 @@ def last_status(output_dir: Path | str) -> Status | None:
         BadInput: the file was not written by this program, or may not be read.
     """
     try:
-        return read_record(Status, Path(output_dir, "status.json"))
+        return run_folder.read_record(Status, Path(output_dir, "status.json"))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -265,18 +257,18 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
 def kept_status(output_dir: Path | str, attempt: int) -> Status | None:
     """How an attempt that others followed stood last: `running` if it was killed. None if that was not kept."""
     try:
-        return read_record(Status, _kept_path(output_dir, attempt))
+        return run_folder.read_record(Status, _kept_path(output_dir, attempt))
     except (BadInput, FileNotFoundError):
         return None
 
 
 def _kept_path(output_dir: Path | str, attempt: int) -> Path:
-    return attempt_folder(output_dir, attempt) / "status.json"
+    return run_folder.attempt_folder(output_dir, attempt) / "status.json"
 
 
-def _preceded(cause: Failure, interruption: Status) -> bool:
+def _preceded(cause: run_folder.Failure, interruption: Status) -> bool:
     """Whether a failure came before a stop that looks clean: it made a launcher send the SIGTERM."""
-    return cause.reason != PEER_LOST and cause.time < interruption.heartbeat
+    return cause.reason != run_folder.PEER_LOST and cause.time < interruption.heartbeat
 
 
 def _is_gone(status: Status, now: float) -> bool:

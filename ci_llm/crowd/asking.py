@@ -12,19 +12,10 @@ from typing import Any, Final, TypedDict
 
 import torch
 
+from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.answers import Calibration, Logistic, TokenUncertainty, Uncertainty, agreement, of_text, signals
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import (
-    Stream,
-    TextSoFar,
-    TokenIds,
-    cut,
-    ends_of_base,
-    final_answers,
-    free_positions,
-    generate_ids,
-)
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.prompts import Prompt, Prompter
 from ci_llm.errors import BadInput, ModelError
@@ -127,7 +118,7 @@ def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> froz
         DataError: its chat template fails.
     """
     prompter = prompter_of(crowd)
-    return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
+    return prompter.ends | generation.ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
 
 
 def decoding_of(ends: frozenset[int], *, seed: int | None = None, **choices: Any) -> Decoding:
@@ -169,7 +160,7 @@ def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptio
         return ["" if answer.abstained else answer.answer for answer in found]
     written: list[str] = []
     for batch in _batches(crowd, prompts, batch_size):
-        generated = generate_ids(crowd, batch.ids, options.decoding, **batch.arguments(options))
+        generated = generation.generate_ids(crowd, batch.ids, options.decoding, **batch.arguments(options))
         written += _texts(batch, generated.crowd, options)
     return written
 
@@ -192,7 +183,7 @@ def answers(
         yield from _answer_batch(crowd, batch, options, include_agents=include_agents)
 
 
-def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> Stream[Answer]:
+def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> generation.Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
     [batch] = _batches(crowd, [prompt], 1)
 
@@ -203,15 +194,17 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> Str
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
-        text = TextSoFar(batch.prompter.tokenizer, options.stop_strings, emit)
-        generated = generate_ids(crowd, batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update)
+        text = generation.TextSoFar(batch.prompter.tokenizer, options.stop_strings, emit)
+        generated = generation.generate_ids(
+            crowd, batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update
+        )
         text.finish(generated.crowd[0])
         return _Wording(crowd, batch, options).answer(0, generated.crowd[0], generated.tokens[0])
 
     kind = crowd.device.type
     # Autocast is a state of the thread, so that of the caller is handed on.
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-    return Stream(autocast(produce))
+    return generation.Stream(autocast(produce))
 
 
 @dataclass(frozen=True)
@@ -225,7 +218,7 @@ class _Batch:
 
     prompter: Prompter
     prompts: Sequence[Prompt]
-    ids: Sequence[TokenIds]
+    ids: Sequence[generation.TokenIds]
     numbers: Sequence[int] = (0,)
     stop: Callable[[], bool] = lambda: False
 
@@ -244,7 +237,7 @@ class _Batch:
             "numbers": self.numbers,
             "stop": self.stop,
             "is_over": _is_over(self.prompter, options.stop_strings),
-            "answers_of": lambda texts: final_answers(_texts(self, texts, options)),
+            "answers_of": lambda texts: generation.final_answers(_texts(self, texts, options)),
         }
 
 
@@ -255,7 +248,7 @@ def _batches(crowd: CrowdModel, prompts: Sequence[Prompt], batch_size: int) -> I
     prompter = prompter_of(crowd)
     rows = [prompter.ids(prompt) for prompt in prompts]
     if rows:
-        free_positions(crowd.model, rows)
+        generation.free_positions(crowd.model, rows)
     for at in range(0, len(rows), batch_size):
         part = slice(at, at + batch_size)
         yield _Batch(prompter, prompts[part], rows[part], range(len(rows))[part])
@@ -271,7 +264,7 @@ def _answer_batch(
 
 def _ask_all(crowd: CrowdModel, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
     """All agents answer, token by token or by a vote."""
-    generated = generate_ids(
+    generated = generation.generate_ids(
         crowd, batch.ids, options.decoding, include_agents=include_agents, uncertainty=True, **batch.arguments(options)
     )
     wording, agents = _Wording(crowd, batch, options), generated.agents if include_agents else []
@@ -284,7 +277,7 @@ def _ask_one_first(crowd: CrowdModel, batch: _Batch, options: GenerationOptions)
     calibration = _require_calibration(crowd, options.decoding.aggregator, abstains=False)
     limit = calibration.escalates_below(options.agents_per_prompt or 1)
     decoding = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
-    alone = generate_ids(
+    alone = generation.generate_ids(
         crowd, batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.arguments(options)
     )
     wording = _Wording(crowd, batch, options, calibration.agent_right)
@@ -300,14 +293,14 @@ def _ask_one_first(crowd: CrowdModel, batch: _Batch, options: GenerationOptions)
     yield from found
 
 
-def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[TokenIds], bool] | None:
+def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[generation.TokenIds], bool] | None:
     if not stop_strings:
         return None
-    return lambda ids: TextSoFar(prompter.tokenizer, stop_strings).update(ids)
+    return lambda ids: generation.TextSoFar(prompter.tokenizer, stop_strings).update(ids)
 
 
-def _texts(batch: _Batch, all_ids: Sequence[TokenIds], options: GenerationOptions) -> list[str]:
-    return [cut(batch.prompter.text(ids), options.stop_strings) for ids in all_ids]
+def _texts(batch: _Batch, all_ids: Sequence[generation.TokenIds], options: GenerationOptions) -> list[str]:
+    return [generation.cut(batch.prompter.text(ids), options.stop_strings) for ids in all_ids]
 
 
 class _Wording:
@@ -327,7 +320,11 @@ class _Wording:
         self._right = right
 
     def answer(
-        self, number: int, ids: TokenIds, tokens: Sequence[TokenUncertainty], own: Sequence[TokenIds] = ()
+        self,
+        number: int,
+        ids: generation.TokenIds,
+        tokens: Sequence[TokenUncertainty],
+        own: Sequence[generation.TokenIds] = (),
     ) -> Answer:
         """The answer to prompt `number` of the batch."""
         batch, options = self._batch, self._options

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from ci_llm.crowd import generation
 from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
-from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import Generated, Reading, Stream, TokenIds, generate_ids, stop_strings_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
 from ci_llm.data.prompts import Prompt, prompts_of
@@ -134,7 +133,7 @@ class Crowd(CrowdModel):
         """
         options = options_of(
             self,
-            stop_strings_of(stop_strings),
+            generation.stop_strings_of(stop_strings),
             abstain_below=abstain_below,
             agents_per_prompt=agents_per_prompt,
             max_new_tokens=max_new_tokens,
@@ -150,7 +149,7 @@ class Crowd(CrowdModel):
 
     def stream(
         self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
-    ) -> Stream[Answer]:
+    ) -> generation.Stream[Answer]:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 
         The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
@@ -165,40 +164,6 @@ class Crowd(CrowdModel):
         Raises:
             ModelError, BadInput: as `generate`.
         """
-        return stream(self, prompt, options_of(self, stop_strings_of(stop_strings), **choices))
+        return stream(self, prompt, options_of(self, generation.stop_strings_of(stop_strings), **choices))
 
-    def generate_ids(
-        self,
-        prompts: Sequence[TokenIds],
-        decoding: Decoding,
-        *,
-        include_agents: bool = False,
-        uncertainty: bool = False,
-        agent: int | None = None,
-        numbers: Sequence[int] | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        is_over: Callable[[TokenIds], bool] | None = None,
-        answers_of: Reading | None = None,
-    ) -> Generated:
-        """`generate` for one batch of token ids; see `ci_llm.crowd.generation.generate_ids`.
-
-        Args:
-            agent: ask this one alone, as a crowd of one.
-            answers_of: the final answers in texts, for a crowd that votes.
-
-        Raises:
-            ModelError: the base cannot generate.
-            DataError: a prompt is empty, or longer than the base can read.
-        """
-        return generate_ids(
-            self,
-            prompts,
-            decoding,
-            include_agents=include_agents,
-            uncertainty=uncertainty,
-            agent=agent,
-            numbers=numbers,
-            stop=stop,
-            is_over=is_over,
-            answers_of=answers_of,
-        )
+    generate_ids = generation.generate_ids

@@ -26,22 +26,9 @@ from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
+from ci_llm.lora import passes
 from ci_llm.lora.adapters import adapter_config, attach
 from ci_llm.lora.layer import LoraSettings
-from ci_llm.lora.passes import (
-    PACKED,
-    Head,
-    Part,
-    Passes,
-    describe_error,
-    distance,
-    dtypes_of,
-    recompute_layers,
-    stop_recomputing,
-    target_log_probs,
-    tolerance,
-    unusable_base,
-)
 
 Route = Literal["packed", "padded"]
 
@@ -65,8 +52,10 @@ def choose_route(crowd: CrowdModel) -> str | None:
         try:
             wanted = _reference(crowd, batch)
         except Exception as error:
-            raise unusable_base(
-                crowd.model, crowd.base_name, f"cannot read a short batch with agents on it ({describe_error(error)})"
+            raise passes.unusable_base(
+                crowd.model,
+                crowd.base_name,
+                f"cannot read a short batch with agents on it ({passes.describe_error(error)})",
             ) from error
         if wanted.isnan().any():
             raise ModelError(
@@ -81,13 +70,13 @@ def choose_route(crowd: CrowdModel) -> str | None:
             try:
                 found = crowd.head.logits(crowd.states(batch))
             except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
-                reason = describe_error(error)
+                reason = passes.describe_error(error)
                 continue
-            gap = distance(found, wanted)
-            if gap <= tolerance(*dtypes_of(crowd.model, found)):
+            gap = passes.distance(found, wanted)
+            if gap <= passes.tolerance(*passes.dtypes_of(crowd.model, found)):
                 return reason
             reason = f"{crowd.route} rows change its logits by {gap:.1e}"
-    raise unusable_base(
+    raise passes.unusable_base(
         crowd.model, crowd.base_name, f"computes its logits in a way this program does not reproduce ({reason})"
     )
 
@@ -123,7 +112,7 @@ def _refuse_non_causal(crowd: CrowdModel, batch: Batch) -> None:
     other[0, -1] = (other[0, -1] + 1) % crowd.model.get_input_embeddings().weight.shape[0]
     with crowd.active_agent(0) as model:
         first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
-    if distance(first, second) > tolerance(*dtypes_of(crowd.model, first)):
+    if passes.distance(first, second) > passes.tolerance(*passes.dtypes_of(crowd.model, first)):
         raise ModelError(
             f"{type(crowd.model).__name__} is no causal language model: a later token changes earlier logits",
             where=f"model_name: {crowd.base_name}",
@@ -207,7 +196,7 @@ class CrowdModel(nn.Module):
         for name, layer in self.agents.layers.items():
             self.model.set_submodule(name, layer.base_layer)
         self.model.config._attn_implementation = self._native_attention
-        stop_recomputing(self.model)
+        passes.stop_recomputing(self.model)
         return self.model
 
     @property
@@ -220,7 +209,7 @@ class CrowdModel(nn.Module):
         # The setting outlives the forward pass, because activation checkpointing runs the layers again in the
         # backward pass, and they must then take the same attention.
         self._route = route
-        self.model.config._attn_implementation = PACKED if route == "packed" else self._native_attention
+        self.model.config._attn_implementation = passes.PACKED if route == "packed" else self._native_attention
 
     @property
     def num_agents(self) -> int:
@@ -232,8 +221,8 @@ class CrowdModel(nn.Module):
         self.settings, self.names = settings, [*names]
 
     @property
-    def head(self) -> Head:
-        return Head.of(self.model)
+    def head(self) -> passes.Head:
+        return passes.Head.of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +252,7 @@ class CrowdModel(nn.Module):
         found = zip(self._passes.states_of_each(batch), batch.each, strict=True)
         return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in found))
 
-    def parts(self, batch: Batch | AgentBatches) -> list[Part]:
+    def parts(self, batch: Batch | AgentBatches) -> list[passes.Part]:
         """The passes that a micro-batch takes: one for all agents, or one for each (`agents.pass_per_agent`).
 
         For each of them call the crowd with its `rows`, and go backward, inside of its `reading()`.
@@ -272,19 +261,19 @@ class CrowdModel(nn.Module):
 
     def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
         head = self._passes.cast_head(states)
-        return CrowdOutput(target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
+        return CrowdOutput(passes.target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
         return self._passes.states(batch)
 
     @property
-    def _passes(self) -> Passes:
-        return Passes(self.model, self.agents, self.pad_id, packed=self.route == "packed")
+    def _passes(self) -> passes.Passes:
+        return passes.Passes(self.model, self.agents, self.pad_id, packed=self.route == "packed")
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
-        recompute_layers(self.model, self.agents)
+        passes.recompute_layers(self.model, self.agents)
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:

@@ -73,29 +73,29 @@ class Objective:
             agent: the only one that the output is of, in a pass of its own; `together` joins these.
 
         Raises:
-            BadInput: there is no such diversity form, or it compares agents, and these have rows of their own.
+            BadInput: there is no such diversity form, or it compares agents that take passes or rows of their own.
         """
-        if agent is not None:
-            assert isinstance(output, CrowdOutput)
-            assert isinstance(batch, Batch)
-            return self._of_one(output.log_probs, batch, agent)
         if isinstance(batch, AgentBatches):
             assert isinstance(output, AgentOutputs)
-            return self._of_each(output, batch)
+            each = enumerate(zip(output.each, batch.each, strict=True))
+            parts = [(k, self._of_one(own, rows, k)) for k, (own, rows) in each if own is not None and rows is not None]
+            return self.together(parts, batch, step)
         assert isinstance(output, CrowdOutput)
-        log_probs, form = output.log_probs, find_form(self.diversity)
+        if agent is not None:
+            return self._of_one(output, batch, agent)
+        log_probs, rewarded = output.log_probs, find_form(self.diversity).rewarded
         task = -log_probs.sum(1)
-        with torch.set_grad_enabled(form.rewarded and torch.is_grad_enabled()):
-            term = form.term(self._inputs(log_probs, output.states, batch, step))
+        with torch.set_grad_enabled(rewarded and torch.is_grad_enabled()):
+            term = self._term(log_probs, output.states, batch, step)
         total = _weighted(log_probs, batch, self.bootstrap) if self.bootstrap else task.sum()
-        if form.rewarded:
+        if rewarded:
             total = total - self.weight * log_probs.shape[0] * term
         return StepLoss(total, task.detach(), term.detach())
 
     def together(
         self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch | AgentBatches, step: int
     ) -> StepLoss:
-        """The losses of all passes of a micro-batch as one, for the log.
+        """The losses of all passes of a micro-batch as one.
 
         Args:
             parts: agent and loss of every pass; where it was one of all agents, the only one.
@@ -104,17 +104,18 @@ class Objective:
         first, loss = parts[0]
         if first is None:
             return loss
-        total = torch.stack([own.total.detach() for _, own in parts]).sum()
+        total = torch.stack([own.total for _, own in parts]).sum()
         if isinstance(batch, Batch):
             log_probs = torch.cat([own.log_probs for _, own in parts if own.log_probs is not None])
-            term = find_form(self.diversity).term(self._inputs(log_probs, log_probs[:, :0, None], batch, step))
+            term = self._term(log_probs, log_probs[:, :0, None], batch, step)
             return StepLoss(total, torch.cat([own.task for _, own in parts]), term)
         found = {agent: own.task for agent, own in parts}
         tasks = [found.get(k, loss.task.new_zeros(1)) for k in range(len(batch.each))]
-        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), _targets(batch))
+        targets = tuple(0 if rows is None else rows.num_targets for rows in batch.each)
+        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), targets)
 
-    def _inputs(self, log_probs: Tensor, states: Tensor, batch: Batch, step: int) -> TermInputs:
-        return TermInputs(
+    def _term(self, log_probs: Tensor, states: Tensor, batch: Batch, step: int) -> Tensor:
+        inputs = TermInputs(
             log_probs,
             states,
             finite=log_probs.detach().isfinite().all(1),
@@ -124,40 +125,20 @@ class Objective:
             projections=self.projections,
             representation=self.representation,
         )
+        return find_form(self.diversity).term(inputs)
 
-    def _of_one(self, log_probs: Tensor, batch: Batch, agent: int) -> StepLoss:
-        """What one agent has alone. Log-probabilities [1, S]."""
+    def _of_one(self, output: CrowdOutput, batch: Batch, agent: int) -> StepLoss:
+        """What one agent has alone."""
         if find_form(self.diversity).rewarded:
             raise BadInput(
-                f"diversity {self.diversity} has gradients through all agents",
-                where="pass_per_agent: true",
-                hint="pass_per_agent=false, or diversity=none",
-            )
-        task, keys = -log_probs.sum(1), self.bootstrap[agent : agent + 1]
-        total = _weighted(log_probs, batch, keys) if any(keys) else task.sum()
-        return StepLoss(total, task.detach(), total.new_zeros(()), log_probs=log_probs.detach())
-
-    def _of_each(self, outputs: AgentOutputs, batches: AgentBatches) -> StepLoss:
-        if find_form(self.diversity).rewarded:
-            raise BadInput(
-                f"diversity {self.diversity} compares agents on the same rows",
-                where="agents with rows of their own",
+                f"diversity {self.diversity} has gradients through all agents, in one pass over the same rows",
+                where="pass_per_agent: true, or agents with rows of their own",
                 hint="take diversity none",
             )
-        tasks, totals = [], []
-        for k, (output, batch) in enumerate(zip(outputs.each, batches.each, strict=True)):
-            if output is None or batch is None:
-                tasks.append(torch.zeros(1, device=batches.present[0].targets.device))
-                continue
-            own = self._of_one(output.log_probs, batch, k)
-            totals.append(own.total)
-            tasks.append(own.task)
-        total = torch.stack(totals).sum()
-        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), _targets(batches))
-
-
-def _targets(batches: AgentBatches) -> tuple[int, ...]:
-    return tuple(0 if batch is None else batch.num_targets for batch in batches.each)
+        log_probs, keys = output.log_probs, self.bootstrap[agent : agent + 1]
+        task = -log_probs.sum(1)
+        total = _weighted(log_probs, batch, keys) if any(keys) else task.sum()
+        return StepLoss(total, task.detach(), total.new_zeros(()), log_probs=log_probs.detach())
 
 
 def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | None]) -> Tensor:

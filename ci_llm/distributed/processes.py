@@ -31,16 +31,8 @@ from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import free_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space
+from ci_llm.distributed import precision
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.distributed.precision import (
-    AUTO,
-    autocast_dtype,
-    check_precision,
-    chosen,
-    runs_on_cpu,
-    slowest,
-    speed_of_bf16,
-)
 from ci_llm.distributed.process_group import join, leave, peer_errors, rendezvous_errors
 from ci_llm.errors import CiLlmError, LaunchError, first_line
 
@@ -77,8 +69,8 @@ class Processes:
         launch: Launch | None = None,
     ) -> None:
         self.launch = read_launch() if launch is None else launch
-        on_cpu = runs_on_cpu()
-        check_precision(config)
+        on_cpu = precision.runs_on_cpu()
+        precision.check_precision(config)
         _check_gpus(self.launch, on_cpu)
         # The order matters: Accelerate reads the environment in its constructor, and a process must refuse before the
         # rendezvous, in which the others would wait for it.
@@ -89,7 +81,7 @@ class Processes:
                 join(self.launch, _backend(on_cpu))
             self.accelerator = Accelerator(
                 cpu=on_cpu,
-                mixed_precision="no" if config.mixed_precision == AUTO else config.mixed_precision,
+                mixed_precision="no" if config.mixed_precision == precision.AUTO else config.mixed_precision,
                 log_with=list(log_with) or None,
                 project_dir=project_dir,
                 kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
@@ -106,7 +98,7 @@ class Processes:
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self.follow: Callable[[], None] = lambda: None
         self._tokens: list[Path] = []
-        self._autocast = autocast_dtype(config.mixed_precision)
+        self._autocast = precision.autocast_dtype(config.mixed_precision)
         logger.debug("process %d of %d on %s; %s", self.process_index, self.num_processes, self.device, self.launch)
 
     def _meet_on_devices(self) -> None:
@@ -164,12 +156,12 @@ class Processes:
         Raises:
             ModelError: the device does not support the precision of the checkpoint.
         """
-        if AUTO not in (config.mixed_precision, config.model_dtype):
+        if precision.AUTO not in (config.mixed_precision, config.model_dtype):
             return config, ""
-        speed = slowest(self.gather_object(speed_of_bf16()))
-        settled = config.model_copy(update=chosen(config, speed, before))
-        check_precision(settled)
-        self._autocast = autocast_dtype(settled.mixed_precision)
+        speed = precision.slowest(self.gather_object(precision.speed_of_bf16()))
+        settled = config.model_copy(update=precision.chosen(config, speed, before))
+        precision.check_precision(settled)
+        self._autocast = precision.autocast_dtype(settled.mixed_precision)
         why = speed.why if before is None else "auto keeps what the run began with"
         base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
         return settled, f"mixed_precision={settled.mixed_precision}{base}: {why}"
@@ -326,11 +318,11 @@ def check_process_group() -> str:
     Raises:
         LaunchError: one of them does not work on this machine.
     """
-    backend = _backend(runs_on_cpu())
+    backend = _backend(precision.runs_on_cpu())
     try:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        dist.all_reduce(torch.ones(1, device="cpu" if runs_on_cpu() else "cuda"))
+        dist.all_reduce(torch.ones(1, device="cpu" if precision.runs_on_cpu() else "cuda"))
     except (RuntimeError, OSError) as error:
         raise LaunchError(
             f"processes of this machine cannot communicate: {first_line(error)}",

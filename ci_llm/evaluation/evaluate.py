@@ -35,15 +35,7 @@ from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory, first_line
-from ci_llm.evaluation.loading import (
-    Job,
-    Request,
-    default_output,
-    load,
-    refuse_unanswerable,
-    require_new_rows,
-    require_place,
-)
+from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import sureness_record
 from ci_llm.report.scores import agents_of, gains, rows_evaluated, scores, surest_first, what_evaluated
@@ -83,7 +75,7 @@ class Evaluation:
     calibrated: Path | None = None
 
 
-def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluation:
+def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> Evaluation:
     """Evaluate agents, vote and crowd, and keep every answer.
 
     Args:
@@ -101,15 +93,15 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluation:
-    output = request.output or default_output(checkpoint)
+def _evaluate(request: loading.Request, checkpoint: Path, progress: Progress) -> Evaluation:
+    output = request.output or loading.default_output(checkpoint)
     require_own(output, overwrite=request.overwrite)
-    calibrated = require_place(checkpoint) if request.calibrate else None
+    calibrated = loading.require_place(checkpoint) if request.calibrate else None
     progress("loading", 0, 0)
-    job = load(request, checkpoint)
+    job = loading.load(request, checkpoint)
     manifest = read_manifest(checkpoint)
     if calibrated is not None:
-        require_new_rows(job)
+        loading.require_new_rows(job)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
             passes = iter(_PASSES)
@@ -128,7 +120,7 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
                 job.crowd.calibration = _calibration(job, rows, weights_fingerprint(manifest))
                 write_json(calibrated, job.crowd.calibration.record())
         else:
-            refuse_unanswerable(job)
+            loading.refuse_unanswerable(job)
             resumed, rows, right, scores = 0, [], None, _score(job, progress)
     return Evaluation(
         record=_record(job, manifest.step, scores, right, rows),
@@ -170,21 +162,21 @@ def _fits(batch_size: int) -> Iterator[None]:
 # What is asked
 
 
-def _score(job: Job, progress: Progress) -> scoring.Scores:
+def _score(job: loading.Job, progress: Progress) -> scoring.Scores:
     """Every row, teacher-forced; in the batches of the training's own evaluation, which has no gradients either."""
     scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
     return scores
 
 
-def _batches(job: Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
+def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
     total = len(job.tokenized)
     for part in share(range(total), 0, 1, 4 * job.batch_size):
         progress(phase, part[0], total)
         yield pack([job.tokenized[number] for number in part], part)
 
 
-def _answer(job: Job, predictions: Predictions, progress: Progress) -> None:
+def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> None:
     """Answer the questions that have no line yet.
 
     A batch that was begun is answered as a whole again: beside other prompts, its numbers differ in their last bits.
@@ -207,7 +199,7 @@ def _answer(job: Job, predictions: Predictions, progress: Progress) -> None:
         progress("answering", answers.numbers[-1] + 1, total)
 
 
-def _rows(job: Job, answers: scoring.Answers) -> Iterator[Row]:
+def _rows(job: loading.Job, answers: scoring.Answers) -> Iterator[Row]:
     """The lines of the predictions file for a batch."""
     numbers, source = job.tokenized.row_numbers, job.tokenized.rows.numbers
     *own_signals, crowd_signals = answers.signals
@@ -234,11 +226,11 @@ def _rounded(numbers: Sequence[float]) -> list[float]:
     return [round(number, 6) for number in numbers]
 
 
-def _prompts(job: Job) -> list[str]:
+def _prompts(job: loading.Job) -> list[str]:
     return [_prompt(job, number) for number in range(len(job.questions))]
 
 
-def _prompt(job: Job, number: int) -> str:
+def _prompt(job: loading.Job, number: int) -> str:
     """The question as the user wrote it; a conversation of several turns, or of tokens, as the model reads it."""
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
     several = isinstance(row, Chat) and sum(message.role == "user" for message in row.messages) > 1
@@ -250,7 +242,7 @@ def _prompt(job: Job, number: int) -> str:
 # What is learned
 
 
-def _calibration(job: Job, rows: Sequence[Row], weights: str) -> Calibration:
+def _calibration(job: loading.Job, rows: Sequence[Row], weights: str) -> Calibration:
     """From the lines of the predictions file, and the targets of the same rows."""
     learned, right = job.crowd.learned, _right(rows).tolist()
     assert learned is not None, "it was learned before the answers"
@@ -274,7 +266,7 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _record(
-    job: Job, step: int, scores: scoring.Scores, right: scoring.AnswerScores | None, rows: Sequence[Row]
+    job: loading.Job, step: int, scores: scoring.Scores, right: scoring.AnswerScores | None, rows: Sequence[Row]
 ) -> dict[str, Any]:
     config = job.config
     task = job.request.choice.data or config.task
@@ -298,7 +290,7 @@ def _record(
     return {**record, **_text_figures(job, scores)}
 
 
-def _text_figures(job: Job, scores: scoring.Scores) -> dict[str, Any]:
+def _text_figures(job: loading.Job, scores: scoring.Scores) -> dict[str, Any]:
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
     tokens, nats = int(scores.tokens.sum()), scores.nll.double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
@@ -313,7 +305,7 @@ def _text_figures(job: Job, scores: scoring.Scores) -> dict[str, Any]:
     }
 
 
-def _lines(job: Job) -> list[str]:
+def _lines(job: loading.Job) -> list[str]:
     found = job.tokenized.rows.description
     # After it come the template, the tokens, what was cut or left out, and finally an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
@@ -330,7 +322,7 @@ def _lines(job: Job) -> list[str]:
 # What identifies it
 
 
-def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
+def _source(job: loading.Job, checkpoint: Path, manifest: Manifest) -> Source:
     return Source(
         weights=weights_fingerprint(manifest),
         checkpoint=f"step {manifest.step} of {checkpoint.absolute().parent}",
@@ -342,11 +334,11 @@ def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
     )
 
 
-def _asked(job: Job) -> dict[str, Any]:
+def _asked(job: loading.Job) -> dict[str, Any]:
     return scoring.how_asked([job.questions], job.config.max_new_tokens_eval)
 
 
-def _aggregator_name(job: Job) -> str:
+def _aggregator_name(job: loading.Job) -> str:
     """With what was learned, if the answers depend on it."""
     name, learned = job.config.aggregator, job.crowd.learned
     if learned is None or name != "dirichlet":

@@ -137,8 +137,16 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Cast before the rows are taken apart, and not by autocast for every product of every row.
     query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
+    parts = []
     with torch.autocast(query.device.type, enabled=False):
-        return _by_rows(query, key, value, segments, scale, dropout, sliding_window, softcap), None
+        for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
+            length = q.shape[2]
+            window = sliding_window if sliding_window and sliding_window < length else None  # else it hides nothing
+            explicit = softcap or (length <= EXPLICIT_UP_TO and not q.is_cuda)
+            mask = segments.mask(length, window, q) if explicit or window else None
+            attend = _explicit if explicit else _fused
+            parts.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
 
 
 def _needs_window(module: torch.nn.Module) -> bool:
@@ -148,28 +156,6 @@ def _needs_window(module: torch.nn.Module) -> bool:
     if kinds and number is not None:
         return "sliding" in kinds[number] or "chunked" in kinds[number]
     return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True) is not False
-
-
-def _by_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """[R, N, H, D]: every packed row by itself."""
-    parts = []
-    for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
-        length = q.shape[2]
-        window = sliding_window if sliding_window and sliding_window < length else None  # else it hides nothing
-        explicit = softcap or (length <= EXPLICIT_UP_TO and not q.is_cuda)
-        attend = _explicit if explicit else _fused
-        mask = segments.mask(length, window, q) if explicit or window else None
-        parts.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
-    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _fused(

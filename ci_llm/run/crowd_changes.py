@@ -6,6 +6,8 @@ begins with all of that except the sums, and one that joins begins anew. An agen
 the checkpoints.
 
 A decision is put on record before it acts, so that an attempt which goes on from an older checkpoint repeats it.
+Requests wait until the disk takes the record. The decision of `crowd: auto` does not wait: where the disk refuses it,
+such an attempt decides anew, from the same numbers where it is bitwise.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -38,7 +39,6 @@ from ci_llm.run.step.members import (
     RecordFailure,
     config_of,
     decide,
-    put_on_record,
     read_record,
     read_waiting,
 )
@@ -96,24 +96,15 @@ def _decide_on_main(
     """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
     (name,) = members.folders
     choice = choice_from_nll(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
-    if (known := _recorded_decision(config.run_folder, step)) is not None:
-        return Choice(step, choice.training, choice.validation, alone=known.verb == "stay_alone")
-    if may_write():
-        _write_decision(config, choice)
-    return choice
-
-
-def _recorded_decision(folder: Path, step: int) -> Decision | None:
-    found = [each for each in read_record(folder) if each.id == _ID and each.step == step + 1]
-    return found[-1] if found else None
-
-
-def _write_decision(config: Config, choice: Choice) -> None:
     change = change_of(choice)
+    if known := [each for each in read_record(config.run_folder) if each.id == _ID and each.step == change.step]:
+        return Choice(step, choice.training, choice.validation, alone=known[-1].verb == "stay_alone")
     try:
-        put_on_record(config.run_folder, Decision(_ID, change.step, change.verb, change.agent))
+        if may_write():
+            decide(config.run_folder, [Decision(_ID, change.step, change.verb, change.agent)])
     except OSError as error:
         logger.warning(f"crowd     what was decided cannot be put on record, the run goes on: {error.strerror}")
+    return choice
 
 
 def change_crowd(run: Run, verdict: Verdict) -> None:

@@ -39,29 +39,11 @@ from ci_llm.run.end.shutdown import Attempt, end_at_once, require_written, watch
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
-from ci_llm.run.start.beginning import (
-    Requests,
-    Start,
-    apply_requests,
-    cannot_begin,
-    find_beginning,
-    in_force,
-    nothing_to_train,
-    place_of_attempt,
-    prepare,
-)
+from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
 from ci_llm.run.start.resume import Restored, Source, settle_precision
+from ci_llm.run.step import evaluation
 from ci_llm.run.step.callbacks import Callbacks
-from ci_llm.run.step.evaluation import (
-    describe_example,
-    evaluation_metrics,
-    kept_steps,
-    result_metrics,
-    result_of,
-    sets_record,
-    weights_of,
-)
 from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning
 
@@ -210,7 +192,7 @@ def run_among(
     run: Run | None = None
     try:
         try:
-            start, requests = find_beginning(config, processes, manager, mirror)
+            start, requests = beginning.find_beginning(config, processes, manager, mirror)
         except ProgressLost as error:
             _record_refusal(config, processes, manager, log, error)
             raise
@@ -242,13 +224,13 @@ def _record_refusal(
     if processes.is_main_process:
         number = manager.acquire_lease()
         keep_status(config.run_folder)
-        record_attempt(config.run_folder, number, 0, place_of_attempt())
+        record_attempt(config.run_folder, number, 0, beginning.place_of_attempt())
         log.open(number, still_held=manager.holds_lease)
         status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
         Attempt(number, 0, config, processes, manager, status, log).failed(0, error)
 
 
-def _run_to_end(run: Run, start: Start, requests: Requests) -> Result:
+def _run_to_end(run: Run, start: beginning.Start, requests: beginning.Requests) -> Result:
     """Resume or begin, train and conclude."""
     start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
@@ -301,7 +283,9 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     return Result("completed", run.state.step, run.config.run_folder, record)
 
 
-def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[str, str]]:
+def _resume(
+    run: Run, start: beginning.Start, requests: beginning.Requests
+) -> tuple[beginning.Start, Mapping[str, str]]:
     """Bring the run to the checkpoint that it resumes from, if there is one; apply what is asked for.
 
     Returns:
@@ -314,12 +298,13 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
     else:
         restored = _restore(run, start.source, start)
         _log_lines(restored.lines)
-    run.state = apply_requests(run.state, requests, run.config)
+    run.state = beginning.apply_requests(run.state, requests, run.config)
     run.crowd.agents.pass_per_agent |= run.state.recovery.pass_per_agent
     if run.state.recovery.recompute:
         run.crowd.gradient_checkpointing_enable()
     _log_lines(
-        f"recovery: {line}" for line in (*in_force(run.state, run.config.batch_size), *requests.recovery.because)
+        f"recovery: {line}"
+        for line in (*beginning.in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
     measure = partial(run.measure, compute_gradients)
     if start.source is None:
@@ -331,7 +316,7 @@ def _resume(run: Run, start: Start, requests: Requests) -> tuple[Start, Mapping[
     return replace(start, source=None), restored.trackers
 
 
-def _restore(run: Run, source: Source, start: Start) -> Restored:
+def _restore(run: Run, source: Source, start: beginning.Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
     saved = TrainState.from_dict(source.checkpoint.state["train_state"])
     if saved.members is not None and not saved.members.are_configured:
@@ -340,7 +325,7 @@ def _restore(run: Run, source: Source, start: Start) -> Restored:
     restored = run.checkpoint.restore(source)
     run.state = restored.state
     if run.is_finished and not start.is_own:
-        raise nothing_to_train(run.state.step, run.total_steps, source.folder)
+        raise beginning.nothing_to_train(run.state.step, run.total_steps, source.folder)
     if start.is_own:  # else the interval was another run's
         run.step_metrics.load(source.checkpoint.manifest.info)
     logger.info(f"resume    step {run.state.step} of {run.total_steps}, verified, from {source.shown}")
@@ -372,7 +357,7 @@ def _log_lines(lines: Iterable[str]) -> None:
         logger.info(f"          {line}")
 
 
-def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
+def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Attempt:
     """Lease the folder, make it what `start` says, start the trackers. What is refused here is no failed attempt."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
@@ -390,16 +375,16 @@ def _begin(run: Run, start: Start, trackers: Mapping[str, str]) -> Attempt:
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
-def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: Start, step: int) -> int:
+def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: beginning.Start, step: int) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
     number = manager.acquire_lease()
     try:
         keep_status(manager.directory, **log.last_metrics())
-        for line in prepare(manager, start):
+        for line in beginning.prepare(manager, start):
             logger.info(line)
-        record_attempt(manager.directory, number, step, place_of_attempt())
+        record_attempt(manager.directory, number, step, beginning.place_of_attempt())
     except OSError as error:
-        raise cannot_begin(manager.directory, error) from error
+        raise beginning.cannot_begin(manager.directory, error) from error
     mirror.begin(start.keeps, number)
     return number
 
@@ -439,7 +424,7 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
 
     def save_last(generators: Sequence[dict[str, Any] | None]) -> None:
         """Without a collective: the process ends after it."""
-        kept = kept_steps(run.config, run.state.validation)
+        kept = evaluation.kept_steps(run.config, run.state.validation)
         run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
     monitors = run.config.monitor_gpu and run.processes.is_main_process
@@ -471,16 +456,16 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
     if not is_known or (scores := run.last_scores) is None:
         scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-    latest = {} if scores is None else evaluation_metrics(scores, run.state.names)
+    latest = {} if scores is None else evaluation.evaluation_metrics(scores, run.state.names)
     if latest and not is_known:
         note_evaluation(run, latest)
         run.call_event("on_evaluate", metrics=latest)
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
     with run.heartbeat.resting():
-        best = result_of(run.config, run.state, run.manager, run.processes)
+        best = evaluation.result_of(run.config, run.state, run.manager, run.processes)
     step = run.state.step if best is None else best.manifest.step
-    with nullcontext() if best is None else weights_of(best, run.crowd):
+    with nullcontext() if best is None else evaluation.weights_of(best, run.crowd):
         if scores is not None and best is not None:
             scores = run.evaluator.scores(step, run.micro_batch_size)
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
@@ -489,10 +474,10 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     run.log.report_save(run.manager.last_result)
     run.log.end_progress()
     if answers is not None and answers.example is not None:
-        logger.info(describe_example(answers.example))
+        logger.info(evaluation.describe_example(answers.example))
     record = _record(run, step, scores, answers)
     _write_results(run, step, record)
-    run.log.track(run.state.step, latest | result_metrics(record, run.state.names))
+    run.log.track(run.state.step, latest | evaluation.result_metrics(record, run.state.names))
     return None, record
 
 
@@ -515,7 +500,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     config, trained_on = run.present_config, run.eval_rows.trained_on
     return {
         **merge_records(evaluation_record(scores, run.config.task, config.aggregator, trained_on), answers),
-        **sets_record(scores, run.eval_rows),
+        **evaluation.sets_record(scores, run.eval_rows),
         **({"names": config.agent_names} if config.agents else {}),
         **({"folders": run.crowd.names} if run.state.members else {}),
         **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),

@@ -39,13 +39,7 @@ from ci_llm.lora.optimizer import Ivon
 from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
 from ci_llm.run.start.loading import data_phases
-from ci_llm.run.step.evaluation import (
-    describe_example,
-    describe_scores,
-    evaluation_metrics,
-    kept_steps,
-    validation_after,
-)
+from ci_llm.run.step import evaluation
 from ci_llm.run.step.members import is_waiting
 from ci_llm.run.step.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.step.out_of_memory import in_parts, unless_out_of_memory
@@ -249,19 +243,19 @@ def evaluate(run: Run) -> str | None:
             found = run.evaluator.training_nll(first_rows(run.rows), run.state.step, run.micro_batch_size)
             scores, training = (None, {}) if found is None else (scores, {TRAINING_NLL: found})
     if scores is not None:
-        metrics = evaluation_metrics(scores, run.state.names) | training
+        metrics = evaluation.evaluation_metrics(scores, run.state.names) | training
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         run.last_scores = scores
         best = "; best yet" if run.state.validation.best_step == run.state.step else ""
-        logger.info(f"{describe_scores(run.state.step, scores)}{best}")
+        logger.info(f"{evaluation.describe_scores(run.state.step, scores)}{best}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
         if run.config.show_example:
             with run.step_metrics.paused():
                 example = run.evaluator.example(run.state.step)
             if example is not None:
-                logger.info(describe_example(example))
+                logger.info(evaluation.describe_example(example))
         run.call_event("on_evaluate", metrics=metrics)
         if run.is_finished:
             threshold = run.config.early_stopping_threshold
@@ -278,7 +272,7 @@ def save(run: Run) -> None:
             run.contents(),
             force=True,
             info=run.info,
-            keep={*kept_steps(run.config, run.state.validation), *run.mirror.sending},
+            keep={*evaluation.kept_steps(run.config, run.state.validation), *run.mirror.sending},
         )
     run.call_event("on_save")
 
@@ -286,7 +280,7 @@ def save(run: Run) -> None:
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     """Let the evaluation after the present step decide which step is best, and about the crowd. A collective."""
     threshold = run.config.early_stopping_threshold
-    validation = validation_after(run.state, metrics, threshold, run.processes)
+    validation = evaluation.validation_after(run.state, metrics, threshold, run.processes)
     run.state = replace(run.state, validation=validation)
     run.status.update(best_step=validation.best_step)
     if run.is_choosing and TRAINING_NLL in metrics:

@@ -32,24 +32,8 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.start.agent_settings import (
-    lora_settings,
-    objective_of,
-    optimizer_of,
-    require_distinct_branches,
-    schedules,
-    training_of,
-)
-from ci_llm.run.start.cost_model import settle_passes, settle_recomputation
-from ci_llm.run.start.loading import (
-    Loaded,
-    common_form,
-    describe_rows,
-    load,
-    rows_and_plan,
-    shares_layers,
-    training_rows,
-)
+from ci_llm.run.start import agent_settings, loading
+from ci_llm.run.start.cost_model import settle
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluation import Evaluator, StopVote
 from ci_llm.run.step.members import Members, config_of
@@ -111,7 +95,7 @@ def build(
     manager: CheckpointManager,
     mirror: RunMirror,
     log: RunLog,
-    loaded: Loaded | None = None,
+    loaded: loading.Loaded | None = None,
     before: Config | None = None,
 ) -> Run:
     """Load, check and join everything a run needs, at step 0; logs what it found.
@@ -124,14 +108,14 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    loaded = (loaded or load(config, processes)).for_agents(config.num_agents)
+    loaded = (loaded or loading.load(config, processes)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
-    config = settle_recomputation(settle_passes(config, rows, processes, before), rows, processes, before)
+    config = settle(config, rows, processes, before)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
-    crowd.prompter = Prompter(base.tokenizer, common_form(config, [own.rows for own in rows]))
-    describe_rows(config, rows, eval_rows)
-    rows_to_train = training_rows(config, rows)
+    crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, [own.rows for own in rows]))
+    loading.describe_rows(config, rows, eval_rows)
+    rows_to_train = loading.training_rows(config, rows)
     return assemble(config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows)
 
 
@@ -151,9 +135,9 @@ def assemble(
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = steps_of(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
-    rows_now, plan = rows_and_plan(config, rows, members, rows_per_step)
+    rows_now, plan = loading.rows_and_plan(config, rows, members, rows_per_step)
     total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
-    optimizer = optimizer_of(beginning, crowd, rows_now)
+    optimizer = agent_settings.optimizer_of(beginning, crowd, rows_now)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
@@ -162,7 +146,7 @@ def assemble(
         config=config,
         base=base,
         crowd=crowd,
-        objective=objective_of(beginning, crowd),
+        objective=agent_settings.objective_of(beginning, crowd),
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -175,7 +159,7 @@ def assemble(
         state=_first_state(beginning, rows_per_step, members),
         plan=plan,
         total_steps=total_steps,
-        learning_rates=schedules(config, members, total_steps),
+        learning_rates=agent_settings.schedules(config, members, total_steps),
         max_grad_norms=[own.max_grad_norm for own in beginning.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
@@ -236,11 +220,11 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
 
     With `branch_at` it is the one agent that branches later.
     """
-    require_distinct_branches(config)
+    agent_settings.require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
-    crowd = Crowd(base.model, lora_settings(config), base.name, base.pad_id)
+    crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
     # Sharded weights are gathered in the precision of autocast, and have no other one.
-    with processes.autocast() if shares_layers(config, processes) else nullcontext():
+    with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
@@ -249,7 +233,10 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
-        [training_of(own, agent) for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)],
+        [
+            agent_settings.training_of(own, agent)
+            for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)
+        ],
     )
     crowd.agents.pass_per_agent = config.pass_per_agent is True
     if config.use_gradient_checkpointing is True:

@@ -14,20 +14,12 @@ from ci_llm.cluster.launch import SUPERVISED, step_notes
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
+from ci_llm.supervisor import script_settings
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import classify_by_output
 from ci_llm.supervisor.options import Options
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
-from ci_llm.supervisor.script_settings import (
-    BATCH_SIZE_KEYS,
-    LEARNING_RATE_KEYS,
-    CutCheck,
-    ScriptCommand,
-    in_yaml,
-    integer,
-    number,
-)
 
 _NEWEST: Final = "{checkpoint}"
 
@@ -129,12 +121,12 @@ class ExternalScript:
             signal_number(options.stop_signal)  # raises for a signal that does not exist
         self._resumption = Resumption(options.on_retry, options.goes_on_from)
         self._checkpoint_before = self._resumption.newest()
-        self._command = ScriptCommand(options, self._resumption.words())
+        self._command = script_settings.ScriptCommand(options, self._resumption.words())
         settings = self._command.settings
-        self._lr_key = settings.find_key(options.lr_key, "--lr-key", LEARNING_RATE_KEYS)
-        self._batch_key = settings.find_key(options.batch_size_key, "--batch-size-key", BATCH_SIZE_KEYS)
+        self._lr_key = settings.find_key(options.lr_key, "--lr-key", script_settings.LEARNING_RATE_KEYS)
+        self._batch_key = settings.find_key(options.batch_size_key, "--batch-size-key", script_settings.BATCH_SIZE_KEYS)
         self._scaled_keys = settings.find_scaled_keys(options.scale_with_batch)
-        self._cut_check = CutCheck(number(self._command.value(self._lr_key)))
+        self._cut_check = script_settings.CutCheck(script_settings.number(self._command.value(self._lr_key)))
         self._doubt: str | None = None
         self._hint: str | None = _HINT
 
@@ -173,11 +165,11 @@ class ExternalScript:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Judge by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
-        rate = number(self._command.value(self._lr_key))
+        rate = script_settings.number(self._command.value(self._lr_key))
         outcome = classify_by_output(
             result,
             learning_rate=rate,
-            batch_size=integer(self._command.value(self._batch_key)),
+            batch_size=script_settings.integer(self._command.value(self._batch_key)),
             progress_after_s=self._options.policy.progress_after_s,
         )
         doubt = self._doubt = self._cut_check.doubt(rate, result.evidence.learning_rate)
@@ -194,7 +186,7 @@ class ExternalScript:
         self._resumption.note_retry()
         new: dict[str, str] = {}
         if decision.learning_rate is not None and self._lr_key is not None:
-            new[self._lr_key] = in_yaml(decision.learning_rate)
+            new[self._lr_key] = script_settings.in_yaml(decision.learning_rate)
         if decision.batch_size is not None and self._batch_key is not None:
             new[self._batch_key] = str(decision.batch_size)
             new |= self._scaled_values()
@@ -219,6 +211,6 @@ class ExternalScript:
         return self._command.close()
 
     def _scaled_values(self) -> dict[str, str]:
-        values = {key: integer(self._command.value(key)) for key in self._scaled_keys}
+        values = {key: script_settings.integer(self._command.value(key)) for key in self._scaled_keys}
         reduction = self._options.policy.reduction
         return {key: str(max(1, int(value / reduction))) for key, value in values.items() if value is not None}

@@ -13,15 +13,7 @@ from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import requeue
 from ci_llm.config import Config, default_file, load_config
 from ci_llm.config.sweep import read_sweep
-from ci_llm.core.run_folder import (
-    SEGMENTS,
-    Failure,
-    attempts_without_progress,
-    earliest_failure,
-    read_failures,
-    read_recovery,
-    write_recovery,
-)
+from ci_llm.core import run_folder
 from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
@@ -62,7 +54,7 @@ class OwnRun:
         self._config = self._read(words)
         self._highest_rate = max(own.learning_rate for own in self._config.each_agent)
         self._folder = self._config.run_folder
-        self._recovery = read_recovery(self._folder)
+        self._recovery = run_folder.read_recovery(self._folder)
         self._status_before: Status | None = None
         self._has_begun = False
         self._step_before = self._furthest_good = 0
@@ -131,14 +123,14 @@ class OwnRun:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
-        self._recovery = read_recovery(self._folder)  # an attempt that began anew has moved it aside
+        self._recovery = run_folder.read_recovery(self._folder)  # an attempt that began anew has moved it aside
         status = self._status_of_attempt()
-        failures = read_failures(self._folder, status.attempt) if status else []
+        failures = run_folder.read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
         if kind == "completed" and status is None and (damage := self._damage_of_status()):
             kind, detail = "crashed", damage  # the next attempt writes a status, and goes on or finds it complete
         self._has_begun |= status is not None
-        cause = earliest_failure(failures)
+        cause = run_folder.earliest_failure(failures)
         known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
         good_step = self._good_step(cause) if kind == "nonfinite" else None
         return Outcome(
@@ -168,7 +160,7 @@ class OwnRun:
         if new != self._recovery:
             attempt = status.attempt if (status := self._status()) else 0
             self._recovery = replace(new, because=(*new.because, f"attempt {attempt}: {decision.why}"))
-            write_recovery(self._folder, self._recovery)
+            run_folder.write_recovery(self._folder, self._recovery)
         return lines
 
     def requeue(self, stop_reason: str | None) -> str | None:
@@ -178,7 +170,7 @@ class OwnRun:
             self._config.requeue,
             stop_reason or (status and status.reason) or "",
             max_requeues=self._config.max_requeues,
-            without_progress=attempts_without_progress(self._folder, status.step) if status else 0,
+            without_progress=run_folder.attempts_without_progress(self._folder, status.step) if status else 0,
         )
 
     def close(self) -> list[str]:
@@ -187,7 +179,7 @@ class OwnRun:
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{newest} in {self._folder}", UNCHANGED]
 
-    def _good_step(self, cause: Failure | None) -> int | None:
+    def _good_step(self, cause: run_folder.Failure | None) -> int | None:
         """The last step that counts as good: what led to non-finite values may have begun some steps before them."""
         if cause is None or cause.step is None:
             return None
@@ -259,7 +251,7 @@ class SweepRun(OwnRun):
 
     def _newest_step(self) -> int:
         """The optimizer steps that the newest checkpoints of all segments hold."""
-        segments = sorted((self._folder / SEGMENTS).glob("*"))
+        segments = sorted((self._folder / run_folder.SEGMENTS).glob("*"))
         return sum(max(CheckpointStore(folder).all_steps(), default=0) for folder in segments)
 
 

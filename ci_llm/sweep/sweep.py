@@ -25,7 +25,7 @@ from ci_llm.config import Config, parse_config
 from ci_llm.config.own_keys import NAME, SHAPE_KEYS, from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_recovery, write_recovery
+from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
 from ci_llm.distributed.precision import AUTO, CHOICES
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
 from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
@@ -97,21 +97,19 @@ def read_record(folder: Path) -> Record | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = folder / SWEEP
-    try:
-        value = json.loads(path.read_bytes())
-        if value["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format version {value['format_version']}")
-        plan = HalvingPlan(**{**value["plan"], "steps": tuple(value["plan"]["steps"])})
-        segments = [Segment(**{**each, "trials": tuple(each["trials"])}) for each in value["segments"]]
-        standings = Standings(plan, tuple(map(_read_trial, value["trials"])), tuple(segments))
-        keys = SweepKeys.model_validate(value["keys"])
-        config = parse_config(value["config"], str(path))
-        return Record(value["spaces"], keys, config, standings, value["complete"])
-    except FileNotFoundError:
-        return None
-    except (TypeError, KeyError, ValueError, BadInput) as error:
-        raise CheckpointError(f"no record of a sweep: {error}", where=str(path), hint="move it away") from error
+    return read_known(folder / SWEEP, _parsed_record, "no record of a sweep")
+
+
+def _parsed_record(path: Path) -> Record:
+    value = json.loads(path.read_bytes())
+    if value["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"format version {value['format_version']}")
+    plan = HalvingPlan(**{**value["plan"], "steps": tuple(value["plan"]["steps"])})
+    segments = [Segment(**{**each, "trials": tuple(each["trials"])}) for each in value["segments"]]
+    standings = Standings(plan, tuple(map(_read_trial, value["trials"])), tuple(segments))
+    keys = SweepKeys.model_validate(value["keys"])
+    config = parse_config(value["config"], str(path))
+    return Record(value["spaces"], keys, config, standings, value["complete"])
 
 
 def _trial(standings: Standings, trial: Trial) -> dict[str, Any]:

@@ -57,11 +57,19 @@ def test_a_base_from_the_hub_is_found_in_its_cache(
     base: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path_factory.mktemp("hub")
-    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     assert files._count_parameters("some/base") == 0
-    (snapshots := cache / "models--some--base" / "snapshots").mkdir(parents=True)
-    (snapshots / "0123").symlink_to(base)
+    (cache / "models--some--base" / "snapshots").mkdir(parents=True)
+    (cache / "models--some--base" / "snapshots" / "0123").symlink_to(base)
+    (cache / "models--some--base" / "refs").mkdir()
+    (cache / "models--some--base" / "refs" / "main").write_text("0123")
+    (base / "config.json").write_text("{}")
     assert files._count_parameters("some/base") == NUMBERS
+
+
+@pytest.mark.parametrize("name", ["some/base.gguf", "/a/base.gguf", "a/b/c"])
+def test_a_file_of_another_kind_is_not_judged(name: str) -> None:
+    assert files._count_parameters(name) == 0
 
 
 def test_a_file_that_is_none_is_left_to_the_loading(base: Path) -> None:

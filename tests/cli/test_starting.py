@@ -93,7 +93,7 @@ def test_processes_that_do_not_come_up_are_ended_and_this_one_runs_alone(
     assert [agent.poll() for agent in agents] == [-signal.SIGKILL]
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "launch    starting 3 processes, by torch.distributed.run --nproc-per-node=3"
-    assert said[1].startswith("launch    the 3 processes do not come up ")
+    assert said[1].startswith("launch    3 processes do not come up, ")
 
 
 def test_a_stop_before_they_are_up_ends_them_and_leaves_a_status(
@@ -144,6 +144,11 @@ def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: 
     assert supervised(monkeypatch, {}, "seed=1")[-1] == "seed=1"
     own = ["seed=1", "--", "torchrun", "train.py"]
     assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
+
+
+def test_options_of_the_trainer_in_a_command_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ["--", "ci-llm", "train", "--continue", "--debug", "--distributed=2", "seed=1"]
+    assert supervised(monkeypatch, {}, *own) == own[1:]
 
 
 def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

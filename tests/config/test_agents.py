@@ -109,7 +109,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
         ("agents: [{leraning_rate: 1e-3}]", ["leraning_rate is no key", "did you mean learning_rate?"]),
         (
             "agents: [{batch_size: 4}]",
-            ["batch_size cannot differ between agents", "the same number of rows in one pass"],
+            ["batch_size cannot differ between agents", "the same number of rows in a micro-batch"],
         ),
         ("agents: [{model_name: x}]", ["model_name cannot differ", "one frozen base carries all agents"]),
         ("agents: [{max_seq_length: 9}]", ["max_seq_length cannot differ", "bounds the rows of all"]),

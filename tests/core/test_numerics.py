@@ -36,20 +36,20 @@ def test_settings_are_named_only_where_they_are_set(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OMP_PROC_BIND", "true")
     now = names(CPU)
     assert differences(before, now) == [
-        "DNNL_DEFAULT_FPMATH_MODE=BF16, was not set",
-        "MKL_CBWR=COMPATIBLE, was not set",
+        "DNNL_DEFAULT_FPMATH_MODE not set -> BF16",
+        "MKL_CBWR not set -> COMPATIBLE",
     ]
-    assert differences(now, before)[1] == "MKL_CBWR=not set, was COMPATIBLE"
+    assert differences(now, before)[1] == "MKL_CBWR COMPATIBLE -> not set"
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda n: n["machine"].update(processor="Abacus 3"), "another processor: HERE, was Abacus 3"),
-        (lambda n: n["settings"].update(numerics="0"), f"numerics={numerics.NUMERICS}, was 0"),
+        (lambda n: n["machine"].update(processor="Abacus 3"), "processor Abacus 3 -> HERE"),
+        (lambda n: n["settings"].update(numerics="0"), f"numerics 0 -> {numerics.NUMERICS}"),
         (lambda n: n["versions"].update(torch="1.0"), f"torch 1.0 -> {torch.__version__}"),
         (lambda n: n["versions"].update(blis="1.0"), "blis 1.0 -> not set"),
-        (lambda n: n.update(machine={"GPU": "a GPU", "driver": "1.2"}), "another device: UNITS, was a GPU, 1.2"),
+        (lambda n: n.update(machine={"GPU": "a GPU", "driver": "1.2"}), "device a GPU, 1.2 -> UNITS"),
     ],
 )
 def test_what_is_another_one_is_said(change: Callable[[Any], None], told: str) -> None:
@@ -74,8 +74,8 @@ def test_a_process_on_another_machine_is_named() -> None:
     together = names_of_all([own, own, other])
     assert names_of_all([own, own]) == own
     assert differences(own, together) == [
-        "another processor of process 2: Abacus 3, was not set",
-        "MKL_CBWR of process 2=AVX2, was not set",
+        "processor of process 2 not set -> Abacus 3",
+        "MKL_CBWR of process 2 not set -> AVX2",
     ]
 
 

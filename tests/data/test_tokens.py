@@ -27,7 +27,6 @@ from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
 from tools.testbed.events import DEADLINE_S
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 ROWS = [
     {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=7\n#### 7"},
     {"question": "Ben has 12 rolls.", "answer": None},
@@ -341,12 +340,13 @@ def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="there is no GSM8K; its parquet files in ../shared/data/gsm8k")
-def test_real_data_is_the_same_from_every_format(
+def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    test_split = datasets.load_from_disk(str(GSM8K))["test"]
+    texts = [(f"What is {n} plus “{n * n}”?\n", f"{n} + {n * n} = {n + n * n}\n#### {n + n * n}") for n in range(1200)]
+    test_split = datasets.Dataset.from_dict(dict(zip(("question", "answer"), zip(*texts, strict=True), strict=True)))
+    datasets.DatasetDict(test=test_split).save_to_disk(tmp_path / "saved")
     test_split.to_json(tmp_path / "test.jsonl", force_ascii=False)
     test_split.to_parquet(tmp_path / "test.parquet")
     found = [
@@ -356,7 +356,7 @@ def test_real_data_is_the_same_from_every_format(
             max_seq_length=256,
             cache_folder=tmp_path / f"own{number}",
         )
-        for number, name in enumerate([GSM8K, tmp_path / "test.jsonl", tmp_path / "test.parquet"])
+        for number, name in enumerate([tmp_path / "saved", tmp_path / "test.jsonl", tmp_path / "test.parquet"])
     ]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])

@@ -120,17 +120,16 @@ def test_it_does_not_depend_on_what_the_agents_have_learned_nor_on_what_was_draw
 
 
 CHANGES: dict[str, Callable[[Crowd], object]] = {
-    "a number of a projection": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.mlp.up_proj.base_layer")),
-    "a number of a norm": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.input_layernorm")),
-    "a number of the head": lambda crowd: nudge(crowd.model.get_output_embeddings()),
+    "the numbers of a product": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.mlp.up_proj.base_layer")),
+    "the numbers of a norm": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.input_layernorm")),
+    "the numbers of the head": lambda crowd: nudge(crowd.model.get_output_embeddings()),
 }
 
 
 @torch.no_grad()
 def nudge(layer: Any) -> None:
-    """The last bits of a number: what another order of a sum does to a result."""
-    number = layer.weight.view(-1)[5]
-    number.mul_(1 + 2**-20)
+    """The last bits of all numbers. Those of a single one may round away, which depends on the processor."""
+    layer.weight.mul_(1 + 2**-20)
 
 
 @pytest.mark.parametrize("change", CHANGES)

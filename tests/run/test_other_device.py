@@ -14,7 +14,7 @@ from ci_llm.base import load
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core import determinism
-from ci_llm.distributed import processes
+from ci_llm.distributed import precision
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.setup import set_determinism
@@ -92,7 +92,7 @@ def test_a_run_keeps_the_precision_that_auto_chose_where_it_began(
 ) -> None:
     def train_here(steps: int, *words: str, fast: bool) -> int:
         with monkeypatch.context() as machine:
-            machine.setattr(processes, "speed_of_bf16", lambda: Speed(fast, "said by the test"))
+            machine.setattr(precision, "speed_of_bf16", lambda: Speed(fast, "said by the test"))
             return main(["train", *WORDS, f"max_train_steps={steps}", f"output_dir={tmp_path / 'run'}", *words])
 
     auto = ("mixed_precision=auto", "model_dtype=auto")

@@ -91,7 +91,7 @@ def test_where_another_processor_gives_other_bits_the_digest_is_another_one(
             grade = str(read_status(there / "run").exactness)
             assert f"exactness: {grade}\n" in said
             assert grade.startswith("sample-exact (")
-            assert f"{name}={value}, was not set" in grade
+            assert f"{name} not set -> {value}" in grade
 
 
 def test_on_the_same_processor_a_run_is_bitwise_and_a_layer_with_other_bits_is_seen(

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ci_llm.base.load import load_architecture
 from ci_llm.cli.main import main
-from ci_llm.config import load_config
+from ci_llm.config import Config, load_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import Lengths
 from ci_llm.distributed import processes
-from ci_llm.run.start.cost_model import trace_longest
+from ci_llm.run.start.cost_model import passes_without_estimate, trace_longest
 from tests.support import small_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
 WORDS = ["use_gradient_checkpointing=auto", *small_run.WORDS]
 Train = Callable[..., int]
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "becomes"),
+    [
+        ({}, "cpu", True),
+        ({}, "cuda", None),
+        ({"deterministic": True}, "cuda", True),
+        ({"base_sharding": "layers"}, "cpu", False),
+        ({"base_sharding": "layers", "deterministic": True}, "cuda", False),  # K passes would gather K times
+        ({"base_sharding": "layers", "pass_per_agent": True}, "cpu", True),
+        ({"diversity": "joint", "deterministic": True}, "cpu", False),
+    ],
+)
+def test_what_pass_per_agent_becomes(keys: dict[str, Any], device: str, becomes: bool | None) -> None:
+    assert passes_without_estimate(Config(**keys), torch.device(device))[0] is becomes
 
 
 @pytest.fixture

@@ -164,6 +164,7 @@ def test_without_a_launcher_signals_and_exit_codes_are_those_of_one_process(base
     keys = words(base, run := tmp_path / "run", save_steps="null", interrupted_exit_code=75)
     with launch(tmp_path, PLAIN, ["--distributed=2", *keys], SAVE_THEN_STOP) as child:
         assert end(child, tmp_path) == 75, child.seen
+    assert "ChildFailedError" not in child.seen, "an orderly end is no error of torchrun"
     status = read_status(run)
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 5), child.seen
     assert [path.name for path in sorted(run.glob("checkpoint_step_*"))] == ["checkpoint_step_3", "checkpoint_step_5"]
@@ -187,6 +188,7 @@ def act(number):
 def test_a_second_ctrl_c_aborts(base: Path, tmp_path: Path) -> None:
     with launch(tmp_path, PLAIN, ["--distributed=2", *words(base, tmp_path / "run")], ABORT) as child:
         assert end(child, tmp_path) == 130, child.seen
+    assert "ChildFailedError" not in child.seen
 
 
 AGENT_DIES = """

@@ -25,7 +25,16 @@ from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.durable import read_fields, write_json
 from ci_llm.core.remote import is_url
-from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, BadBatch, Recovery, is_run, read_recovery, read_skipped_batches
+from ci_llm.core.run_folder import (
+    BEGINNING,
+    OF_A_RUN,
+    BadBatch,
+    Recovery,
+    is_run,
+    read_known,
+    read_recovery,
+    read_skipped_batches,
+)
 from ci_llm.core.run_status import last_attempt
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError, ProgressLost
@@ -96,17 +105,12 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = run_folder / BEGINNING
-    try:
-        return Beginning(**read_fields(Beginning, path))
-    except FileNotFoundError:
-        return None
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the record of how the run began cannot be read: {error}",
-            where=str(path),
-            hint="move it away, and go on with resume_from_checkpoint=latest",
-        ) from error
+    hint = "move it away, and go on with resume_from_checkpoint=latest"
+    return read_known(run_folder / BEGINNING, _parsed, "the record of how the run began cannot be read", hint)
+
+
+def _parsed(path: Path) -> Beginning:
+    return Beginning(**read_fields(Beginning, path))
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:

@@ -185,10 +185,7 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
-    passes = config.pass_per_agent
-    crowd.agents.pass_per_agent = (
-        passes_without_estimate(config, device)[0] if passes == AUTO else passes
-    ) is not False
+    crowd.agents.pass_per_agent = passes_without_estimate(config, device)[0] is not False
     if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     return crowd.train()
@@ -285,55 +282,41 @@ def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
 USABLE: Final = 0.8
 
 
-def settle_passes(config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None) -> Config:
-    """The configuration with true or false in place of `pass_per_agent: auto`: the same on all processes. A collective.
+def settle(config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None) -> Config:
+    """The configuration with true or false in place of auto, where memory may decide. The same on all processes.
 
-    Args:
-        each, before: as for `settle_recomputation`.
-    """
-    if config.pass_per_agent != AUTO:
-        return config
-    settled, why = passes_without_estimate(config, processes.device)
-    if before is not None:
-        settled, why = before.pass_per_agent is True, "auto keeps what the run began with"
-    if settled is None:
-        settled, why = _too_large(config.model_copy(update={"pass_per_agent": False}), each, processes)
-    logger.info(f"memory    pass_per_agent={str(settled).lower()}: {why}")
-    return config.model_copy(update={"pass_per_agent": settled})
-
-
-def passes_without_estimate(config: Config, device: torch.device) -> tuple[bool | None, str]:
-    """What `pass_per_agent: auto` becomes, and why; None where memory decides."""
-    if find_form(config.diversity).rewarded:
-        return False, f"diversity {config.diversity} has gradients through all agents"
-    if config.deterministic is True:
-        return True, "deterministic is true, and an agent has the bits that it has alone"
-    if config.base_sharding != "none":
-        return False, "every pass gathers the layers of the base"
-    if device.type == "cpu":
-        return True, "on a CPU it costs little, and an agent has the bits that it has alone"
-    return None, ""
-
-
-def settle_recomputation(
-    config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None
-) -> Config:
-    """The configuration with true or false in place of auto: the same on all processes. A collective.
-
-    The base is in memory, and the agents are not.
+    A collective. The base is in memory, and the agents are not.
 
     Args:
         each: the rows of every agent, or of all.
         before: the settings of the checkpoint that this run goes on from. It keeps what it began with.
     """
-    if config.use_gradient_checkpointing != AUTO:
-        return config
-    if before is not None and before.use_gradient_checkpointing != AUTO:
-        settled, why = before.use_gradient_checkpointing, "auto keeps what the run began with"
-    else:
-        settled, why = _too_large(config, each, processes)
-    logger.info(f"memory    use_gradient_checkpointing={str(settled).lower()}: {why}")
-    return config.model_copy(update={"use_gradient_checkpointing": settled})
+    for key in ("pass_per_agent", "use_gradient_checkpointing"):
+        if getattr(config, key) != AUTO:
+            continue
+        settled, why = passes_without_estimate(config, processes.device) if key == "pass_per_agent" else (None, "")
+        if before is not None:
+            settled, why = getattr(before, key) is True, "auto keeps what the run began with"
+        if settled is None:
+            settled, why = _too_large(config.model_copy(update={key: False}), each, processes)
+        logger.info(f"memory    {key}={str(settled).lower()}: {why}")
+        config = config.model_copy(update={key: settled})
+    return config
+
+
+def passes_without_estimate(config: Config, device: torch.device) -> tuple[bool | None, str]:
+    """What `pass_per_agent` is or becomes, and why; None where memory decides."""
+    if config.pass_per_agent != AUTO:
+        return config.pass_per_agent is True, "as it was configured"
+    if find_form(config.diversity).rewarded:
+        return False, f"diversity {config.diversity} has gradients through all agents"
+    if config.base_sharding != "none":
+        return False, "every pass gathers the layers of the base"
+    if config.deterministic is True:
+        return True, "deterministic is true, and an agent has the bits that it has alone"
+    if device.type == "cpu":
+        return True, "on a CPU it costs little, and an agent has the bits that it has alone"
+    return None, ""
 
 
 def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:

@@ -27,9 +27,9 @@ from ci_llm.config.config import entries_of
 from ci_llm.config.own_keys import NAME, ORDER_KEYS, SHAPE_KEYS, from_plain, to_plain
 from ci_llm.config.parsing import Entry
 from ci_llm.core.determinism import derive_seed
-from ci_llm.core.durable import make_folders, read_json, write_json
-from ci_llm.core.run_folder import CROWD_CHANGES
-from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.run_folder import CROWD_CHANGES, read_known, write_known
+from ci_llm.errors import ConfigError
 
 SEEDS: Final = 2**32  # a seed in a configuration is below it
 #: New place -> old place of the agent that it continues or copies; None for a new agent.
@@ -399,12 +399,7 @@ def ask(run_folder: Path, verb: Verb, agent: int, own: Mapping[str, Any]) -> Cro
         CheckpointError: the disk refuses the file.
     """
     request = CrowdRequest(f"{time.time_ns()}-{os.getpid()}", verb, agent, own)
-    path = _path(run_folder, request.id)
-    try:
-        make_folders(path.parent)
-        write_json(path, {"verb": verb, "agent": agent, "own": to_plain(own)})
-    except OSError as error:
-        raise CheckpointError(f"the request cannot be written: {error.strerror}", where=str(path)) from error
+    write_known(_path(run_folder, request.id), {"verb": verb, "agent": agent, "own": to_plain(own)}, "the request")
     return request
 
 
@@ -452,29 +447,18 @@ def decide(run_folder: Path, decisions: Sequence[Decision]) -> None:
             _path(run_folder, decision.id).unlink(missing_ok=True)
 
 
-def put_on_record(run_folder: Path, decision: Decision) -> None:
-    """Put a decision on record that nobody asked for by a file.
-
-    Raises:
-        OSError: the disk refuses it.
-    """
-    _write_record(run_folder, [*read_record(run_folder), decision])
-
-
 def read_record(run_folder: Path) -> list[Decision]:
     """What became of the requests so far.
 
     Raises:
         CheckpointError: the file is not of this program.
     """
-    path = run_folder / CROWD_CHANGES
-    try:
-        value: Any = read_json(path)
-        return [Decision(**decision) for decision in value]
-    except FileNotFoundError:
-        return []
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"no record of changes: {error}", where=str(path), hint="move it away") from error
+    return read_known(run_folder / CROWD_CHANGES, _parsed_record, "no record of changes") or []
+
+
+def _parsed_record(path: Path) -> list[Decision]:
+    value: Any = read_json(path)
+    return [Decision(**decision) for decision in value]
 
 
 def forget_after(run_folder: Path, step: int) -> None:
