@@ -18,11 +18,12 @@ from ci_llm.base import files
 from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
 from ci_llm.cluster import starter
-from ci_llm.cluster.launch import read_launch
+from ci_llm.cluster.launch import STARTED, read_launch
 from ci_llm.distributed import processes
 from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
+from ci_llm.supervisor import attempt, loop
 from ci_llm.supervisor.options import parse_options
 from tools.testbed.events import DEADLINE_S
 
@@ -180,3 +181,29 @@ def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -
     world = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     with pytest.raises(LaunchError, match="4 supervisors were started"):
         supervised(monkeypatch, world)
+
+
+@pytest.mark.usefixtures("harmless")
+def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun` in a step would take the size of that step for the size of the job."""
+    asked: list[int] = []
+
+    def start_again(number: int, *_: Any) -> int:
+        asked.append(number)
+        return 75
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "start_again", start_again)
+    monkeypatch.setattr(supervise, "_target", lambda _options: SimpleNamespace(restarts_from_scratch=False))
+    monkeypatch.setattr(loop.Supervisor, "run", lambda _self: 0)
+    assert supervise.supervise(["--", "python", "fit.py"]) == 75
+    assert not [*tmp_path.iterdir()], "only the step has a log"
+    assert supervise.supervise(["--", "/usr/bin/srun", "python", "fit.py"]) == 0
+    assert asked == [1]
+
+
+def test_what_a_supervisor_starts_was_not_started_by_the_batch_script() -> None:
+    given = {STARTED: "/folder", "HOME": "/home"}
+    assert attempt._environment(given, unbuffered=False) == {"HOME": "/home"}

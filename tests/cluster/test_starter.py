@@ -194,6 +194,18 @@ def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monke
     assert 85 <= len([*used]) <= 89, "it was given up a few looks after the last sign"
 
 
+def test_a_step_counts_with_what_it_has_used_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no descendant of srun: here it loads for 100 s, and srun waits."""
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
+    loads = iter([*range(10), *[9] * 90])
+    monkeypatch.setattr(starter, "_processor_seconds", lambda pid: next(loads) if pid == 5 else 0)
+    (tmp_path / "000000.5.begun").touch()
+    agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
+    assert starter._wait_until_up(agent, tmp_path, 1, Interrupts()) == []
+    assert len([*loads]) <= 89
+
+
 def test_what_a_tree_has_used_of_processors() -> None:
     assert starter._processor_seconds(os.getpid()) > 0
     gone = starter.subprocess.Popen([sys.executable, "-c", ""])

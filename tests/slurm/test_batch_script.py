@@ -116,6 +116,11 @@ def test_a_preempted_run_saves_and_comes_back(name: str, tell: Tell) -> None:
     assert (told["status"].status, told["newest"]) == ("completed", STEPS)
 
 
+@pytest.mark.parametrize("name", ["accelerate", "torchrun"])
+def test_a_launcher_of_two_processes_has_two_in_a_step(name: str, tell: Tell) -> None:
+    assert "4 rows per step: 2 process(es)" in tell(name)["log"]
+
+
 def assert_started_once(said: str) -> None:
     """One process of each launch started itself again, and what it started did not."""
     assert said.count("starting again as a step of SLURM job") == 1
