@@ -104,7 +104,8 @@ def start_again(number: int, launch: Launch, interrupts: Interrupts, say: Callab
         the exit code; None if this process is to run the command, and nothing is left of the others.
     """
     if step := step_command():
-        say(f"launch    starting again as a step of SLURM job {os.environ['SLURM_JOB_ID']}, by srun --overlap")
+        if launch.is_main_process:
+            say(f"launch    starting again as a step of SLURM job {os.environ['SLURM_JOB_ID']}, by srun --overlap")
         code = _run_again(number, launch, interrupts, step)
         if code is not None or interrupts.stop_reason is not None:
             return code

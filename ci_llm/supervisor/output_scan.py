@@ -42,9 +42,10 @@ _HANDLED: Final = re.compile(
     r"|(?:is|are|was|were) (?:skipped|ignored|retried|discarded|dropped|masked|replaced)"
     r"|setting [\w ]{1,30} to (?:0|zero))\b"
 )
-#: What follows a message where it is a question, or the name of a feature.
+#: What follows a message where it is a question, the name of a feature, or of a count that is 0.
 _TALK: Final = re.compile(
     r"(?i)\s*\?|\s+(?:(?:errors?|exceptions?)\s+(?:are|can|will|may)\b|(?:handl|recover|protect|check|guard|retr)\w*)"
+    r"|(?:\s+\w{1,20}){0,2}\s*[:=|]\s*(?:0|no|none|false|off)\b"
 )
 
 #: A line of the script's source, as a traceback shows it, or of its help. It talks about a loss and reports none.
