@@ -43,6 +43,9 @@ def supervise(arguments: Sequence[str]) -> int:
 
 def _supervise(options: Options) -> int:
     # Imported here, so that --help answers at once.
+    from ci_llm.cli.command import print_line
+    from ci_llm.cluster.launch import read_launch
+    from ci_llm.cluster.starter import start_again, tell
     from ci_llm.interrupts import ABORTED_EXIT_CODE, STOP_SIGNALS, Interrupts
     from ci_llm.supervisor import process_tree
     from ci_llm.supervisor.loop import LOG_NAME, MID_LINE, Supervisor, SupervisorLog
@@ -56,22 +59,29 @@ def _supervise(options: Options) -> int:
         os.write(signalled_fd, b"\n")
 
     interrupts = Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce)
-    with SupervisorLog(Path(LOG_NAME)), interrupts:
-        process_tree.adopt_orphans()
-        target = _target(options)
-        deletes_runs = options.delete_wandb_runs and target.restarts_from_scratch
-        supervisor = Supervisor(
-            target,
-            options.policy,
-            interrupts,
-            wake_fd=wake_fd,
-            wandb_cleanup=WandbCleanup(os.environ) if deletes_runs else None,
-        )
-        try:
-            return supervisor.run()
-        except KeyboardInterrupt:  # the second Ctrl-C
-            logger.warning("aborted")
-            return ABORTED_EXIT_CODE
+    with interrupts:
+        # A command that makes steps itself needs the variables of the batch script.
+        makes_steps = {"srun", "mpirun", "mpiexec"} & {Path(word).name for word in options.command}
+        code = None if makes_steps else start_again(1, read_launch(), interrupts, print_line)
+        if code is not None:
+            return code
+        tell()
+        with SupervisorLog(Path(LOG_NAME)):
+            process_tree.adopt_orphans()
+            target = _target(options)
+            deletes_runs = options.delete_wandb_runs and target.restarts_from_scratch
+            supervisor = Supervisor(
+                target,
+                options.policy,
+                interrupts,
+                wake_fd=wake_fd,
+                wandb_cleanup=WandbCleanup(os.environ) if deletes_runs else None,
+            )
+            try:
+                return supervisor.run()
+            except KeyboardInterrupt:  # the second Ctrl-C
+                logger.warning("aborted")
+                return ABORTED_EXIT_CODE
 
 
 def _target(options: Options) -> Target:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ci_llm._version import __version__
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.cluster.launch import STARTED, Launch, read_launch
-from ci_llm.cluster.starter import COME_UP_S, processes_to_start, run_as_several, tell, without_options
+from ci_llm.cluster.starter import processes_to_start, start_again, tell, without_options
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
@@ -35,7 +35,8 @@ def start(
 ) -> Launch:
     """Heed the signals that the configuration names, read the launcher, and say on the main process what is loading.
 
-    If the command asks for processes that no launcher has started, it runs as those, and ends with them.
+    If the command asks for processes that no launcher has started, it runs as those, and ends with them. In a batch
+    script of SLURM it does so as a step.
 
     Args:
         what: is loading, for the first line: "run".
@@ -57,8 +58,13 @@ def start(
     if not launch.forwards_sigterm or STARTED in os.environ:
         die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
     if (number := processes_to_start(launch, words)) > 1:
-        _run_as_several(number, config, launch, interrupts)
-    elif launch.num_processes == 1 and "--distributed" in words:
+        from ci_llm.base.files import require_memory  # here, because it loads huggingface_hub
+
+        require_memory(config, number)
+    code = start_again(number, launch, interrupts, print_line)
+    if code is not None:
+        raise SystemExit(code)
+    if number == 1 and launch.num_processes == 1 and "--distributed" in words:
         print_line("launch    --distributed: one process, for there is no GPU; --distributed=N starts N on the CPU")
     tell()
     if launch.is_main_process:
@@ -68,19 +74,6 @@ def start(
     if (note := offline_note(config.names_of_inputs)) and launch.is_main_process:
         print_line(f"hub       {note}")
     return launch
-
-
-def _run_as_several(number: int, config: Config, launch: Launch, interrupts: Interrupts) -> None:
-    """Run the command as `number` processes and leave with their exit code; return if they do not come up."""
-    from ci_llm.base.files import require_memory  # here, because it loads huggingface_hub
-
-    require_memory(config, number)
-    print_line(f"launch    starting {number} processes, by torch.distributed.run --nproc-per-node={number}")
-    code = run_as_several(number, launch, interrupts)
-    if code is not None:
-        raise SystemExit(code)
-    if interrupts.stop_reason is None:
-        print_line(f"launch    {number} processes do not come up, {COME_UP_S:g} s without a sign: this one runs alone")
 
 
 _LOGGER = logging.getLogger(__name__)

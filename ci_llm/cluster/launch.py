@@ -306,8 +306,8 @@ def step_notes(environ: Mapping[str, str]) -> list[str]:
         return []
     job = environ["SLURM_JOB_ID"]
     return [
-        f"SLURM job {job}, but no step of it: the signal of a preemption reaches only steps, so this process would be"
-        " killed without a last save; write `srun` before the command in the batch script"
+        f"SLURM job {job}, but no step of it: a preemption signals only steps, and after scancel or at the limit this"
+        " process may be killed at once, without a last save; write `srun` before the command in the batch script"
     ]
 
 

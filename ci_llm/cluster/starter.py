@@ -1,9 +1,12 @@
-"""The start of this command as several processes of this machine, where no launcher has started all of them.
+"""The second start of this command: as several processes of this machine, or as a step of its SLURM job, or both.
 
 `accelerate launch --num_processes=4` runs a script once on a machine without a GPU, whatever the number. And `train.py
 --distributed` has no launcher. Then this process starts the agent of torchrun with the same command, and stands in for
 the others: it passes each signal on to them, and ends with their exit code. The agent alone would pass few signals on,
 kill 30 s after one, and end with 1 after a clean stop.
+
+What a batch script of SLURM starts without `srun` hears nothing of a preemption, and dies with the shell of the script,
+in the same moment as the signal after `scancel`. Then this process starts `srun` in the same way.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +26,7 @@ from typing import Final
 
 import psutil
 
-from ci_llm.cluster.launch import STARTED, Launch, accelerate_option, option, started_by
+from ci_llm.cluster.launch import STARTED, SUPERVISED, Launch, accelerate_option, option, started_by
 from ci_llm.core.run_status import is_alive
 from ci_llm.interrupts import ABORTED_EXIT_CODE, Interrupts, ignore, notify_of_parent_death, send
 
@@ -33,6 +37,15 @@ _WORKING_S: Final = 0.5  # of a processor: an agent that only waits needs minute
 _DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re.IGNORECASE)
 #: What the driver of a GPU leaves in /dev: of NVIDIA, of AMD, of WSL, of Jetson.
 _DEVICES: Final = ("nvidia*", "kfd", "dxg", "nvmap")
+#: One task on this node with all that the job has there, whatever else runs in the job.
+_STEP: Final = (
+    *("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none"),
+    *("--input=none", "--export=ALL", "--kill-on-bad-exit=0"),
+)
+#: Variables of sbatch by which srun would take a share of one task.
+_SHARES: Final = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU")
+#: A sign of life before Python has loaded. Where the folder is another one than here, the step ends at once.
+_BEGIN: Final = ("sh", "-c", ': >"$0/000000.$$.begun" && exec "$@"')
 
 
 def without_options(words: Sequence[str]) -> list[str]:
@@ -68,14 +81,58 @@ def _num_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     return torch.cuda.device_count()
 
 
-def run_as_several(number: int, launch: Launch, interrupts: Interrupts) -> int | None:
+def step_command(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What makes a command a step of this SLURM job: words before it. None but in a batch script that is in no step.
+
+    Under mpirun, which is not asked for its processes again, and in what was started already, there are none either.
+    """
+    node, srun = environ.get("SLURMD_NODENAME", ""), shutil.which("srun", path=environ.get("PATH"))
+    is_started = {STARTED, SUPERVISED, "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE"} & environ.keys()
+    if is_started or "SLURM_JOB_ID" not in environ or not node or srun is None:
+        return []
+    return [srun, *_STEP, f"--nodelist={node}"]
+
+
+def start_again(number: int, launch: Launch, interrupts: Interrupts, say: Callable[[str], None]) -> int | None:
+    """Run this command anew where it is to be a step, several processes, or both, and wait for its end.
+
+    Args:
+        number: of processes.
+        say: told what is started, and what is lost if it does not come up.
+
+    Returns:
+        the exit code; None if this process is to run the command, and nothing is left of the others.
+    """
+    if step := step_command():
+        if launch.is_main_process:
+            say(f"launch    starting again as a step of SLURM job {os.environ['SLURM_JOB_ID']}, by srun --overlap")
+        code = _run_again(number, launch, interrupts, step)
+        if code is not None or interrupts.stop_reason is not None:
+            return code
+        say(
+            f"launch    the step does not come up ({COME_UP_S:g} s without a sign): this goes on in the batch script,"
+            " and a preemption, scancel or the limit may lose what was done since the last save"
+        )
+    if number == 1:
+        return None
+    say(f"launch    starting {number} processes, by torch.distributed.run --nproc-per-node={number}")
+    code = _run_again(number, launch, interrupts)
+    if code is None and interrupts.stop_reason is None:
+        say(f"launch    the {number} processes do not come up ({COME_UP_S:g} s without a sign): this one runs alone")
+    return code
+
+
+def _run_again(number: int, launch: Launch, interrupts: Interrupts, step: Sequence[str] = ()) -> int | None:
     """Run this command as `number` processes, and wait for their end.
+
+    Args:
+        step: the words of `step_command`, where they are to be in a step.
 
     Returns:
         the exit code; None if they did not come up and nothing happened for 30 s, or this process was asked to stop
         before: nothing is left of them, and this process is to run the command alone.
     """
-    with TemporaryDirectory(prefix="ci_llm_") as name, _agent(number, launch, interrupts, name) as agent:
+    with TemporaryDirectory(prefix="ci_llm_") as name, _agent(number, launch, interrupts, name, step) as agent:
         folder, sent = Path(name), list[str]()
         pids = _wait_until_up(agent, folder, number, interrupts)
 
@@ -99,26 +156,37 @@ def run_as_several(number: int, launch: Launch, interrupts: Interrupts) -> int |
 
 
 @contextmanager
-def _agent(number: int, launch: Launch, interrupts: Interrupts, folder: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The agent of torchrun, in a session of its own: a Ctrl-C comes to this process alone, which passes it on once."""
+def _agent(
+    number: int, launch: Launch, interrupts: Interrupts, folder: str, step: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun or srun, in a session of its own: a Ctrl-C comes to this process alone, which passes it on once."""
     port = option(launch.launcher_command, "main_process_port")
     place = ["--master-addr=127.0.0.1", f"--master-port={port}"] if port.strip("0") else ["--standalone"]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", *place]
     ignored = interrupts.signals - {"SIGTERM"}
 
     def prepare() -> None:
         ignore(ignored)  # torchrun, which knows four signals, would end at any other that its group gets
         notify_of_parent_death("SIGTERM")
 
+    several = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", *place, "--no-python"]
+    environ = {name: value for name, value in os.environ.items() if name not in _SHARES}
     agent = subprocess.Popen(
-        [*command, "--no-python", sys.executable, *sys.orig_argv[1:]],
-        env={"OMP_NUM_THREADS": "1", **os.environ, STARTED: started_by(folder, launch)},
+        [
+            *([*step, *_BEGIN, folder] if step else []),
+            *(several if number > 1 else []),
+            *(sys.executable, *sys.orig_argv[1:]),
+        ],
+        env={**({"OMP_NUM_THREADS": "1"} if number > 1 else {}), **environ, STARTED: started_by(folder, launch)},
         start_new_session=True,
         preexec_fn=prepare,
     )
     try:
         yield agent
     finally:
+        if agent.poll() is None and step:
+            agent.terminate()  # srun then ends its step, which would outlive a kill
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(COME_UP_S)
         if agent.poll() is None:
             _kill(agent)
 
@@ -142,8 +210,9 @@ def _wait_until_up(agent: subprocess.Popen[bytes], folder: Path, number: int, in
     used, until, pids = 0.0, time.monotonic() + COME_UP_S, list[int]()
     while len(pids) < number and time.monotonic() < until and agent.poll() is None and not interrupts.stop_reason:
         time.sleep(_LOOK_S)
-        pids = [pid for pid, word in _told(folder) if word == _UP]
-        if (now := _processor_seconds(agent.pid)) > used + _WORKING_S:
+        told = _told(folder)
+        pids = [pid for pid, word in told if word == _UP]
+        if (now := sum(map(_processor_seconds, {agent.pid, *(pid for pid, _ in told)}))) > used + _WORKING_S:
             used, until = now, time.monotonic() + COME_UP_S
     return pids
 
@@ -157,11 +226,18 @@ def _processor_seconds(pid: int) -> float:
 
 
 def tell(word: str = _UP, environ: Mapping[str, str] = os.environ) -> None:
-    """Tell the process that started this one, if one did, that this one is up and heeds signals, or its exit code."""
+    """Tell the process that started this one, if one did, that this one is up and heeds signals, or its exit code.
+
+    Raises:
+        SystemExit: this one comes up too late, and that process runs the command itself, or has ended.
+    """
     if STARTED in environ:
-        with suppress(OSError):  # that process is gone, and its folder
-            folder = shlex.split(environ[STARTED])[0]
-            Path(folder, f"{int(environ.get('RANK', 0)):06}.{os.getpid()}.{word}").touch()
+        folder = Path(shlex.split(environ[STARTED])[0])
+        try:
+            (folder / f"{int(environ.get('RANK', 0)):06}.{os.getpid()}.{word}").touch()
+        except OSError:
+            if word == _UP:
+                raise SystemExit(1) from None
 
 
 def _told(folder: Path) -> list[tuple[int, str]]:

@@ -191,7 +191,9 @@ class ObjectiveKeys(Keys):
         " whole answers (majority, weighted_vote, rerank, self_consistency)",
     )
     dirichlet_alpha_aggregator: Positive = free(
-        1.0, "concentration, per agent, of the Dirichlet from which a calibration learns the weights of dirichlet"
+        1.0,
+        "concentration, per agent, of the Dirichlet from which a calibration learns the weights of dirichlet; without"
+        " effect until ci-llm evaluate --calibrate",
     )
 
 

@@ -245,6 +245,12 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         yield "crowd auto decides by a rule made for AdamW: with IVON, one agent has stayed alone in every trial"
     if c.optimizer == "ivon" and not c.fused_optimizer:
         yield "fused_optimizer has no effect: it is about AdamW, and optimizer is ivon"
+    alpha = c.dirichlet_alpha_aggregator
+    if c.aggregator == "dirichlet" or alpha != type(c).model_fields["dirichlet_alpha_aggregator"].default:
+        yield (
+            f"dirichlet_alpha_aggregator {alpha:g} has no effect until `ci-llm evaluate --calibrate`: before a"
+            " calibration has learned weights from it, aggregator dirichlet is the uniform mean, as probability is"
+        )
     for key in ("ivon_ess", "ivon_hess_init"):
         if c.optimizer != "ivon" and getattr(c, key) != type(c).model_fields[key].default:
             yield f"{key} has no effect: optimizer is {c.optimizer}"

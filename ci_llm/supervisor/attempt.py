@@ -21,6 +21,7 @@ from typing import Final, NamedTuple, cast
 
 import psutil
 
+from ci_llm.cluster.launch import STARTED
 from ci_llm.core.typed_json import load_json
 from ci_llm.interrupts import signal_number
 from ci_llm.supervisor import process_tree
@@ -339,7 +340,8 @@ def _line_reader(evidence: Evidence) -> Callable[[bytes], None]:
 
 def _environment(given: Mapping[str, str], *, unbuffered: bool) -> dict[str, str]:
     # Python buffers what it writes into a pipe: a NaN would be seen minutes late.
-    return {**({"PYTHONUNBUFFERED": "1"} if unbuffered else {}), **given}
+    own = {name: value for name, value in given.items() if name != STARTED}  # by which the supervisor was started
+    return {**({"PYTHONUNBUFFERED": "1"} if unbuffered else {}), **own}
 
 
 class _MemoryWatch:

@@ -122,7 +122,7 @@ def _kind_by_output(result: AttemptResult) -> tuple[Kind, str]:
         return "interrupted", result.stop_reason
     if evidence.nonfinite:
         return "nonfinite", evidence.nonfinite
-    if evidence.out_of_memory and (code != 0 or evidence.ended_out_of_memory):
+    if evidence.out_of_memory and evidence.ended_out_of_memory(failed=code != 0):
         return "out_of_memory", evidence.out_of_memory
     if code == 0:
         return "completed", ""

@@ -20,21 +20,39 @@ from urllib.parse import unquote
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: A line without one of these words can match no pattern below. This cheap test is the last one for most lines.
 _MAY_MATCH: Final = re.compile(
-    r"nan|\binf|finite|invalid loss|loss scale|memory|alloc|exhausted|oom|kill|exitcode|wandb", re.IGNORECASE
+    r"nan|\binf|finite|invalid loss|loss scale|memory|alloc|exhausted|oom|kill|exitcode|wandb|degenerate|resource"
+    r"|not initialized",
+    re.IGNORECASE,
 )
 #: How many characters before a match are read as its sentence.
 _CONTEXT: Final = 160
 #: How many non-finite values of one line are examined.
 _MAX_VALUES: Final = 32
 _HYPOTHETICAL: Final = re.compile(
-    r"\b(?:if|when|whenever|whether|unless|until|in case|avoid|avoids|prevent|prevents)\b[^.:;!?]*$", re.IGNORECASE
+    r"(?i)\b(?:if|when|whenever|whether|unless|until|in case|(?:may|might|could|can|would|should)(?! not\b)"
+    r"|(?:avoid|prevent|catch|handl|check|watch|guard|look|assert|retry|recover|ignor|skip|mask|filter|drop|replac)(?:e|s|es|p?ing)?)"
+    r"\b(?:[^.:;!?]|\.(?=\w|$))*$"
 )
 _DENIED: Final = re.compile(
     r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
 )
+#: The script says in the same line that it goes on without what failed.
+_HANDLED: Final = re.compile(
+    r"(?i)\b(?:(?:skipp|ignor|retry|recover|discard|dropp|mask|replac)ing|falling back|instead|handled|caught"
+    r"|(?:is|are|was|were) (?:skipped|ignored|retried|discarded|dropped|masked|replaced)"
+    r"|setting [\w ]{1,30} to (?:0|zero))\b"
+)
+#: What follows a message where it is a question, the name of a feature, or of a count that is 0.
+_TALK: Final = re.compile(
+    r"(?i)\s*\?|\s+(?:(?:errors?|exceptions?)\s+(?:are|can|will|may)\b|(?:handl|recover|protect|check|guard|retr)\w*)"
+    r"|(?:\s+\w{1,20}){0,2}\s*[:=|]\s*(?:0|no|none|false|off)\b"
+)
 
-#: A line of the script's source, as `rich` prints it in a traceback. It talks about a loss and reports none.
-_SOURCE: Final = re.compile(r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)")
+#: A line of the script's source, as a traceback shows it, or of its help. It talks about a loss and reports none.
+_SOURCE: Final = re.compile(
+    r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)|\s*(?:(?:raise|except|assert|return|elif) [\w(]"
+    r"|(?:print|logg\w{1,9}\.\w{1,9})\(|--?\w[\w-]{0,40}(?: \w{1,20})?\s{2})"
+)
 
 # A loss with a value. The value is found first, because it is rare; the text to its left then says what it belongs to.
 
@@ -42,29 +60,36 @@ _VALUE: Final = re.compile(
     r"(?<![\w.+-])[-+]?(?:(?P<nan>nan)|inf(?:inity)?)"
     r"(?:(?=Epoch \d|Batch \d)"  # the bar of Keras, cut short
     # Otherwise a whole token. Lightning pads numbers to a width with zeros: nan.0
-    r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|handling|detection|filter|guard)\b))"
+    r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|counts?|handling|detection|filter|guard)\b))"
     r"(?!\s*[:=?]\s*(?:false|no|none|off|0)\b)",
     re.IGNORECASE,
 )
 _OF_WHAT: Final = (
     r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|test|dev|mean|avg|average|total|sum|value|now|gen|disc|[dg]"
-    r"|(?:at |in |for )?(?:step|epoch|iter(?:ation)?|batch)|\d{1,9})"
+    r"|(?:at |in |for |on |after )?(?:step|epoch|iter(?:ation)?|batch)|\d{1,9})"
+)
+#: Names of losses without that word. Their infinity has harmless reasons, as that of a perplexity: only NaN counts.
+_OTHER: Final = (
+    r"(?<![a-z])(?P<other>nll|elbo|\w{0,9}nloglik|xent\w{0,6}|cross[ _-]?entropy|b?ce|rmsle|r?mse|mae|cost|ppl"
+    r"|perplexity|(?<=-)m?error|(?<='s )l[12])(?![a-z])"
 )
 _LOSS: Final = (
-    r"(?:(?<![a-z])|(?<=log)|(?<=train)|(?<=val)|(?<=valid)|(?<=test)|(?<=eval)|(?<=total))loss(?:es)?"
+    r"(?:(?:(?<![a-z])|(?<=log)|(?<=train)|(?<=val)|(?<=valid)|(?<=test)|(?<=eval)|(?<=total)|(?-i:(?<=[a-zA-Z])(?=L)))"
+    rf"loss(?:es)?|{_OTHER})"
     r"(?P<rest>(?:[_/.][\w/.]{0,60})?)"
     rf"(?:\s{{0,3}}[(\[]?{_OF_WHAT}[)\]]?){{0,3}}"
 )
 _WRAPPED: Final = r"(?:\w{1,20}(?:\.\w{1,20}){0,3}\()?"  # tensor(nan, np.float32(nan
-_LIST: Final = r"\[(?:[-+.\de]{1,20}[,\s]\s{0,3}){0,8}"  # [1.0, nan
+_LIST: Final = r"\[\s{0,8}(?:[-+.\de]{1,20}[,\s]\s{0,3}){0,8}"  # [1.0, nan
 _BECAME: Final = (
     r"(?:returned in \S{1,60}\s+)?(?:has\s+|have\s+)?"
-    r"(?:is|was|are|were|becomes?|became|turned(?:\s+(?:to|into))?|went(?:\s+to)?|reached|got|hit|equals)"
+    r"(?:is|was|are|were|becomes?|became|(?:turned|diverged|exploded)(?:\s+(?:to|into))?|went(?:\s+to)?|reached|got|hit|equals)"
     r"(?:\s+(?:now|either|an?|inf|infinite|infinity|nan|or))*\s+"
 )
 _NAMED: Final = re.compile(
     rf"{_LOSS}[\"'`\]]?(?:"
-    rf"\s*[:=]\s*[\"'(]?{_WRAPPED}(?:{_LIST})?"  # loss: nan, 'loss': 'nan', losses: [1.0, nan
+    rf"\s*\(?[:=：]\s*[\"'(]?{_WRAPPED}(?:{_LIST})?"  # loss: nan, 'loss': 'nan', losses: [1.0, nan
+    r"|\s*[:=]?\s*[-+.\de]{0,20}\s*(?:->|=>|→)\s*|\s+[-–]\s+"  # loss: 0.3 -> nan, loss at epoch 3 - nan
     rf"|\s+(?P<became>{_BECAME})"  # the loss is now nan
     r"|\s*[|│┃║]\s*"  # a cell of a table
     r"|\s*[:=]?\s*[-+.\de]{1,20}\s*\((?:avg:?\s*)?(?P<mean>\s*)"  # Loss: 2.3 (nan): the mean so far
@@ -72,7 +97,14 @@ _NAMED: Final = re.compile(
     r")\Z",
     re.IGNORECASE,
 )
-_AFTER_BARE: Final = re.compile(r"\s*(?:[,;|│┃)\]}/(]|$)|\t|\s{2}")
+_AFTER_BARE: Final = re.compile(
+    r"\s*(?:[,;:!|│┃)\]}/(]|$)|\t|\s{2}|\s+(?:encountered|detected|found|appeared|occurred)\b"
+    r"|\s+(?:at|in|on|after|during)\s+(?:\w{1,20}\s+)?(?:step|epoch|iter|batch|update|rank)"
+    r"|\s+(?:[\w/.%@-]{1,30}\s*[:=]?\s*[\[(]?[-+]?(?:\d|(?:nan|inf)\b)|[-+]?\d+\.\d)",  # the next column: lr 0.01
+    re.IGNORECASE,
+)
+#: pandas writes NaN, and a row of a printed Series or table is a name, then values: it ends no training.
+_ROW_OF_PANDAS: Final = re.compile(r"(?:\s+(?:[-+.\de]{1,25}|NaN|None))*\s*(?:dtype: \w+)?\s*")
 #: Losses of another time (the best, the previous one), and quantities that merely have "loss" in their name.
 _BEST: Final = re.compile(
     r"(?<![a-z])(?:(?:best|lowest|smallest|prev(?:ious)?)(?:[_/.-][a-z]{1,20}){0,3}"
@@ -93,15 +125,32 @@ NONFINITE: Final = (
         rf"(?<![\w-]){_INVALID} loss(?:es)? (?:w\w+ )?(?:detected|encountered|found|at|during)\b", re.IGNORECASE
     ),
     re.compile(rf"\b(?:detected|encountered|found|got|hit) (?:an? |[1-9]\d* )?{_INVALID} loss(?:es)?\b", re.IGNORECASE),
-    re.compile(r"(?<![a-z])loss (?:is|was|became|has become) (?:not finite|non-?finite|infinite)\b", re.IGNORECASE),
+    re.compile(rf"(?i)(?<![\w-]){_INVALID} loss(?:es)?\s*(?:[!.,;]|$)"),
+    re.compile(rf"(?i)(?<![a-z])loss(?:es)? (?:contains?|has|have) (?:an? )?{_INVALID}\b"),
+    re.compile(r"(?i)(?<![a-z])loss (?:is|was|became|has become) (?:not finite|non-?finite|infinite)\b"),
+    re.compile(
+        rf"(?i)(?<![\w-]){_INVALID}s?(?: values?)?(?: w\w+)?(?: (?:detected|encountered|found|appeared|occurred))?"
+        r" (?:in|for) (?:the )?(?:[^\W_]{1,20}[ _]){0,3}loss(?:es)?\b"
+    ),
+    re.compile(
+        r"(?i)\b(?:weights?|param(?:eter)?s?|outputs?|logits|activations?)(?: of \S{1,40})?"
+        r" (?:is|are|became|become|contains?|has|have) (?:an? |all )?nans?\b"
+    ),
+    re.compile(r"(?i)\bnans? (?:detected|encountered|found) in (?:the )?(?:output|logits|weights|parameters|model)\b"),
+    re.compile(r"(?i)\bnan\b[^.]{0,40}\b(?:stop|abort|terminat|halt)\w{0,5} (?:the )?(?:training|run)\b"),
+    re.compile(r"(?i)\bencountered nan\b\s*(?:[.!]|$)"),  # fastText
+    re.compile(r"\b\w{0,20}N[aA]N\w{0,40}(?:Error|Exception)\b|\b\w{0,20}Nan[A-Z]\w{0,40}Error\b"),
+    re.compile(r"\bobjective function [^.]{0,60}\bis -?nan\b"),  # Kaldi
+    re.compile(r"^\d+: -?nan, -?nan avg\b"),  # darknet
+    re.compile(r"^\d+:\s+(?:learn|test): -?nan\b|\bdegenerate solution on iteration\b"),  # CatBoost
     re.compile(r"\bInvalid loss, terminating training"),  # Keras
     re.compile(r"[\"']loss[\"']: [\"']?0(?:\.0*)?[\"']?, [\"']grad_norm[\"']: [\"']?nan\b"),  # HF Trainer, filtered
     re.compile(r"\bfound NaN in local forward loss\b|\bnumber of nan iterations: {1,5}[1-9]"),  # Megatron
     re.compile(r"\bloss scale: 1\.0 \| grad norm: -?nan\b"),  # Megatron without a scaler: it leaves the loss out
     re.compile(r"\bMinimum loss scale reached\b|\bgradients are Nan/Inf\b"),  # fairseq
-    re.compile(r"\bloss scale already at minimum\b"),  # DeepSpeed
+    re.compile(r"\bscal(?:e|ing)\b.{0,40}\balready at minimum\b"),  # DeepSpeed, Marian
     re.compile(r"\binvalid value \(nan\) encountered in\b"),  # JAX with jax_debug_nans
-    re.compile(r"\bLossTensor is inf or nan\b"),  # TensorFlow
+    re.compile(r"\bLossTensor is inf or nan\b|\bNan in summary histogram for\b"),  # TensorFlow
     re.compile(r"\bDetected nan and/or inf values in\b"),  # Lightning
     re.compile(r"^\d+/\d+\s+[\d.]+G\s+(?:[\d.]+\s+){0,6}nan\s"),  # Ultralytics: columns under box_loss, cls_loss
     # PyTorch: a printed loss without its name; only what is differentiated has a grad_fn
@@ -111,24 +160,42 @@ NONFINITE: Final = (
     re.compile(r"\breturned nan values in its \d{1,3}(?:st|nd|rd|th) output\b"),
     re.compile(r"\bprobability tensor contains either `inf`, `nan`"),
 )
+_MEMORY: Final = r"out of (?:(?:host|device|gpu|cpu|system|video) )?memory(?! of\b)"
 OUT_OF_MEMORY: Final = (
     re.compile(
-        r"\b(?:CUDA|HIP|XPU|MPS|GPU|Device|\w{2,4}Malloc)(?: backend| driver)?(?: error:| failed:)? out of memory\b",
-        re.IGNORECASE,
+        rf"(?i)(?:^|[:'\"(\]|>-] ?|\b(?:error|fatal|failed|heap|cgroup|backend|driver|device|\w{{2,4}}malloc)[ :]+"
+        rf"|\b(?-i:[A-Z]{{2,5}}) ){_MEMORY}\b"
     ),
-    re.compile(r"(?:Error|Exception|failure)[:\d ]{1,6} [\w :'(]{0,60}?\bout of memory\b", re.IGNORECASE),
-    re.compile(r"(?<!ran )\bout of memory (?:(?:while )?trying to allocate|allocating) \d", re.IGNORECASE),  # XLA
-    re.compile(r"\bfailed to allocate (?:memory\b|\d[\d.]{0,20} ?(?:bytes|[KMGT]i?B?)\b)", re.IGNORECASE),
+    re.compile(rf"(?i)(?:Error|Exception|failure)[:\d ]{{1,6}} [\w :'(]{{0,60}}?\b{_MEMORY}\b"),
+    re.compile(rf"(?i)(?<!ran )\b{_MEMORY} (?:(?:while )?trying to allocate|allocating) \d"),  # XLA
+    re.compile(
+        r"(?i)\bran out of memory in memory space\b|\battempting to (?:allocate|reserve)\b.{0,60}\bnot possible\b"
+    ),
+    re.compile(
+        r"(?i)\b(?:failed|unable) to (?:re)?alloc(?:ate)?\b[^.:;]{0,40}?(?:\b(?:memory|buffer|tensor|vector)\b"
+        r"|\b\d[\d.]{0,20} ?(?:bytes|[KMGT]i?B?\b))"
+    ),
+    re.compile(
+        r"(?i)\b(?:can ?not|can't|could not|couldn't) allocate (?:memory\b(?! in static TLS)|[^:;]{0,50}?\d ?(?:bytes"
+        r"|[KMGT]i?B))"
+    ),
+    re.compile(r"(?i)\bmemory (?:object )?allocation (?:of \d+ bytes )?(?:fail(?:ed|ure)|error)"),
+    re.compile(r"\bAllocation failed for size\b|\bAllocation Failure\b|\bBadAlloc\b|\bstd::bad_alloc\b"),
     re.compile(r"(?<![A-Za-z])OutOfMemoryError\b|\bResourceExhaustedError\b|\bOOM when allocating tensor\b"),
-    re.compile(r"\bRESOURCE[_ ]EXHAUSTED\b", re.IGNORECASE),
-    re.compile(r"\bXLA memory error\b", re.IGNORECASE),
-    re.compile(r"\bDevice memory exhausted\b", re.IGNORECASE),
+    re.compile(r"(?i)(?<!429 )\bRESOURCE[_ ]EXHAUSTED\b(?!.{0,100}\b(?:quota|rate limit|message larger))"),
+    re.compile(r"(?i)\bXLA memory error\b|\b(?:device|gpu|cuda|virtual|host) memory (?:is )?exhausted\b"),
+    re.compile(r"(?i)(?:^|[:(\]] ?|\berror )(?:insufficient|not enough)(?: \w{1,9}){0,2} memory\b"),
+    re.compile(
+        r"\b(?:CUDA|GPU|HIP|TPU|XPU) OOM\b|\bOOM (?:error|encountered|detected|at step|on (?:rank|GPU|device))\b"
+    ),
+    re.compile(r"\bDst tensor is not initialized\b"),  # TensorFlow
     re.compile(r"\bDefaultCPUAllocator: (?:not enough memory|can't allocate memory)"),
     re.compile(r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(?:STATUS_)?ALLOC_FAILED\b"),
-    re.compile(r"ERROR_OUT_OF_(?:DEVICE_|HOST_)?MEMORY\b|\bhipErrorOutOfMemory\b|\bcudaErrorMemoryAllocation\b"),
-    re.compile(r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b|\bDetected \d+ oom[-_]kill event"),  # Metal, SLURM
-    re.compile(r"\bstd::bad_alloc\b|\bCannot allocate memory\b"),
-    re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.){0,5}(?:_Array)?MemoryError(?::|$)"),
+    re.compile(r"\b[A-Z]{2,9}_(?:\w{1,20}_)?OUT_OF_(?:DEVICE_|HOST_)?(?:MEMORY|RESOURCES)\b|\bN(?:ERR|RT)_RESOURCE\b"),
+    re.compile(r"\bhipErrorOutOfMemory\b|\bcudaErrorMemoryAllocation\b"),
+    re.compile(r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b"),  # Metal
+    re.compile(r"\bDetected \d+ oom[-_]kill event|\bExceeded (?:job|step) memory limit\b|\bOOM ?Killed\b"),  # SLURM
+    re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.){0,5}\w{0,20}MemoryError(?::|$)"),
 )
 KILLED: Final = (
     re.compile(r"\bkilled by signal: Killed\b"),  # a loader worker of PyTorch
@@ -225,19 +292,27 @@ def wandb_run(line: str) -> WandbRun | None:
 def _is_present_loss(line: str, value: re.Match[str]) -> bool:
     """Whether a non-finite value belongs to a loss, and to the present one: the text before it is the name of one."""
     left = line[max(0, value.start() - _CONTEXT) : value.start()]
-    named = _NAMED.search(left) if "loss" in left.lower() else None
+    named = _NAMED.search(left)
     if named is None:
         return False
-    # "loss nan" without a sign between could be any sentence: it counts only where the value ends a column.
-    if named["bare"] is not None and not _AFTER_BARE.match(line, value.end()):
-        return False
     # A running mean may be infinite for a harmless reason (nothing counted yet); NaN has none.
-    if named["mean"] is not None and value["nan"] is None:
+    if (named["mean"] is not None or named["other"]) and value["nan"] is None:
+        return False
+    if named["mean"] is not None and not re.match(r"\s*\)", line[value.end() :]):
         return False
     before = left[: named.start()]
-    if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]):
+    if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]) or _HYPOTHETICAL.search(before):
         return False
-    return not _HYPOTHETICAL.search(before) and not (named["became"] and _DENIED.search(before))
+    if named["became"]:
+        return not (_DENIED.search(before) or _HANDLED.search(before) or _HANDLED.search(line, value.end()))
+    return named["bare"] is None or _ends_column(line, value, before, named["bare"])
+
+
+def _ends_column(line: str, value: re.Match[str], before: str, gap: str) -> bool:
+    """Whether "loss nan", which any sentence may hold, is a column of a log, and no row that pandas has printed."""
+    if value[0] == "NaN" and (len(before.split()) < 2 or len(gap) > 1) and _ROW_OF_PANDAS.fullmatch(line, value.end()):
+        return False
+    return _AFTER_BARE.match(line, value.end()) is not None
 
 
 def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
@@ -245,12 +320,14 @@ def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
-    """Whether the sentence before a match neither denies it nor makes it a condition."""
+    """Whether the line around a match neither denies it, nor makes it a condition, nor says that it was handled."""
     before = line[max(0, match.start() - _CONTEXT) : match.start()]
-    return not _HYPOTHETICAL.search(before) and not _DENIED.search(before)
+    if _HYPOTHETICAL.search(before) or _DENIED.search(before) or _HANDLED.search(before):
+        return False
+    return not (_TALK.match(line, match.end()) or _HANDLED.search(line, match.end(), match.end() + _CONTEXT))
 
 
-#: With exit code 0, out of memory counts only within the last lines: a script that goes on has recovered from it.
+#: A script that goes on for so many lines after it ran out of memory has recovered from that.
 RECENT_LINES: Final = 20
 _MAX_LINE_LENGTH: Final = 4096
 _LINE_END: Final = re.compile(r"[\r\n]+")
@@ -318,7 +395,8 @@ class Evidence:
         user_patterns: patterns of the user, beside the known ones.
 
     Attributes:
-        nonfinite, out_of_memory, killed: the first line that reported it; None if no line did.
+        nonfinite, killed: the first line that reported it; None if no line did.
+        out_of_memory: the first line that reported the latest lack of memory; None if no line did.
         learning_rate: the last one that was printed, as written there.
         wandb_runs: the W&B runs that were named, by id.
         wandb_resumed: a W&B run existed before this attempt.
@@ -337,12 +415,16 @@ class Evidence:
         self.wandb_resumed = False
         self.last_lines: deque[str] = deque(maxlen=RECENT_LINES)
         self.num_lines = 0
-        self._out_of_memory_at = 0
+        self._lines_since_memory = 0  # those of tracebacks apart
 
-    @property
-    def ended_out_of_memory(self) -> bool:
-        """Whether memory ran out within the last lines."""
-        return self.out_of_memory is not None and self.num_lines - self._out_of_memory_at < RECENT_LINES
+    def ended_out_of_memory(self, *, failed: bool) -> bool:
+        """Whether the lack of memory ended the script: it told little after that.
+
+        Args:
+            failed: its exit code was not 0. Then it may have tidied up for long, unless another exception ended it.
+        """
+        limit = _TRACEBACK_LINES if failed and self.exception is None else RECENT_LINES
+        return self.out_of_memory is not None and self._lines_since_memory < limit
 
     @property
     def exception(self) -> str | None:
@@ -362,6 +444,7 @@ class Evidence:
         if not (line := line.strip()):
             return
         self.num_lines += 1
+        self._lines_since_memory += not self._tracebacks.goes_on
         self.last_lines.append(line)
         if self._user_patterns.nonfinite_in(line):
             self._note_nonfinite(line)
@@ -387,8 +470,9 @@ class Evidence:
         self.nonfinite = self.nonfinite or line
 
     def _note_out_of_memory(self, line: str) -> None:
-        self.out_of_memory = self.out_of_memory or line
-        self._out_of_memory_at = self.num_lines
+        if self.out_of_memory is None or self._lines_since_memory >= RECENT_LINES:
+            self.out_of_memory = line
+        self._lines_since_memory = 0
 
 
 class _Tracebacks:
@@ -408,6 +492,11 @@ class _Tracebacks:
     def exception(self) -> str | None:
         """The exception with its message in one line; None if there was none of late."""
         return (self._cause or self._consequence) if self._lines_since < _TRACEBACK_LINES else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the latest line was one of a traceback, but for its last one."""
+        return self._in_traceback
 
     def note(self, line: str) -> None:
         """Take a line into account, with its indentation: inside a traceback only its last line has none."""

@@ -12,15 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ci_llm.base import files
 from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
 from ci_llm.cluster import starter
-from ci_llm.cluster.launch import read_launch
+from ci_llm.cluster.launch import STARTED, read_launch
+from ci_llm.distributed import processes
 from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
+from ci_llm.supervisor import attempt, loop
 from ci_llm.supervisor.options import parse_options
 from tools.testbed.events import DEADLINE_S
 
@@ -128,12 +131,39 @@ def test_bases_that_do_not_fit_are_refused(
     assert "3 processes need 12,000,000.0 GB of memory" in capsys.readouterr().err
 
 
-def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str) -> list[str]:
+def test_four_processes_asked_for_on_one_gpu_are_the_one_of_accelerate_which_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes: list[str] = []
+
+    def job(config: Any, _interrupts: Any, launch: Any, **_named: Any) -> Any:
+        assert launch.num_processes == 1
+        notes.extend(processes._notes(launch, config, num_gpus=torch.cuda.device_count()))
+        return Result("completed", 0, tmp_path)
+
+    def launch(arguments: list[str]) -> Any:
+        return read_launch(os.environ, ["accelerate", "launch", "--num_processes=4", "train.py"], arguments)
+
+    monkeypatch.setitem(sys.modules, "ci_llm.run.job", SimpleNamespace(run_job=job))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(starter, "_DEVICES", ("null",))  # /dev/null for the device of a driver
+    monkeypatch.setattr(train, "read_launch", launch)
+    monkeypatch.setattr(train, "die_with_parent", lambda _signal: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as Accelerate does where it was asked for several
+    assert main(command(tmp_path, "batch_size=2", "gradient_accumulation_steps=3")) == 0
+    assert "starting" not in capsys.readouterr().out
+    assert notes[0] == (
+        "asked for 4 processes, running 1, for this machine has 1 GPU(s), and each takes one process;"
+        " the effective batch of a run that begins like this is a quarter: 6 rows and not 24"
+    )
+
+
+def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str, num_gpus: int = 0) -> list[str]:
     """The command of the supervisor behind `accelerate launch --num_processes=4`."""
     parent = ["accelerate", "launch", "--num_processes=4", "safe_train.py", *words]
     read = read_launch(environ, parent)
     monkeypatch.setattr("ci_llm.cluster.launch.read_launch", lambda: read)
-    monkeypatch.setattr(starter, "_num_gpus", lambda _environ: 0)
+    monkeypatch.setattr(starter, "_num_gpus", lambda _environ: num_gpus)
     made: Any = supervise._target(parse_options(words))
     return list(made._command)
 
@@ -141,6 +171,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words:
 def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"MASTER_ADDR": "127.0.0.1"}
     assert supervised(monkeypatch, asked, "seed=1")[-2:] == ["seed=1", "--distributed=4"]
+    assert supervised(monkeypatch, asked, "seed=1", num_gpus=1)[-1] == "seed=1", "that one takes the GPU"
     assert supervised(monkeypatch, {}, "seed=1")[-1] == "seed=1"
     own = ["seed=1", "--", "torchrun", "train.py"]
     assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
@@ -155,3 +186,29 @@ def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -
     world = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     with pytest.raises(LaunchError, match="4 supervisors were started"):
         supervised(monkeypatch, world)
+
+
+@pytest.mark.usefixtures("harmless")
+def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun` in a step would take the size of that step for the size of the job."""
+    asked: list[int] = []
+
+    def start_again(number: int, *_: Any) -> int:
+        asked.append(number)
+        return 75
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "start_again", start_again)
+    monkeypatch.setattr(supervise, "_target", lambda _options: SimpleNamespace(restarts_from_scratch=False))
+    monkeypatch.setattr(loop.Supervisor, "run", lambda _self: 0)
+    assert supervise.supervise(["--", "python", "fit.py"]) == 75
+    assert not [*tmp_path.iterdir()], "only the step has a log"
+    assert supervise.supervise(["--", "/usr/bin/srun", "python", "fit.py"]) == 0
+    assert asked == [1]
+
+
+def test_what_a_supervisor_starts_was_not_started_by_the_batch_script() -> None:
+    given = {STARTED: "/folder", "HOME": "/home"}
+    assert attempt._environment(given, unbuffered=False) == {"HOME": "/home"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -16,10 +18,19 @@ import torch
 from ci_llm.cli import command
 from ci_llm.cluster import launch as launches
 from ci_llm.cluster import starter
-from ci_llm.cluster.launch import STARTED, Launch, accelerate_option, accelerate_settings, read_launch, started_by
+from ci_llm.cluster.launch import (
+    STARTED,
+    SUPERVISED,
+    Launch,
+    accelerate_option,
+    accelerate_settings,
+    read_launch,
+    started_by,
+)
 from ci_llm.cluster.starter import processes_to_start, tell, without_options
 from ci_llm.interrupts import Interrupts
 
+ROOT = Path(__file__).parents[2]
 ACCELERATE = ["/venv/bin/accelerate", "launch"]
 ASKED: dict[str, str] = {"MASTER_ADDR": "127.0.0.1"}  # by Accelerate, where it was asked for several
 
@@ -124,7 +135,11 @@ def test_what_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert command.run_guarded(lambda: 75, debug=False) == 0, "for torchrun, which prints a table of errors otherwise"
     (tmp_path / "000002.5.up").touch()
     assert starter._told(tmp_path) == [(5, "up"), (os.getpid(), "75"), (os.getpid(), "up")]
-    tell(environ={STARTED: str(tmp_path / "gone")})
+    late = {STARTED: str(tmp_path / "gone")}
+    tell("0", late)
+    with pytest.raises(SystemExit):  # it came up too late: the other one runs the command
+        tell(environ=late)
+    monkeypatch.setenv(STARTED, late[STARTED])
     assert command.run_guarded(lambda: 2, debug=False) == 2, "torchrun ends the others"
 
 
@@ -163,7 +178,7 @@ def test_the_exit_code(
     monkeypatch.setattr(starter, "_wait_until_up", wait)
     monkeypatch.setattr(starter, "send", lambda _pid, _name: True)
     monkeypatch.setattr(starter, "is_alive", lambda _pid: False)
-    assert starter.run_as_several(len(codes), read_launch({}, []), heeded) == code
+    assert starter._run_again(len(codes), read_launch({}, []), heeded) == code
 
 
 def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:
@@ -181,8 +196,126 @@ def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monke
     assert 85 <= len([*used]) <= 89, "it was given up a few looks after the last sign"
 
 
+def test_a_step_counts_with_what_it_has_used_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no descendant of srun: here it loads for 100 s, and srun waits."""
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
+    loads = iter([*range(10), *[9] * 90])
+    monkeypatch.setattr(starter, "_processor_seconds", lambda pid: next(loads) if pid == 5 else 0)
+    (tmp_path / "000000.5.begun").touch()
+    agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
+    assert starter._wait_until_up(agent, tmp_path, 1, Interrupts()) == []
+    assert len([*loads]) <= 89
+
+
 def test_what_a_tree_has_used_of_processors() -> None:
     assert starter._processor_seconds(os.getpid()) > 0
     gone = starter.subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert starter._processor_seconds(gone.pid) == 0
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node3"}
+
+
+@pytest.fixture
+def srun(tmp_path: Path) -> Path:
+    """A folder for PATH, whose srun runs what it is given on this machine, and in which nothing else is."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "srun"
+    script.write_text(
+        '#!/bin/sh\nwhile case $1 in -*) true;; *) false;; esac; do shift; done\nSLURM_STEP_ID=0 exec "$@"\n'
+    )
+    script.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_step"),
+    [
+        ({}, True),
+        ({"SLURM_STEP_ID": "0"}, False),
+        ({STARTED: "/f"}, False),  # by this package, which it does once
+        ({SUPERVISED: "60"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, False),
+        ({"SLURMD_NODENAME": ""}, False),  # a shell of salloc, on a machine that has no slurmd
+        ({"SLURM_JOB_ID": None}, False),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, True),  # of torchrun: each of its processes
+        ({"PATH": "/none"}, False),
+    ],
+)
+def test_only_what_is_in_a_batch_script_and_in_no_step_becomes_one(
+    changes: dict[str, str | None], is_step: bool, srun: Path
+) -> None:
+    environ = {"PATH": str(srun), **BATCH, **changes}
+    words = starter.step_command({name: value for name, value in environ.items() if value is not None})
+    assert words[:1] == ([str(srun / "srun")] if is_step else [])
+    assert {"--overlap", "--ntasks=1", "--nodelist=node3"} <= {*words} or not is_step
+
+
+def test_without_srun_the_start_says_what_is_lost() -> None:
+    (note,) = launches.launch_notes(read_launch(BATCH, []), BATCH, num_gpus=0)
+    assert "without a last save; write `srun` before the command" in note
+
+
+CHILD = """\
+import os, subprocess, sys
+from ci_llm.cluster import starter
+from ci_llm.cluster.launch import read_launch
+from ci_llm.interrupts import Interrupts
+starter.COME_UP_S = float(sys.argv[1])
+def wait(self, timeout=None, wait=subprocess.Popen.wait):
+    print("waits for it", flush=True)  # it passes signals on from here
+    return wait(self, timeout)
+if sys.argv[2] == "wait":
+    subprocess.Popen.wait = wait
+with Interrupts() as interrupts:
+    code = starter.start_again(1, read_launch(), interrupts, print)
+    if code is not None:
+        print("it ended with", code, flush=True)
+        sys.exit(code)
+    if sys.argv[2] == "mute" and "CI_LLM_STARTED" in os.environ:
+        interrupts.wait()
+        sys.exit(1)
+    starter.tell()
+    place = "step" if "SLURM_STEP_ID" in os.environ else "batch script"
+    print("runs in the", place, *sys.argv[3:], flush=True)
+    if sys.argv[2] == "wait":
+        interrupts.wait()
+    print("leaves", interrupts.stop_reason, flush=True)
+    starter.tell("75")
+    sys.exit(75)
+"""
+
+
+def as_batch_script(srun: Path, *words: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, **BATCH, "PATH": f"{srun}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for name in ("SLURM_STEP_ID", STARTED, SUPERVISED):
+        environ.pop(name, None)
+    command = [sys.executable, "-c", CHILD, *words]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_step_has_the_options_the_signals_and_the_exit_code(srun: Path) -> None:
+    with as_batch_script(srun, "60", "wait", "key=a b") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("launch    starting again as a step of SLURM job 7, by srun")
+        begun = {process.stdout.readline() for _ in range(2)}
+        assert begun == {"runs in the step key=a b\n", "waits for it\n"}
+        process.send_signal(signal.SIGUSR2)
+        assert process.stdout.read() == "leaves signal:SIGUSR2\nit ended with 75\n"
+    assert process.returncode == 75
+
+
+@pytest.mark.parametrize("broken", [pytest.param("mute", marks=pytest.mark.slow), "refused"])
+def test_without_a_step_it_goes_on_in_the_batch_script(broken: str, srun: Path) -> None:
+    if broken == "refused":
+        (srun / "srun").write_text("#!/bin/sh\nexit 1\n")
+    with as_batch_script(srun, "1" if broken == "mute" else "60", broken) as process:
+        out, _ = process.communicate()
+    said = out.splitlines()
+    assert said[1].startswith("launch    the step does not come up ")
+    assert said[1].endswith("a preemption, scancel or the limit may lose what was done since the last save")
+    assert said[2:] == ["runs in the batch script", "leaves None"]
+    assert process.returncode == 75

@@ -719,6 +719,23 @@ def test_notices_about_the_optimizer(words: list[str], said: str | None) -> None
 @pytest.mark.parametrize(
     ("words", "is_told"),
     [
+        (["dirichlet_alpha_aggregator=4"], True),
+        (["aggregator=dirichlet"], True),
+        (["aggregator=dirichlet", "dirichlet_alpha_aggregator=4"], True),
+        (["aggregator=logit"], False),
+        (["dirichlet_alpha_aggregator=1"], False),
+    ],
+)
+def test_the_concentration_is_named_as_without_effect_until_a_calibration(words: list[str], is_told: bool) -> None:
+    said = [line.partition(" has no effect until ")[::2] for line in load_config(None, words).notices()]
+    assert [(key.split()[0], rest[:32]) for key, rest in said] == [
+        ("dirichlet_alpha_aggregator", "`ci-llm evaluate --calibrate`: b")
+    ] * is_told
+
+
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
         (["lambda_sw=0.5"], True),
         (["lambda_sw=0.1"], True),
         (["lambda_sw=0"], False),

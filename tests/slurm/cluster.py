@@ -36,6 +36,18 @@ T = TypeVar("T")
 GRACE_S = 600
 KILL_WAIT_S = 500
 
+#: What many clusters do at the end of a job, by this or by a cgroup: what is left of it is killed.
+EPILOG = """\
+#!/bin/sh
+for process in /proc/[0-9]*; do
+  if tr '\\0' '\\n' <"$process/environ" 2>/dev/null | grep -qx "SLURM_JOB_ID=$SLURM_JOB_ID" &&
+    tr '\\0' '\\n' <"$process/environ" 2>/dev/null | grep -qx "SLURM_CONF={config}"; then
+    [ "${{process#/proc/}}" = $$ ] || kill -KILL "${{process#/proc/}}"
+  fi
+done
+exit 0
+"""
+
 #: `cred_expire` is also how long a job that was put back waits before it may start again. GraceTime, KillWait and the
 #: timeouts are long enough for a machine under any load, and cost nothing: who is done earlier is gone earlier. Only
 #: SlurmdTimeout costs what it says: so long it takes to notice that a node is gone.
@@ -64,6 +76,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 KillWait={kill_wait}
+Epilog={epilog}
 InactiveLimit=0
 SlurmctldTimeout=30
 SlurmdTimeout=20
@@ -106,10 +119,14 @@ class Cluster:
     Args:
         folder: for everything that the cluster writes; a short path, because it holds sockets.
         num_nodes: each takes one job at a time.
+        kills_leftovers: what outlives the steps of a job is killed.
     """
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
+    def __init__(
+        self, folder: Path, num_nodes: int, *, kills_leftovers: bool = False, kill_wait_s: int = KILL_WAIT_S
+    ) -> None:
         self.folder, self.config = folder, folder / "slurm.conf"
+        self._kills_leftovers, self._kill_wait_s = kills_leftovers, kill_wait_s
         self.nodes = [f"node{i}" for i in range(1, num_nodes + 1)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -206,8 +223,19 @@ class Cluster:
         self.folder.chmod(0o755)
         for name in ("state", *(f"spool.{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
+        epilog = self.folder / "epilog"
+        epilog.write_text(EPILOG.format(config=self.config) if self._kills_leftovers else "#!/bin/sh\n")
+        epilog.chmod(0o755)
         self.config.write_text(
-            SETTINGS.format(host=host, port=port, folder=self.folder, nodes=nodes, grace=GRACE_S, kill_wait=KILL_WAIT_S)
+            SETTINGS.format(
+                host=host,
+                port=port,
+                folder=self.folder,
+                nodes=nodes,
+                grace=GRACE_S,
+                kill_wait=self._kill_wait_s,
+                epilog=epilog,
+            )
         )
 
     def _start_munge(self) -> None:

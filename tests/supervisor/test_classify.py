@@ -25,6 +25,9 @@ def result(*lines: str, **facts: Any) -> AttemptResult:
     return AttemptResult(evidence, **{"returncode": 0, **facts})
 
 
+BOOM = ("Traceback (most recent call last):", '  File "fit.py", line 3, in <module>', "    main()", "ValueError: boom")
+
+
 @pytest.mark.parametrize(
     ("end", "kind", "detail"),
     [
@@ -37,6 +40,24 @@ def result(*lines: str, **facts: Any) -> AttemptResult:
         (result("CUDA out of memory", *["tidying up"] * 100, returncode=1), "out_of_memory", "CUDA out of memory"),
         (result("CUDA out of memory"), "out_of_memory", "CUDA out of memory"),
         (result("CUDA out of memory", *["half the batch"] * 100), "completed", ""),
+        (
+            result("CUDA out of memory, half the batch", *["step"] * 5000, *BOOM, returncode=1),
+            "crashed",
+            "exit code 1: ValueError: boom",
+        ),
+        (result("CUDA out of memory", *["step"] * 30, *BOOM, returncode=1), "crashed", "exit code 1: ValueError: boom"),
+        (result("CUDA out of memory", *["step"] * 5000, returncode=1), "crashed", "exit code 1: step"),
+        (result("CUDA out of memory", *BOOM, returncode=1), "out_of_memory", "CUDA out of memory"),
+        (
+            result(BOOM[0], "  File", "MemoryError", *[*BOOM[:1], *["  File"] * 60, BOOM[-1]], returncode=1),
+            "out_of_memory",
+            "MemoryError",
+        ),
+        (
+            result("CUDA out of memory: 1", *["step"] * 5000, "CUDA out of memory: 2", returncode=1),
+            "out_of_memory",
+            "CUDA out of memory: 2",
+        ),
         (result(returncode=-9), "killed", "killed by signal 9"),
         (result(returncode=137), "killed", "killed by signal 9"),
         (result(returncode=None), "killed", "killed by signal 9"),

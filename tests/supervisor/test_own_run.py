@@ -371,3 +371,41 @@ def test_a_recovery_state_that_is_none_is_an_error(tmp_path: Path, text: str) ->
     (tmp_path / "recovery.json").write_text(text)
     with pytest.raises(CheckpointError, match="recovery state cannot be read"):
         read_recovery(tmp_path)
+
+
+HOLDER = """\
+import sys
+from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cli.main import run_guarded
+from ci_llm.core.run_status import RunStatus
+from ci_llm.interrupts import Interrupts
+
+def main():
+    with Interrupts() as interrupts:
+        store = CheckpointStore("ci_llm_output")
+        RunStatus("ci_llm_output", store.acquire_lease(), still_held=store.holds_lease).start(0)
+        print("it holds the folder", flush=True)
+        interrupts.wait()
+    return 0
+
+sys.exit(run_guarded(main, debug=False))
+"""
+
+
+@pytest.mark.slow
+def test_of_two_supervisors_on_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+    """As where a step of a SLURM job comes up late, and the batch script has gone on without it."""
+    (tmp_path / "train.py").write_text(HOLDER)
+    arguments = ("--train-script", "train.py", "--max-retries", "2")
+    with Terminal(*arguments, cwd=tmp_path, hasty=True) as first:
+        first.read_until("it holds the folder")
+        attempts = sorted((tmp_path / "ci_llm_output").rglob("attempt*"))
+        with Terminal(*arguments, cwd=tmp_path, hasty=True) as second:
+            code = second.wait()
+            said = second.text
+        assert code not in (0, 75), said
+        assert "writes to this folder" in said
+        assert "it holds the folder" not in said
+        assert sorted((tmp_path / "ci_llm_output").rglob("attempt*")) == attempts
+        first.signal(signal.SIGTERM)
+        first.wait()

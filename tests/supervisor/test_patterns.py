@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -138,6 +141,55 @@ def test_does_not_say_out_of_memory(line: str) -> None:
     assert not says_out_of_memory(line)
 
 
+class Seen(NamedTuple):
+    """A line of the corpus: its verdict, the program that prints it, where it was seen (an address, or the program's
+    file and version whose format it has), and the line itself. Numbers and names in the lines are not those seen.
+    """
+
+    verdict: str
+    program: str
+    seen_at: str
+    line: str
+
+
+CORPUS = [
+    Seen(*row.split("\t", 3)) for row in Path(__file__).with_name("corpus.tsv").read_text().split("\n") if row.strip()
+]
+LEAST_RECALL = 0.9
+
+
+def verdicts(line: str) -> set[str]:
+    """What the supervisor makes of the line."""
+    evidence = Evidence()
+    evidence.note(line)
+    return {
+        *(["nonfinite"] if evidence.nonfinite else []),
+        *(["out_of_memory"] if evidence.out_of_memory else []),
+    }
+
+
+def test_the_corpus_is_as_large_as_it_says_and_half_of_it_is_innocent() -> None:
+    num_innocent = sum(seen.verdict == "innocent" for seen in CORPUS)
+    assert len(CORPUS) >= 500
+    assert 0.45 < num_innocent / len(CORPUS) < 0.6
+    assert {seen.verdict for seen in CORPUS} == {"nonfinite", "out_of_memory", "innocent"}
+    assert len({seen.line for seen in CORPUS}) == len(CORPUS)
+    assert all(seen.program and seen.seen_at for seen in CORPUS)
+
+
+def test_no_innocent_line_of_the_corpus_raises_an_alarm() -> None:
+    assert [seen for seen in CORPUS if seen.verdict == "innocent" and verdicts(seen.line)] == []
+
+
+def test_in_each_program_nearly_all_failures_are_found() -> None:
+    found: dict[str, list[bool]] = defaultdict(list)
+    for seen in CORPUS:
+        if seen.verdict != "innocent":
+            found[seen.program].append(verdicts(seen.line) == {seen.verdict})
+    assert len(found) > 30
+    assert {one: recall for one, all_ in found.items() if (recall := sum(all_) / len(all_)) < LEAST_RECALL} == {}
+
+
 MEGABYTE = 1 << 20
 LONG_S = 120.0  # 2 s on an idle core; a pattern that tries all ways takes hours
 
@@ -157,7 +209,24 @@ PIECES = (
         "'loss': ",
     ),
     *("best_", "if ", "out of memory ", "Error: ", "RuntimeError: a ", "10G 1 ", "a.", "A", "1 ", " ", "([("),
-    *("\x1b[", "\x1b]", "nan" + " " * 5000, "│" + " " * 5000, "│ 1 │"),
+    *(
+        "cost at 1 ",
+        "nll in ",
+        "nan in a ",
+        "weights of a ",
+        "loss -> ",
+        "nan stop ",
+        "objective function ",
+        "step 1 NaN ",
+    ),
+    *(
+        "failed to allocate a ",
+        "cannot allocate 1 ",
+        "memory allocation of 1 bytes ",
+        "A_B_OUT_OF_",
+        "RESOURCE_EXHAUSTED ",
+    ),
+    *("skipping ", "\x1b[", "\x1b]", "nan" + " " * 5000, "│" + " " * 5000, "│ 1 │"),
 )
 
 
@@ -285,7 +354,7 @@ def test_user_patterns_are_added_to_the_known_ones() -> None:
     evidence.note("the card is full")
     evidence.note("Loss=nan")
     assert (evidence.nonfinite, evidence.out_of_memory) == ("blown up at step 3", "the card is full")
-    assert evidence.ended_out_of_memory
+    assert evidence.ended_out_of_memory(failed=False)
 
 
 def test_the_first_sign_and_the_last_lines_are_kept() -> None:
@@ -301,8 +370,9 @@ def test_the_first_sign_and_the_last_lines_are_kept() -> None:
 def test_a_script_that_goes_on_after_out_of_memory_has_recovered() -> None:
     evidence = Evidence()
     evidence.note("CUDA out of memory")
-    assert evidence.ended_out_of_memory
+    assert evidence.ended_out_of_memory(failed=False)
     for step in range(RECENT_LINES):
         evidence.note(f"step {step}")
-    assert not evidence.ended_out_of_memory
+    assert not evidence.ended_out_of_memory(failed=False)
+    assert evidence.ended_out_of_memory(failed=True)
     assert evidence.out_of_memory == "CUDA out of memory"
