@@ -118,9 +118,8 @@ def _convert(file: Path, folder: Path) -> None:
                 raise _no_room(file, folder, f"it takes {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free")
             model, tokenizer = _read(file)
         except _UNREADABLE as error:
-            reason = first_line(error) if isinstance(error, (OSError, ValueError, ImportError)) else repr(error)
             raise ModelError(
-                f"the GGUF file cannot be read as a base: {reason}",
+                f"the GGUF file cannot be read as a base: {first_line(error)}",
                 where=f"model_name: {file}",
                 hint="compare its size and digest with those of its source; of an architecture that Transformers"
                 " cannot read from GGUF take the Transformers folder of the same model",
@@ -156,14 +155,22 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises:
         ModelError: weights are missing. Others of `_UNREADABLE`: see there.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.integrations.gguf import read_gguf_metadata
 
+    metadata, _ = read_gguf_metadata(str(file))
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise ValueError("it has no tokenizer")
     # Transformers also reads what lies beside the file, such as an adapter: so the file lies alone.
     with TemporaryDirectory() as alone:
         Path(alone, "base.gguf").symlink_to(file.absolute())
         opened: dict[str, Any] = {"gguf_file": "base.gguf", "trust_remote_code": False}
+        opened["config"] = AutoConfig.from_pretrained(alone, **opened)  # each would read it again, in seconds
         tokenizer = AutoTokenizer.from_pretrained(alone, **opened)
-        _split_digits(tokenizer, file)
+        if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+            backend = tokenizer.backend_tokenizer
+            backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
         dense, whole = GgufConfig(dequantize=True), {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, found = AutoModelForCausalLM.from_pretrained(
             alone, dtype="float32", quantization_config=dense, **whole, **opened
@@ -186,13 +193,3 @@ def _smallest_exact(model: PreTrainedModel) -> torch.dtype:
         if all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
             return dtype
     return torch.float32
-
-
-def _split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Cut text at every digit first, where llama.cpp does so for the vocabulary of this file."""
-    from tokenizers.pre_tokenizers import Digits, Sequence
-    from transformers.integrations.gguf import read_gguf_metadata
-
-    if read_gguf_metadata(str(file))[0].get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-        backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
