@@ -182,6 +182,8 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if hasattr(model.config, key):
             delattr(model.config, key)
     model.hf_quantizer, model.is_quantized, model.name_or_path = None, False, file.stem
+    # Transformers lets process 0 save only; the process that came first may be another, or on another machine.
+    model.should_save_on_this_rank = lambda _: True
     return model.to(_smallest_exact(model)), tokenizer
 
 

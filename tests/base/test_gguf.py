@@ -14,6 +14,7 @@ import gguf
 import pytest
 import torch
 from jinja2.exceptions import SecurityError
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from ci_llm.base import gguf as our
@@ -129,6 +130,18 @@ def test_of_processes_that_start_at_once_one_dequantises(tmp_path: Path, monkeyp
     os.close(told)
     with os.fdopen(heard, "rb") as pipe:
         assert pipe.read() == b"."
+
+
+def test_whichever_process_of_a_run_comes_first_writes_the_whole_folder(tmp_path: Path) -> None:
+    """Transformers saves a model in process 0 only."""
+    write_gguf(file := tmp_path / "tiny.gguf")
+
+    def second() -> None:
+        torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+        load_base(str(file))
+
+    assert os.waitpid(_forked(second), 0)[1] == 0
+    load_base(str(file))
 
 
 def test_a_killed_conversion_leaves_nothing_that_counts(
