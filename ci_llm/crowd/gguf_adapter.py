@@ -13,33 +13,25 @@ from transformers import PreTrainedConfig
 from ci_llm.crowd.merging import Adapter
 from ci_llm.errors import ModelError
 
-#: Where llama.cpp's converter keeps the linear layers as they are: its name of an architecture by that of Transformers.
-_AS_THEY_ARE: Final = {
-    "cohere": "command-r",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "olmo2": "olmo2",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "starcoder2": "starcoder2",
-}
-#: Where it orders the rows of queries and keys anew, from halves of a head to pairs, as its rotation wants them.
-_IN_PAIRS: Final = {"granite": "granite", "llama": "llama", "mistral": "llama", "smollm3": "smollm3"}
+#: Architectures of which llama.cpp's converter keeps the linear layers as they are.
+_AS_THEY_ARE: Final = frozenset("cohere gemma gemma2 gemma3_text olmo2 phi3 qwen2 qwen3 starcoder2".split())
+#: Those of which it orders the rows of queries and keys anew, from halves of a head to pairs, as its rotation wants them.
+_IN_PAIRS: Final = frozenset("granite llama mistral smollm3".split())
+#: Its names of them, where they are others than those of Transformers.
+_NAMES: Final = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama"}
 
 
 def require_convertible(config: PreTrainedConfig) -> str:
     """llama.cpp's name of the base's architecture. Raises ModelError: its layout of the weights is not known here."""
-    architecture = {**_AS_THEY_ARE, **_IN_PAIRS}.get(config.model_type)
-    if architecture is None:
+    kind, known = config.model_type, _AS_THEY_ARE | _IN_PAIRS
+    if kind not in known:
         raise ModelError(
-            f"how llama.cpp orders the weights of {config.model_type!r} is not known",
+            f"how llama.cpp orders the weights of {kind!r} is not known",
             where="--format gguf",
-            hint=f"it is known of {', '.join(sorted({**_AS_THEY_ARE, **_IN_PAIRS}))}; for others, --into-base writes"
+            hint=f"it is known of {', '.join(sorted(known))}; for others, --into-base writes"
             " a folder that llama.cpp's convert_hf_to_gguf.py reads",
         )
-    return architecture
+    return _NAMES.get(kind, kind)
 
 
 def write_gguf_adapter(path: Path, adapter: Adapter, config: PreTrainedConfig) -> None:
