@@ -14,16 +14,19 @@ from ci_llm.crowd.merging import Adapter
 from ci_llm.errors import ModelError
 
 #: Architectures of which llama.cpp's converter keeps the linear layers as they are.
-_AS_THEY_ARE: Final = frozenset("cohere gemma gemma2 gemma3_text olmo2 phi3 qwen2 qwen3 starcoder2".split())
-#: Those of which it orders the rows of queries and keys anew, from halves of a head to pairs, as its rotation wants them.
-_IN_PAIRS: Final = frozenset("granite llama mistral smollm3".split())
+_AS_THEY_ARE: Final = frozenset(
+    {"cohere", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2"}
+)
+#: Those of which it orders the rows of queries and keys anew, from halves of a head to pairs, as its rotation wants.
+_IN_PAIRS: Final = frozenset({"granite", "llama", "mistral", "smollm3"})
 #: Its names of them, where they are others than those of Transformers.
 _NAMES: Final = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama"}
 
 
 def require_convertible(config: PreTrainedConfig) -> str:
     """llama.cpp's name of the base's architecture. Raises ModelError: its layout of the weights is not known here."""
-    kind, known = config.model_type, _AS_THEY_ARE | _IN_PAIRS
+    kind: str = config.model_type
+    known = _AS_THEY_ARE | _IN_PAIRS
     if kind not in known:
         raise ModelError(
             f"how llama.cpp orders the weights of {kind!r} is not known",
