@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
+from ci_llm.base.gguf import gguf_file, kept_folder
 from ci_llm.core.memory import free_host_memory
 from ci_llm.errors import LaunchError
 
@@ -44,6 +45,8 @@ def require_memory(config: Config, copies: int) -> None:
 
 def _count_parameters(model_name: str) -> int:
     """Numbers of a base in its safetensors files; 0 where none are on this disk."""
+    if file := gguf_file(model_name):
+        return _numbers(kept_folder(file))
     if (folder := Path(model_name)).is_dir():
         return _numbers(folder)
     with suppress(ValueError):  # no name of the hub

@@ -1,13 +1,14 @@
 """The agents of a run for use elsewhere: `ci-llm export` writes a folder, `ci-llm push` publishes them on the hub.
 
-An export is a PEFT folder for each agent, one adapter made of all, or a model with an adapter in its base. The hub is
-that of Hugging Face.
+An export is a PEFT folder for each agent, one adapter made of all, an adapter for llama.cpp, or a model with an adapter
+in its base. The hub is that of Hugging Face.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ _EXAMPLES = """examples:
   ci-llm export ci_llm_output --to agents                           every agent, a PEFT folder each
   ci-llm export ci_llm_output --merge svd --to adapter              one adapter of the rank of the agents
   ci-llm export ci_llm_output --agent 2 --into-base --to model      a model for Transformers alone
+  ci-llm export ci_llm_output --merge svd --format gguf --to llama  one adapter for llama.cpp and Ollama
 
 merges:
 """
@@ -52,6 +54,10 @@ def export(words: Sequence[str]) -> int:
     except DamagedCheckpoint as damage:
         hint = f"ci-llm checkpoints list {call.run} says which are whole: give one of them"
         raise BadInput(damage.what, where=damage.where, hint=hint) from damage
+    if as_gguf := call.format == "gguf":
+        from ci_llm.crowd.gguf_adapter import require_convertible
+
+        require_convertible(prepared.saved.base.model.config)
     scores = None
     if prepared.can_be_scored and not call.no_score:
         scores = prepared.scores()
@@ -59,7 +65,7 @@ def export(words: Sequence[str]) -> int:
             print(scores.table(), flush=True)
     elif not call.json and not call.no_score:
         print("not scored: no run trained these agents, so it is not known which rows to validate on", flush=True)
-    prepared.write(call.to, scores, into_base=call.into_base)
+    prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf)
     if call.json:
         told = _record(prepared, call)
         print(json.dumps({**told, "scores": scores.record() if scores else None}, indent=2))
@@ -97,7 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     distil.add_argument("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
     parser.add_argument("--into-base", action="store_true", help="merge the adapter into the weights of the base")
-    parser.add_argument("--base-model", metavar="NAME", help="hub id or folder of the base, if it is elsewhere now")
+    parser.add_argument(
+        "--format", choices=("peft", "gguf"), default="peft", help="of an adapter: gguf for llama.cpp and Ollama"
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="hub id, folder or file of the base, if it is elsewhere now"
+    )
     parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
@@ -122,6 +133,9 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
     """The merge that is asked for; what a call alone says to be wrong is refused before anything is loaded."""
     if call.to.exists() or call.to.is_symlink():
         raise ModelError("this path exists already", where=f"--to {call.to}", hint="give a path that does not exist")
+    if call.format == "gguf" and call.into_base:
+        hint = "leave --format out, and convert the folder with llama.cpp's convert_hf_to_gguf.py"
+        raise BadInput("a model is written for Transformers only", where="--into-base, --format gguf", hint=hint)
     told = {value: given for name, value in _DISTILLING.items() if (given := getattr(call, name)) is not None}
     if told and call.merge != DISTILLED:
         options = ", ".join(f"--{name.replace('_', '-')}" for name, value in _DISTILLING.items() if value in told)
@@ -135,9 +149,10 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
     if call.merge is None:
         if odd := [f"--{name}" for name in ("weights", "density", "rank") if getattr(call, name) is not None]:
             raise BadInput("only a merge takes this", where=", ".join(odd), hint="--merge svd, or one of --help")
-        if call.into_base and call.agent is None:
-            what = "one adapter can be merged into the base, and not a crowd"
-            raise BadInput(what, where="--into-base", hint="--agent K, or --merge svd")
+        if (call.into_base or call.format == "gguf") and call.agent is None:
+            what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
+            where = "--into-base" if call.into_base else "--format gguf"
+            raise BadInput(what, where=where, hint="--agent K, or --merge svd")
         return None
     if call.agent is not None:
         raise BadInput(
@@ -155,12 +170,15 @@ def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
         "num_agents": prepared.saved.settings.num_agents,
         "ranks": prepared.ranks,
         "into_base": call.into_base,
+        "format": call.format,
         "base_model": short_name(prepared.saved.base.name),
     }
 
 
 def _written(prepared: Export, call: argparse.Namespace) -> str:
     count = prepared.saved.settings.num_agents
+    if call.format == "gguf":
+        return _written_for_llama_cpp(prepared, call.to)
     if prepared.adapter is None:
         names = prepared.saved.names
         form = f"{count} PEFT adapters, {names[0]} to {names[-1]}"
@@ -168,7 +186,21 @@ def _written(prepared: Export, call: argparse.Namespace) -> str:
         form = f"a model of Transformers with {prepared.name} of {count} agents in its weights"
     else:
         form = f"a PEFT adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
-    return f"{call.to}: {form}; README.md has the commands for Transformers, vLLM and llama.cpp"
+    return f"{call.to}: {form}; README.md has the commands for Transformers and vLLM"
+
+
+def _written_for_llama_cpp(prepared: Export, folder: Path) -> str:
+    from ci_llm.crowd.card import make_base, serving_lines
+
+    assert prepared.adapter is not None
+    count, base = prepared.saved.settings.num_agents, prepared.gguf_base
+    lines = [f"{folder}: a GGUF adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"]
+    if base is None:
+        base = str(folder / "base.gguf")
+        lines.append(f"its base as a GGUF file:  BASE={shlex.quote(prepared.saved.base.name)}; {make_base(base)}")
+    else:
+        lines.append(f"for Ollama, beside it:    cp {shlex.quote(base)} {shlex.quote(str(folder))}")
+    return "\n".join([*lines, *serving_lines(base, str(folder))])
 
 
 _DOES = """Publish the final_checkpoint of a run on the Hugging Face Hub: its agents, their tokenizers, and the card

@@ -19,6 +19,11 @@ from ci_llm.core.remote import may_be_on_hub
 #: The values that vLLM takes for --max-lora-rank, from 8 on.
 RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 
+#: The files of an adapter for llama.cpp and Ollama.
+ADAPTER: Final = "adapter.gguf"
+MODELFILE: Final = "Modelfile"
+_GGUF: Final = "llama.cpp and Ollama take another file: `ci-llm export` with `--format gguf` writes it."
+
 
 def public_name(name: str) -> str:
     """A base or a data set as others know it: of a local path its last part only."""
@@ -33,14 +38,12 @@ class CardFacts:
     Attributes:
         base: what `from_pretrained` opens here.
         ranks: of the agents, one per agent.
-        use_rslora: whether one of them is scaled by √r.
         trained: how: `for 260 optimizer steps on ...`; "" if it is not known.
         scores: a table for people; "" if nothing was scored.
     """
 
     base: str
     ranks: Sequence[int]
-    use_rslora: bool = False
     trained: str = ""
     scores: str = ""
     notes: Sequence[str] = field(default=())
@@ -92,7 +95,7 @@ def crowd_card(facts: CardFacts) -> str:
             f" --max-lora-rank {_max_rank(facts)} \\\n"
             f"  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k=$PWD/agent$k; done)",
         ),
-        *_gguf(facts, "agent0"),
+        _GGUF,
         "`ci-llm export --merge` makes one adapter of them. That is one more agent and not the crowd: no mean of"
         " weights gives the mean of distributions.",
         *facts.notes,
@@ -119,9 +122,43 @@ def adapter_card(facts: CardFacts, title: str, what: str) -> str:
             f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-lora-rank {_max_rank(facts)}"
             " --lora-modules adapter=$PWD",
         ),
-        *_gguf(facts, "."),
+        _GGUF,
         *facts.notes,
     )
+
+
+def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
+    """Of a folder with an adapter for llama.cpp and Ollama.
+
+    Args:
+        base: the name of the GGUF file that it is added to.
+    """
+    made = "" if facts.base_name == Path(base).stem else _block("bash", f"{facts.set_base}\n{make_base(base)}")
+    return _joined(
+        _front(facts, "gguf", "lora"),
+        f"# {title}",
+        f"{what} Its base is `{facts.base_name}`. The agents were trained by CI-LLM{facts.trained}.",
+        _scores(facts),
+        f"`{ADAPTER}` is added to `{base}`, which llama.cpp makes of the base's folder:" if made else "",
+        made,
+        "llama.cpp, and Ollama with both files in this folder:",
+        _block("bash", "\n".join(serving_lines(base, "."))),
+        *facts.notes,
+    )
+
+
+def make_base(base: str) -> str:
+    """The line of shell that makes the GGUF file of the folder or hub id in `$BASE`."""
+    return f"python llama.cpp/convert_hf_to_gguf.py $BASE --outfile {shlex.quote(base)}"
+
+
+def serving_lines(base: str, folder: str) -> list[str]:
+    """Lines of shell that answer with a GGUF adapter in a folder, its base being the file `base`."""
+    adapter, recipe = (shlex.quote(str(Path(folder, name))) for name in (ADAPTER, MODELFILE))
+    return [
+        f"llama-cli -m {shlex.quote(base)} --lora {adapter}",
+        f"ollama create crowd -f {recipe} && ollama run crowd",
+    ]
 
 
 def model_card(facts: CardFacts, title: str, what: str) -> str:
@@ -163,14 +200,6 @@ def _peft(facts: CardFacts, folder: str) -> str:
         f"agent = PeftModel.from_pretrained(base, {_quoted(folder)})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})",
     )
-
-
-def _gguf(facts: CardFacts, folder: str) -> list[str]:
-    if facts.use_rslora:
-        return ["For llama.cpp, export with `--into-base`: its converter of adapters knows no `use_rslora`."]
-    command = f"python llama.cpp/convert_lora_to_gguf.py --base $BASE --outfile {folder}/adapter.gguf {folder}"
-    note = "llama.cpp, with its own converter; `--base` is a folder, of which the configuration is read:"
-    return [note, _block("bash", f"{facts.set_base}\n{command}")]
 
 
 def _quoted(text: str) -> str:

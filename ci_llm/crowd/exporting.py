@@ -15,14 +15,25 @@ import safetensors.torch
 import torch
 from transformers import PreTrainedModel
 
+from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import load_architecture, load_base
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card, model_card, public_name
+from ci_llm.crowd.card import (
+    ADAPTER,
+    MODELFILE,
+    CardFacts,
+    adapter_card,
+    crowd_card,
+    gguf_card,
+    model_card,
+    public_name,
+)
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
+from ci_llm.crowd.gguf_adapter import write_gguf_adapter
 from ci_llm.crowd.merge_methods import DISTILLED, Distillation, Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
 from ci_llm.crowd.model import default_names
@@ -169,29 +180,32 @@ class Export:
         merges = {self.name: self.adapter, **self.beside} if self.adapter is not None and is_merge else {}
         return compare(self.saved, merges)
 
-    def write(self, target: Path, scores: Comparison | None, *, into_base: bool = False) -> None:
+    def write(self, target: Path, scores: Comparison | None, *, into_base: bool = False, as_gguf: bool = False) -> None:
         """Write it as `target`, whole or not at all.
 
         Args:
             scores: for the card.
             into_base: a model of Transformers with merged weights. It takes the base, which has them afterwards.
+            as_gguf: an adapter for llama.cpp and Ollama.
 
         Raises:
-            ModelError: `target` exists, or there is no one adapter to merge into the base.
+            ModelError: `target` exists, there is no one adapter to merge or for a GGUF file, or llama.cpp's layout of
+                this base is not known.
             CheckpointError: it cannot be written.
         """
         require_free(target)
         if self.adapter is None:
-            if into_base:
-                what = "one adapter can be merged into the base, and not a crowd"
-                raise ModelError(what, where="into_base", hint="give an agent or a merge")
+            if into_base or as_gguf:
+                what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
+                raise ModelError(what, where="into_base, as_gguf", hint="give an agent or a merge")
             self._write_agents(target, scores)
             return
-        card = (model_card if into_base else adapter_card)(self._facts(scores), self.title, self.what)
-        files = {**tokenizer_files(self.saved.prompter.tokenizer), "README.md": card.encode()}
+        files = self._gguf_files(scores) if as_gguf else self._files(scores, into_base)
         try:
             with new_folder(target) as draft:
-                if into_base:
+                if as_gguf:
+                    write_gguf_adapter(draft / ADAPTER, self.adapter, self.saved.base.model.config)
+                elif into_base:
                     self._write_whole(draft, self.adapter)
                 else:
                     files |= _peft_files(self.adapter)
@@ -199,6 +213,23 @@ class Export:
                     write_new(draft / name, [data])
         except OSError as error:
             raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
+
+    def _files(self, scores: Comparison | None, into_base: bool) -> dict[str, bytes]:
+        card = (model_card if into_base else adapter_card)(self._facts(scores), self.title, self.what)
+        return {**tokenizer_files(self.saved.prompter.tokenizer), "README.md": card.encode()}
+
+    def _gguf_files(self, scores: Comparison | None) -> dict[str, bytes]:
+        base = Path(self.gguf_base or "base.gguf").name
+        card = gguf_card(self._facts(scores), self.title, self.what, base)
+        return {"README.md": card.encode(), MODELFILE: f"FROM ./{base}\nADAPTER ./{ADAPTER}\n".encode()}
+
+    @property
+    def gguf_base(self) -> str | None:
+        """The GGUF file that the run named as its base; None if it named another base, or no run is known."""
+        config = self.saved.run_config
+        name = "" if config is None else parse_config(config, "config.yaml").model_name
+        file = gguf_file(name)
+        return None if file is None else str(file)
 
     def _write_agents(self, target: Path, scores: Comparison | None) -> None:
         saved = self.saved
@@ -239,7 +270,6 @@ class Export:
 
     def _facts(self, scores: Comparison | None) -> CardFacts:
         saved = self.saved
-        configs = [self.adapter.config] if self.adapter else saved.configs
         trained = ""
         if saved.run_config is not None:
             names = parse_config(saved.run_config, "config.yaml").all_dataset_names
@@ -247,7 +277,6 @@ class Export:
         return CardFacts(
             base=saved.base.name,
             ranks=self.ranks,
-            use_rslora=any(config.get("use_rslora") for config in configs),
             trained=trained,
             scores=scores.table() if scores else "",
             notes=[_note(saved.calibration)] if saved.calibration and self.adapter is None else [],

@@ -21,11 +21,13 @@ import xxhash
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import Base, fingerprint_of, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.folders import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_file, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
+from ci_llm.config import parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
@@ -108,7 +110,8 @@ def open_pretrained(
                 "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
             )
         meta = state[META]
-        base = _base(meta, str(source), device, base_model)
+        run_config = state["config.yaml"].decode() if "config.yaml" in state else None
+        base = _base(meta, str(source), device, base_model or _gguf_file(meta, run_config))
         tokenizer = _tokenizer(folder, base)
     lora = meta["lora"]
     settings = LoraSettings.from_dict(lora)
@@ -124,7 +127,7 @@ def open_pretrained(
         meta=meta,
         common_start=meta.get("common_start", not lora["initialize_adapters_rand"]),
         step=step,
-        run_config=state["config.yaml"].decode() if "config.yaml" in state else None,
+        run_config=run_config,
         calibration=calibration,
     )
 
@@ -179,6 +182,14 @@ def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
 def _is_of_crowd(key: str) -> bool:
     endings = ("/adapter_model", "/adapter_config")
     return key in (META, CALIBRATION, "config.yaml") or key.startswith("tokenizer/") or key.endswith(endings)
+
+
+def _gguf_file(meta: Mapping[str, Any], run_config: str | None) -> str | None:
+    """The GGUF file of a run, if the folder that it was dequantised into is not on this machine; else None."""
+    if run_config is None or Path(str(meta["base_model_name_or_path"])).is_dir():
+        return None
+    name = parse_config(run_config, "config.yaml").model_name
+    return name if gguf_file(name) else None
 
 
 def _base(meta: Mapping[str, Any], where: str, device: torch.device | str | None, base_model: str | None) -> Base:

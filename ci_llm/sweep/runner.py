@@ -166,7 +166,6 @@ def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -
     facts = CardFacts(
         base=str(config["base_model_name_or_path"]),
         ranks=[int(str(config["r"]))],
-        use_rslora=bool(config.get("use_rslora")),
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, shared.dataset_names))}`",
     )
     return adapter_card(facts, f"The best of {len(standings.trials)} trials", what)

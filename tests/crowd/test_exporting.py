@@ -218,12 +218,10 @@ def test_what_a_card_says_of_ranks_and_bases() -> None:
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
     assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
     assert "--lora-modules $(for k in {0..1}; do echo agent$k=$PWD/agent$k; done)" in card
-    assert "convert_lora_to_gguf.py --base $BASE" in card
-    local = crowd_card(CardFacts("/data/my models/base", [8], use_rslora=True))
+    local = crowd_card(CardFacts("/data/my models/base", [8]))
     assert "base_model:" not in local
     assert "BASE=base   # its folder on your machine" in local
     assert "/data" not in local
-    assert "convert_lora_to_gguf" not in local, "llama.cpp's converter ignores use_rslora"
     assert [public_name(name) for name in ("/a/b.jsonl", "a/b.jsonl", "user/name", "embedded")] == [
         "b.jsonl",
         "b.jsonl",

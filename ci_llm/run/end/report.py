@@ -83,7 +83,6 @@ def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str],
     facts = CardFacts(
         base=crowd.base_name,
         ranks=[config["r"] for config in configs],
-        use_rslora=any(config["use_rslora"] for config in configs),
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
         scores=score_table(record),
         notes=[_GOES_ON],
