@@ -129,6 +129,29 @@ def open_pretrained(
     )
 
 
+def open_base(name: str, device: torch.device | str | None = None) -> Pretrained:
+    """A base alone, asked and scored as a crowd is: it has no agents, and one adapter that changes nothing.
+
+    Raises:
+        ModelError: the base is not found, or cannot be used.
+    """
+    base = load_base(name, None, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Pretrained(
+        source=name,
+        base=base,
+        settings=LoraSettings(num_agents=1, rank=1),
+        names=[],
+        agents=[],
+        configs=[],
+        prompter=Prompter(base.tokenizer),
+        meta={"num_agents": 0},
+        common_start=True,
+        step=0,
+        run_config=None,
+        calibration=None,
+    )
+
+
 def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
     """The folders of the agents of a saved crowd, in order.
 

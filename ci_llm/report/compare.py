@@ -13,7 +13,19 @@ from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import TOGETHER, Gain, Leaderboard, Score, comparable, difference, scores
+from ci_llm.report.scores import (
+    LEADING,
+    TOGETHER,
+    Gain,
+    Leaderboard,
+    Score,
+    best_agent_line,
+    comparable,
+    data_of,
+    difference,
+    rates_of,
+    scores,
+)
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
@@ -36,6 +48,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 "wall_s": run.wall_s,
                 "scores": [asdict(score) for score in scores(run.evaluation)] if run.evaluation else None,
                 "n": run.evaluation["n"] if run.evaluation else None,
+                "data": data_of(run.evaluation) if run.evaluation else None,
             }
             for run in runs
         ],
@@ -131,7 +144,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "scores: none of these runs has been evaluated yet"
         return
     names = list(dict.fromkeys(score.who for table in tables for score in table))
-    names.sort(key=lambda name: name in TOGETHER)  # what is about all of them stands below
+    names.sort(key=lambda name: (name not in LEADING, name in TOGETHER))  # what is about all of them stands below
     found = [{score.who: score for score in table} for table in tables]
     yield from _table(
         [
@@ -145,9 +158,11 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
         yield f"{pair}: {_as_text(gain) if gain else f'not compared ({why})'}"
-    yield from dict.fromkeys(
-        f"{letter}: {run.what_evaluated}" for letter, run in zip(LETTERS, runs, strict=False) if run.evaluation
-    )
+    for letter, run in zip(LETTERS, runs, strict=False):
+        if run.evaluation:
+            rates = ", ".join(f"{rate:g}" for rate in rates_of(run.evaluation) if rate is not None)
+            told = (run.what_evaluated, rates and f"learning rates {rates}", best_agent_line(run.evaluation))
+            yield f"{letter}: {'; '.join(filter(None, told))}"
 
 
 def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, str | None]]:
@@ -164,6 +179,8 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
 
 
 def _as_text(gain: Gain) -> str:
+    if gain.measure == "nats per token":
+        return f"{gain} nats per token (no interval: the rows of free text are not kept one by one)"
     if gain.interval95 is None:
         why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
         return f"{gain.value:+.3f} exact match ({why})"
@@ -175,7 +192,8 @@ def _as_text(gain: Gain) -> str:
 def _shown(score: Score | None) -> str:
     if score is None:
         return ""
-    return f"{score.exact_match:.3f}" + (f" ({score.nll:.4f})" if score.nll is not None else "")
+    exact = "-" if score.exact_match is None else f"{score.exact_match:.3f}"
+    return exact + (f" ({score.nll:.4f})" if score.nll is not None else "")
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
