@@ -138,7 +138,7 @@ def require_run(path: str, base_model: str | None) -> None:
     if may_be_repository(path):
         return
     if not Path(path).is_dir():
-        if may_be_on_hub(path) or path == "embedded" or path.endswith(".gguf"):
+        if may_be_on_hub(path) or path == "embedded" or path.lower().endswith(".gguf"):
             from ci_llm.crowd.external_adapters import is_base
 
             if is_base(path):

@@ -24,12 +24,12 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import cached_file
 
+from ci_llm.base.gguf import gguf_file
 from ci_llm.checkpoints.checkpoint import find_checkpoint
 from ci_llm.checkpoints.folders import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest
-from ci_llm.core.remote import may_be_on_hub
+from ci_llm.core.remote import fetch, may_be_on_hub
 from ci_llm.core.run_folder import SEGMENTS, SWEEP
 from ci_llm.errors import BadInput, ModelError
 
@@ -283,20 +283,16 @@ def require_checkpoint(given: Path, where: str, *, final_first: bool = False) ->
 
 
 def is_base(given: str) -> bool:
-    """Whether `given` is a base, which `load_base` opens, and no crowd; on the hub its files tell."""
-    folder = Path(given)
-    if folder.is_dir():
-        return find_checkpoint(folder) is None and ((folder / BASE_FILE).is_file() or any(folder.glob("*.gguf")))
-    if may_be_on_hub(given):
-        return not _on_hub(given, MANIFEST) and _on_hub(given, BASE_FILE)
-    return given == "embedded" or (folder.suffix == ".gguf" and folder.is_file())
+    """Whether `given` is a base, which `load_base` opens, and no crowd; on the hub its files tell.
 
-
-def _on_hub(repository: str, file: str) -> bool:
-    try:
-        return cached_file(repository, file, _raise_exceptions_for_missing_entries=False) is not None
-    except OSError:  # no such model, or none in the cache of a machine that is offline
+    Raises:
+        BadInput: neither a folder nor a model on the hub has this name.
+    """
+    folder = fetch(given, (MANIFEST, BASE_FILE)) if may_be_on_hub(given) else Path(given)
+    if folder.is_dir() and find_checkpoint(folder) is not None:
         return False
+    named = given == "embedded" and not folder.exists()
+    return named or (folder / BASE_FILE).is_file() or (folder.exists() and gguf_file(str(folder)) is not None)
 
 
 def _is_original(folder: Path) -> bool:

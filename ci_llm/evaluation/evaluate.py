@@ -280,7 +280,7 @@ def _calibration(job: Job, rows: Sequence[Row]) -> Calibration:
         aggregator=job.config.aggregator,
         rows=len(rows),
         data=public_name(job.tokenized.rows.where),  # it leaves this machine with the agents
-        weights=job.weights,
+        weights=job.saved.weights,
     )
 
 
@@ -312,7 +312,7 @@ def _record(job: Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequen
     forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
     record = {
         **scoring.merge_records(forced, right),
-        "step": job.step,
+        "step": job.saved.step,
         "data": [job.tokenized.rows.where],
         "judged_by": job.judged_by,
         "base": scoring.base_record(base, base_right),
@@ -321,8 +321,10 @@ def _record(job: Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequen
         record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
     elif job.crowd.names != default_names(job.crowd.num_agents):
         record["folders"] = job.crowd.names
-    if len(job.learning_rates) == len(job.names):
-        record["learning_rates"] = job.learning_rates
+    if job.saved.run_config is not None and len(rates := [own.learning_rate for own in config.each_agent]) == len(
+        job.names
+    ):
+        record["learning_rates"] = rates
     if config.agents and len(job.names) > 1:
         record["best_agent"] = scoring.best_agent(scores, right, job.judged_by)
     if job.names != job.crowd.names:
@@ -374,12 +376,14 @@ def _lines(job: Job) -> list[str]:
 
 def _source(job: Job) -> Source:
     return Source(
-        weights=job.weights,
-        checkpoint=job.place,
+        weights=job.saved.weights,
+        checkpoint=f"step {job.saved.step} of {Path(job.saved.source).absolute().parent}"
+        if job.names
+        else job.saved.source,
         data=job.tokenized.rows.where,
         rows=len(job.questions),
         aggregator=_aggregator_name(job),
-        step=job.step,
+        step=job.saved.step,
         **_asked(job),
     )
 

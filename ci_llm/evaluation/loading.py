@@ -17,7 +17,7 @@ from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.generation import num_positions
-from ci_llm.crowd.pretrained import calibration_path, given_names, open_base, open_pretrained, weights_fingerprint
+from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.scoring import JudgedBy, Questions, judged_by
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
@@ -188,26 +188,19 @@ class Job:
 
     Attributes:
         names: of the agents, for people; empty for a base alone.
-        learning_rates: of the agents; empty if no run has trained them.
         judged_by: see `ci_llm.crowd.scoring.judged_by`.
-        weights: fingerprint of agents and base.
-        place: where they come from, for people.
-        step: of the checkpoint.
     """
 
     request: Request
     config: Config
+    saved: Pretrained
     crowd: Crowd
     names: list[str]
     prompter: Prompter
     tokenized: TokenizedRows
     questions: Questions
     batch_size: int
-    learning_rates: list[float]
     judged_by: JudgedBy
-    weights: str
-    place: str
-    step: int
 
 
 def default_output(checkpoint: Path | None) -> Path:
@@ -224,13 +217,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     trained = None if checkpoint is None else read_run_config(checkpoint)
     config, rows = open_rows(trained, choice, str(request.run))
     rows = _counting_copies(rows, trained)
-    if checkpoint is None:
-        saved = open_base(request.run)
-        weights, place = saved.base.fingerprint, str(request.run)
-    else:
-        saved = open_pretrained(checkpoint, base_model=request.base_model)
-        weights = weights_fingerprint(read_manifest(checkpoint))
-        place = f"step {saved.step} of {checkpoint.absolute().parent}"
+    saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)
     crowd, names = Crowd.of(saved), given_names(saved.meta)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
@@ -251,9 +238,8 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 else None,
     )
     judge: JudgedBy = "exact_match" if request.metric and len(questions) else judged_by(tokenized, prompter)
-    rates = [own.learning_rate for own in trained.each_agent] if trained else []
-    how = (request.batch_size or config.batch_size, rates, judge, weights, place, saved.step)
-    return Job(request, config, crowd, names, prompter, tokenized, questions, *how)
+    batch_size = request.batch_size or config.batch_size
+    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge)
 
 
 def _sets(tokenized: TokenizedRows) -> list[range]:

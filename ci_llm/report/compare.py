@@ -13,19 +13,7 @@ from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import (
-    LEADING,
-    TOGETHER,
-    Gain,
-    Leaderboard,
-    Score,
-    best_agent_line,
-    comparable,
-    data_of,
-    difference,
-    rates_of,
-    scores,
-)
+from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, difference, notes, scores
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
@@ -48,7 +36,8 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 "wall_s": run.wall_s,
                 "scores": [asdict(score) for score in scores(run.evaluation)] if run.evaluation else None,
                 "n": run.evaluation["n"] if run.evaluation else None,
-                "data": data_of(run.evaluation) if run.evaluation else None,
+                "data": run.evaluation.get("data") if run.evaluation else None,
+                "learning_rates": run.evaluation.get("learning_rates") if run.evaluation else None,
             }
             for run in runs
         ],
@@ -160,9 +149,13 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield f"{pair}: {_as_text(gain) if gain else f'not compared ({why})'}"
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.evaluation:
-            rates = ", ".join(f"{rate:g}" for rate in rates_of(run.evaluation) if rate is not None)
-            told = (run.what_evaluated, rates and f"learning rates {rates}", best_agent_line(run.evaluation))
-            yield f"{letter}: {'; '.join(filter(None, told))}"
+            rates = ", ".join(f"{rate:g}" for rate in run.evaluation.get("learning_rates", ()))
+            told = [
+                run.what_evaluated,
+                *([f"learning rates {rates}"] if rates else []),
+                *notes(run.evaluation, run.folder),
+            ]
+            yield from (f"{letter}: {line}" for line in told)
 
 
 def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, str | None]]:

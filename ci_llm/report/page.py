@@ -16,17 +16,7 @@ from ci_llm.core.durable import write_bytes
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
-from ci_llm.report.scores import (
-    Leaderboard,
-    adds_nothing,
-    best_agent_line,
-    gains,
-    is_free_text,
-    rates_of,
-    read_trials,
-    scores,
-    surest_first,
-)
+from ci_llm.report.scores import Leaderboard, gains, notes, read_trials, scores, surest_first
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -117,11 +107,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores": table,
         "scores_drawing": drawings.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
-        "is_free_text": bool(evaluation and is_free_text(evaluation)),
-        "rates_differ": bool(evaluation and len({*rates_of(evaluation)}) > 1),
-        "notes": [*filter(None, (best_agent_line(evaluation), adds_nothing(evaluation, facts.folder)))]
-        if evaluation
-        else [],
+        "notes": list(notes(evaluation, facts.folder)) if evaluation else [],
         "drawings": drawings.draw_curves(
             facts.metrics, [attempt.first_step for attempt in attempts[1:]], facts.agents_names
         ),

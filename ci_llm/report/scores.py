@@ -16,12 +16,17 @@ from ci_llm.core.scores import LEAST_ROWS, paired_interval, place_of_trial, shar
 from ci_llm.errors import BadInput
 
 Row = Mapping[str, Any]
+Measure = Literal["exact match", "nats per token"]
 
 #: The lines above those of all agents.
 BASE, BEST = LEADING = ("base", "best agent")
 #: The lines about all agents together.
 MEAN, VOTE, CROWD = TOGETHER = ("agents, mean", "majority vote", "crowd")
-_OVER_MEAN, _OVER_BEST, _OVER_VOTE = "the agents' mean", "the best agent", "a majority vote"
+_OVER: Final = {
+    "crowd_minus_mean": "the agents' mean",
+    "crowd_minus_best": "the best agent",
+    "crowd_minus_vote": "a majority vote",
+}
 BY_OWN_ROWS: Final = "each agent is scored by its own rows; the crowd and the differences are over the rows of all"
 
 HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
@@ -64,7 +69,7 @@ class Gain:
     interval95: float | None
     paired: bool
     rows: int
-    measure: Literal["exact match", "nats per token"] = "exact match"
+    measure: Measure = "exact match"
 
     @property
     def is_sure(self) -> bool | None:
@@ -86,9 +91,10 @@ def scores(evaluation: Mapping[str, Any]) -> list[Score]:
     """
     exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
     have_own, names = bool(by_own_rows(evaluation)), agents_of(evaluation)
+    rates = evaluation.get("learning_rates") or [None] * len(names)
     agents = [
         Score(name, match, None, None, loss, rate) if have_own else _score(name, match, rows, loss, rate)
-        for name, match, loss, rate in zip(names, exact["agents"], nll["agents"], rates_of(evaluation), strict=True)
+        for name, match, loss, rate in zip(names, exact["agents"], nll["agents"], rates, strict=True)
     ]
     base = [_score(BASE, found["exact_match"], rows, found["nll"])] if (found := evaluation.get("base")) else []
     best = [replace(agents[each["agent"]], who=BEST)] if (each := evaluation.get("best_agent")) else []
@@ -111,11 +117,6 @@ def is_free_text(evaluation: Mapping[str, Any]) -> bool:
     return evaluation.get("judged_by") == "nll"
 
 
-def rates_of(evaluation: Mapping[str, Any]) -> list[float | None]:
-    """The learning rate of every agent; None where it is not known."""
-    return [*evaluation.get("learning_rates", [None] * len(evaluation["nll"]["agents"]))]
-
-
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
     """The names of the agents for people: those that the run gave them, or else those of their folders."""
     return [*evaluation.get("names", folders_of(evaluation))]
@@ -131,103 +132,95 @@ def by_own_rows(evaluation: Mapping[str, Any]) -> str:
     return BY_OWN_ROWS if "sets" in evaluation else ""
 
 
-def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
-    """What the crowd is better by, as evaluation.json says it: paired over rows, by the measure that judges them."""
-    yield from _gains(evaluation, "nats per token" if is_free_text(evaluation) else "exact match")
+def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iterator[tuple[str, Gain]]:
+    """What the crowd is better by, as evaluation.json says it: paired over rows.
 
-
-def _gains(
-    evaluation: Mapping[str, Any], measure: Literal["exact match", "nats per token"]
-) -> Iterator[tuple[str, Gain]]:
-    names = {"crowd_minus_mean": _OVER_MEAN, "crowd_minus_best": _OVER_BEST, "crowd_minus_vote": _OVER_VOTE}
-    for key, name in names.items():
-        if gain := evaluation["exact_match" if measure == "exact match" else "nll"].get(key):
+    Args:
+        measure: None: that which judges the rows.
+    """
+    measure = measure or ("nats per token" if is_free_text(evaluation) else "exact match")
+    found, rows = evaluation["exact_match"], evaluation["n"]
+    if measure == "nats per token":
+        found, rows = evaluation["nll"], evaluation.get("teacher_forced", evaluation)["n"]
+    for key, name in _OVER.items():
+        if gain := found.get(key):
             interval = gain["interval95"]
             known = interval is not None and math.isfinite(interval)
-            rows = evaluation if measure == "exact match" else evaluation.get("teacher_forced", evaluation)
-            yield name, Gain(gain["value"], interval if known else None, True, rows["n"], measure)
+            yield name, Gain(gain["value"], interval if known else None, True, rows, measure)
 
 
-def adds_nothing(evaluation: Mapping[str, Any], run: Path | str) -> str:
-    """One line where the crowd adds nothing to an agent alone, and what to serve instead; empty where it does.
-
-    It adds nothing if its NLL is worse than that of the best agent, or if by the measure that judges the rows the
-    interval of its gain over the agents' mean, or over the best agent, holds zero.
+def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
+    """Lines for people: the best agent of those with settings of their own, and where the crowd adds nothing.
 
     Args:
         run: what `ci-llm export` is to be given.
     """
-    nll, count = evaluation["nll"], len(evaluation["nll"]["agents"])
-    if count < 2 or by_own_rows(evaluation) or not all(map(_is_finite, (*nll["agents"], nll["crowd"]))):
-        return ""
-    best = nll["agents"].index(min(nll["agents"]))
-    if nll["crowd"] > nll["agents"][best]:
+    names = agents_of(evaluation)
+    if found := evaluation.get("best_agent"):
+        better, worse = found["rows_better"], found["rows_worse"]
+        tell = f"{better + worse} rows tell it from {names[found['next']]}, {better} for it and {worse} against"
+        yield f"best agent: {names[found['agent']]}; {tell}"
+    if len(names) > 1 and not by_own_rows(evaluation) and (nothing := _adds_nothing(evaluation)):
+        best, why = nothing
+        folder = folders_of(evaluation)[best]
+        serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
+        yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
+
+
+def _adds_nothing(evaluation: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The agent to serve instead of the crowd, and why; None if the crowd adds something.
+
+    It adds nothing if its NLL is worse than the best agent's, or if by the measure that judges the rows the interval of
+    its gain over the agents' mean, or over the best agent, holds zero.
+    """
+    nll, crowd, exact = evaluation["nll"]["agents"], evaluation["nll"]["crowd"], evaluation["exact_match"]["agents"]
+    if not all(each is not None and math.isfinite(each) for each in (*nll, crowd)):
+        return None
+    best, in_nats = nll.index(min(nll)), dict(gains(evaluation, "nats per token"))
+    if crowd > nll[best]:
         rows = evaluation.get("teacher_forced", evaluation)["n"]
-        name = agents_of(evaluation)[best]
-        what = f"the crowd adds nothing: {nll['crowd']:.4f} nats per token, {name} {nll['agents'][best]:.4f}"
-    else:
-        unsure = [(over, gain) for over, gain in gains(evaluation) if over != _OVER_VOTE and gain.is_sure is False]
-        if not unsure:
-            return ""
-        (over, gain), exact = unsure[0], evaluation["exact_match"]["agents"]
-        rows, best = gain.rows, best if is_free_text(evaluation) else exact.index(max(exact))
-        name = agents_of(evaluation)[best]
-        what = f"the crowd adds nothing sure in {gain.measure}: {gain} over {over}"
-        nats = dict(_gains(evaluation, "nats per token")).get(_OVER_BEST)
-        if nats and nats.is_sure and nats.measure != gain.measure:
-            what += f" ({nats} in nats per token)"
-    folder = folders_of(evaluation)[best]
-    serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
-    return f"{what}, over {rows} rows; {name} alone costs 1/{count}: {serve}"
-
-
-def best_agent_line(evaluation: Mapping[str, Any]) -> str:
-    """Which agent is the best of those with settings of their own, and how many rows tell; else empty."""
-    if not (found := evaluation.get("best_agent")):
-        return ""
-    names, rate = agents_of(evaluation), rates_of(evaluation)[found["agent"]]
-    of_rate = "" if rate is None else f" (learning rate {rate:g})"
-    better, worse = found["rows_better"], found["rows_worse"]
-    return (
-        f"best agent: {names[found['agent']]}{of_rate}; {better + worse} rows tell it from {names[found['next']]},"
-        f" {better} for it and {worse} against"
-    )
+        return best, f": {crowd:.4f} nats per token, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
+    for over, gain in [*gains(evaluation)][:2]:
+        if gain.is_sure is False:
+            leads = over in in_nats and in_nats[over].is_sure and gain.measure == "exact match"
+            nats = f", though {in_nats[over]} nats per token" if leads else ""
+            best = best if is_free_text(evaluation) else exact.index(max(exact))
+            return best, f" sure in {gain.measure}: {gain} over {over}{nats}, over {gain.rows}"
+    return None
 
 
 def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
-    """An evaluation.json for a terminal, line by line.
-
-    Args:
-        run: what `ci-llm export` is to be given, if it is worth it.
-    """
-    found = scores(evaluation)
-    if len(evaluation["nll"]["agents"]) == 1:  # the crowd is the agent
+    """An evaluation.json for a terminal, line by line; for `run` see `notes`."""
+    found, are_several = scores(evaluation), len(evaluation["nll"]["agents"]) > 1
+    if not are_several:  # the crowd is the agent
         found = [score for score in found if score.who not in TOGETHER]
-    columns = [*_columns(evaluation)]
+    columns = [*_columns(evaluation, found)]
     yield f"{'':<14}" + "".join(f"{title:>{width}}" for title, width, _ in columns)
     for score in found:
         yield f"{score.who:<14}{''.join(f'{cell(score):>{width}}' for _, width, cell in columns)}".rstrip()
-    if len(evaluation["nll"]["agents"]) > 1:
-        yield from (f"crowd - {name}: {gain}" for name, gain in gains(evaluation))
-    yield from filter(None, (what_evaluated(evaluation), best_agent_line(evaluation), adds_nothing(evaluation, run)))
+    yield from (f"crowd - {name}: {gain}" for name, gain in gains(evaluation) if are_several)
+    yield what_evaluated(evaluation)
+    yield from notes(evaluation, run)
 
 
-def _columns(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, int, Callable[[Score], str]]]:
+def _columns(
+    evaluation: Mapping[str, Any], found: Sequence[Score]
+) -> Iterator[tuple[str, int, Callable[[Score], str]]]:
     """Title, width and content of the columns that these rows have figures for."""
 
-    def bits(score: Score) -> str:
-        size = math.log(2) * max(1, evaluation["bytes"])
-        return "" if score.nll is None else f"{score.nll * evaluation['tokens'] / size:.4f}"
+    def shown(number: float | None, form: str, factor: float = 1.0) -> str:
+        return "" if number is None else format(number * factor, form)
 
     if not is_free_text(evaluation):
-        yield "exact match", 12, lambda s: "" if s.exact_match is None else f"{s.exact_match:.3f}"
-        yield "95 % interval", 17, lambda s: "" if None in (s.low, s.high) else f"{s.low:.3f} to {s.high:.3f}"
+        yield "exact match", 12, lambda s: shown(s.exact_match, ".3f")
+        yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
     elif "bytes" in evaluation:
-        yield "perplexity", 12, lambda s: "" if s.nll is None else f"{math.exp(s.nll):.3f}"
-        yield "bits per byte", 17, bits
-    yield "nats per token", 16, lambda s: "" if s.nll is None else f"{s.nll:.4f}"
-    if len({*rates_of(evaluation)}) > 1:
-        yield "learning rate", 15, lambda s: "" if s.learning_rate is None else f"{s.learning_rate:g}"
+        bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
+        yield "perplexity", 12, lambda s: shown(s.nll and math.exp(s.nll), ".3f")
+        yield "bits per byte", 17, lambda s: shown(s.nll, ".4f", bits)
+    yield "nats per token", 16, lambda s: shown(s.nll, ".4f")
+    if len({score.learning_rate for score in found} - {None}) > 1:
+        yield "learning rate", 15, lambda s: shown(s.learning_rate, "g")
 
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
@@ -253,15 +246,10 @@ def what_evaluated(evaluation: Mapping[str, Any]) -> str:
     """What the scores of an evaluation.json are of, for people."""
     rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
     measured = "free text, judged by NLL" if is_free_text(evaluation) else how_measured(evaluation)
-    of = f"{measured}, over {rows}; data set {data_of(evaluation)}"
+    of = f"{measured}, over {rows}; data set {', '.join(evaluation.get('data', [evaluation['task']]))}"
     if (metric := evaluation.get("metric", "exact_match")) != "exact_match":
         of += f"; right is what {metric} finds equal"
     return f"{of}; {whose}" if (whose := by_own_rows(evaluation)) else of
-
-
-def data_of(evaluation: Mapping[str, Any]) -> str:
-    """The data that was evaluated; older releases wrote the data that was trained on."""
-    return ", ".join(evaluation.get("data", [evaluation["task"]]))
 
 
 def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
@@ -309,10 +297,6 @@ def surest_first(row: Row) -> float:
 def _score(who: str, share: float | None, rows: int, nll: float | None, rate: float | None = None) -> Score:
     low, high = share_interval(share, rows) if share is not None and rows >= LEAST_ROWS else (None, None)
     return Score(who, share, low, high, nll, rate)
-
-
-def _is_finite(number: float | None) -> bool:
-    return number is not None and math.isfinite(number)
 
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:

@@ -19,19 +19,9 @@ from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.work import working
+from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.scoring import (
-    AnswerScores,
-    JudgedBy,
-    Questions,
-    Scores,
-    Solved,
-    base_record,
-    how_asked,
-    judged_by,
-    score,
-    score_answers,
-)
+from ci_llm.crowd.scoring import AnswerScores, JudgedBy, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
@@ -276,13 +266,13 @@ class Evaluator:
                 found = self._answers(step, micro_batch_size) if answers and scores is not None else None
         finally:
             self._config = own
-        return None if scores is None or (answers and found is None) else base_record(scores, found)
+        return None if scores is None or (answers and found is None) else scoring.base_record(scores, found)
 
     @cached_property
     def judged_by(self) -> JudgedBy:
         """What judges the rows: that of the sets if they have one in common, else the NLL."""
         assert self._crowd.prompter is not None
-        found = {judged_by(rows, self._crowd.prompter) for rows in self.rows.sets}
+        found = {scoring.judged_by(rows, self._crowd.prompter) for rows in self.rows.sets}
         return found.pop() if len(found) == 1 else "nll"
 
     @cached_property
