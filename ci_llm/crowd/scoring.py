@@ -110,8 +110,8 @@ class Scores:
         *agents, crowd = self.nll.double()
         of_all = torch.stack(agents)
         other = of_all.mean(0) if over == "mean" else agents[int(of_all.sum(1).argmin())]
-        weights = self.tokens / self.tokens.double().mean()
-        difference = (crowd - other) / self.tokens.double().mean()
+        tokens = self.tokens.double()
+        weights, difference = tokens / tokens.mean(), (crowd - other) / tokens.mean()
         # The mean of a ratio, linearised: what a row adds beside its share of the tokens.
         return paired_gain(difference, difference.mean() * (weights - 1))
 

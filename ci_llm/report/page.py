@@ -16,7 +16,7 @@ from ci_llm.core.durable import write_bytes
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
-from ci_llm.report.scores import Leaderboard, gains, notes, read_trials, scores, surest_first
+from ci_llm.report.scores import Leaderboard, gains, is_free_text, notes, read_trials, scores, surest_first
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -97,6 +97,9 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
     by_kind = {kind: seconds for kind, seconds in seconds_by_kind(attempts).items() if seconds > 0}
     solved, failed = _examples(facts)
     leaderboard = read_trials(facts.folder)
+    restarts = [attempt.first_step for attempt in attempts[1:]]
+    curves = drawings.draw_curves(facts.metrics, restarts, facts.agents_names)
+    is_free = evaluation is not None and is_free_text(evaluation)
     return {
         "facts": facts,
         "now": datetime.now().timestamp(),
@@ -108,9 +111,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores_drawing": drawings.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
         "notes": list(notes(evaluation, facts.folder)) if evaluation else [],
-        "drawings": drawings.draw_curves(
-            facts.metrics, [attempt.first_step for attempt in attempts[1:]], facts.agents_names
-        ),
+        "drawings": [(title, drawn) for title, drawn in curves if not (is_free and "exact match" in title)],
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": drawings.draw_timeline(attempts),
         "notable": {attempt.number: _notable(attempt) for attempt in attempts},
