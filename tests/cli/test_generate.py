@@ -20,7 +20,8 @@ import pytest
 from ci_llm import Crowd
 from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
-from ci_llm.embedded import rows
+from ci_llm.crowd import external_adapters
+from ci_llm.embedded import BASE_FOLDER, rows
 from tests.support.children import PYTHONPATH
 from tests.support.crowds import K, save_crowd
 from tools.testbed.events import DEADLINE_S
@@ -164,10 +165,44 @@ def test_what_is_no_run_is_refused(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     told = refused(capsys, "somebody/crowd", "hello")
     assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in told
-    assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
+    assert "there is neither a checkpoint nor a base at this path" in refused(capsys, tmp_path, "hello")
     (tmp_path / "file").write_text("")
     assert "this is no folder" in refused(capsys, tmp_path / "file", "hello")
     assert "not the URL of a mirror" in refused(capsys, "ftp://bucket/run", "hello")
+
+
+@pytest.mark.slow
+def test_a_base_is_asked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [json.loads(asked(capsys, name, QUESTIONS[0], "--json", *SHORT)) for name in ("embedded", BASE_FOLDER)]
+    assert found[0] == found[1]
+    assert (found[0]["agents"], found[0]["agreement"], found[0]["agents_asked"]) == ([], None, 0)
+    assert asked(capsys, BASE_FOLDER, QUESTIONS[0], *SHORT) == found[0]["answer"] + "\n"
+    assert main.main(["export", str(BASE_FOLDER), "--to", str(tmp_path / "new")]) == 2
+    assert "this is a base and no checkpoint" in capsys.readouterr().err
+
+
+def test_a_model_on_the_hub_is_a_base_if_it_holds_no_crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[object] = []
+
+    def fetch(name: str, patterns: object) -> Path:
+        wanted.append((name, patterns))
+        return tmp_path
+
+    monkeypatch.setattr(external_adapters, "fetch", fetch)
+    assert not external_adapters.is_base("somebody/nothing")
+    (tmp_path / "config.json").write_text("{}")
+    assert external_adapters.is_base("somebody/base")
+    (tmp_path / "manifest.json").write_text("{}")
+    assert not external_adapters.is_base("somebody/crowd")
+    assert wanted[0] == ("somebody/nothing", ("manifest.json", "config.json"))
+
+
+def test_a_gguf_file_and_a_folder_that_holds_one_are_bases(tmp_path: Path) -> None:
+    assert not external_adapters.is_base(str(tmp_path))
+    (tmp_path / "model.gguf").write_text("")
+    assert external_adapters.is_base(str(tmp_path))
+    assert external_adapters.is_base(str(tmp_path / "model.gguf"))
+    assert not external_adapters.is_base(str(tmp_path / "other.gguf"))
 
 
 def test_a_prompt_longer_than_the_positions_says_how_long(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

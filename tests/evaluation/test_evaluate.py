@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ci_llm import embedded
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json
@@ -77,6 +78,9 @@ def test_the_run_s_own_rows_give_the_run_s_own_figures(run: Path, capsys: pytest
     }
     assert (found["metric"], found["left_out"], found["resumed"]) == ("exact_match", 0, 0)
     answered = lines(run / "predictions.jsonl")
+    assert recorded["base"]["exact_match"] == sum(row["base_correct"] for row in answered) / 7
+    assert recorded["base"]["nll"] > max(recorded["nll"]["agents"]), "two steps have taught them something"
+    assert (recorded["data"], recorded["learning_rates"]) == (["embedded, split test"], [Config().learning_rate] * 2)
     assert [row["correct"] for row in answered].count(False) == found["failed"]
     again = asked(capsys, run / "final_checkpoint")
     assert again["resumed"] == 7
@@ -104,6 +108,65 @@ def test_the_report_shows_what_an_evaluation_left(run: Path, capsys: pytest.Capt
     assert wrong["prompt"] in page
     assert f"(confidence {right['confidence']})" in page
     assert f"Answers of step {facts.status.step} of {run}, to rows of " in page
+
+
+# A base alone
+
+
+@pytest.mark.slow
+def test_a_base_alone_has_the_scores_that_a_crowd_on_it_says_of_its_base(
+    saved: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_crowd = asked(capsys, saved, "--data", questions, "--output", "crowd.jsonl", SHORT)
+    folder = tmp_path / "plain" / "base"
+    shutil.copytree(embedded.BASE_FOLDER, folder)
+    found = asked(capsys, folder, "--data", questions, SHORT)
+    assert found["base"] == of_crowd["base"]
+    assert found["exact_match"] == found["nll"] == {"agents": [], "crowd": None}
+    assert (found["task"], found["n"], found["step"], "learning_rates" in found) == (str(questions), 10, 0, False)
+    answers, beside = lines(tmp_path / "predictions.jsonl"), lines(tmp_path / "crowd.jsonl")
+    assert [row["answer"] for row in answers] == [row["base"] for row in beside]
+    assert [row["correct"] for row in answers] == [row["base_correct"] for row in beside]
+    assert {json.dumps([row["agents"], row["agents_correct"]]) for row in answers} == {"[[], []]"}
+    assert main(["evaluate", str(folder), "--data", str(questions), SHORT]) == 0
+    said = capsys.readouterr().out
+    assert "\nbase " in said
+    assert "crowd" not in said.partition("resumed")[0]
+    assert "no run of this program trained it" in refusal(capsys, "embedded")
+    assert "no checkpoint in one" in refusal(capsys, "embedded", "--data", questions, "--calibrate")
+
+
+# Free text
+
+
+@pytest.mark.slow
+def test_free_text_is_judged_by_its_nll_and_no_answer_is_wrong(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = "Leo goes home and takes all of the books that are in the box"
+    data = write(tmp_path / "long.jsonl", *({"question": f"What does {who} do?", "answer": answer} for who in "AB"))
+    found = asked(capsys, run, "--data", data, SHORT, "--failed")
+    assert (found["judged_by"], found["measured_by"], found["failed"], found["failed_rows"]) == (
+        *("nll", "teacher_forcing"),
+        *(0, []),
+    )
+    assert found["perplexity"]["base"] == pytest.approx(math.exp(found["base"]["nll"]))
+    kept = lines(run / "predictions.jsonl")
+    assert [(row["correct"], row["base_correct"], row["agents_correct"]) for row in kept] == [
+        (None, None, [None] * 2)
+    ] * 2
+    assert main(["evaluate", str(run), "--data", str(data), SHORT]) == 0
+    said = capsys.readouterr().out
+    assert "perplexity" in said
+    assert not [word for word in ("exact match", "failed", "confidence:") if word in said]
+    page = render(read_run(run))
+    assert '<h2 id="examples">Answers</h2>' in page
+    assert "<h3>Failed</h3>" not in page
+    told = refusal(capsys, run, "--data", data, "--calibrate", "--output", tmp_path / "other.jsonl")
+    assert "neither right nor wrong" in told
+    judged = asked(capsys, run, "--data", data, SHORT, "--metric", "exact_match", "--output", tmp_path / "exact.jsonl")
+    assert (judged["judged_by"], judged["measured_by"], judged["failed"]) == ("exact_match", "generation", 2)
 
 
 # Other rows
@@ -311,7 +374,7 @@ def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, caps
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no checkpoint at this path" in refusal(capsys, tmp_path)
+    assert "there is neither a checkpoint nor a base at this path" in refusal(capsys, tmp_path)
     assert "there is no such folder" in refusal(capsys, tmp_path / "missing")
     assert "not the URL of a mirror" in refusal(capsys, "ftp://bucket/run")
 

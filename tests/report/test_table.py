@@ -1,0 +1,125 @@
+"""The table of scores: the base above the agents, a crowd that adds nothing, and free text without exact matches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.cli.main import main
+from ci_llm.report.page import write_report
+from ci_llm.report.scores import notes, table
+from ci_llm.run.step.evaluation import result_metrics
+from tests.report.folders import evaluation, leave_run, prediction
+from tests.report.test_page import text_of
+
+
+def record(nll: list[float], crowd: float, over_best: float = 0.1, half: float = 0.02, **more: Any) -> dict[str, Any]:
+    """evaluation.json of generated answers to 40 rows; all 40 are teacher-forced as well."""
+    found = evaluation(len(nll), 40, 0.5, 10)
+    gain = {"value": over_best, "interval95": half}
+    found["exact_match"] |= {"crowd_minus_mean": {"value": 0.1, "interval95": 0.02}, "crowd_minus_best": gain}
+    nats = {"value": crowd - min(nll), "interval95": 0.01}
+    found["nll"] = {"agents": nll, "crowd": crowd, "crowd_minus_mean": nats, "crowd_minus_best": nats}
+    return found | {"base": {"exact_match": 0.05, "nll": 3.25}} | more
+
+
+FREE = {"judged_by": "nll", "measured_by": "teacher_forcing"}
+
+
+def test_the_base_stands_above_the_agents() -> None:
+    lines = [*table(record([0.6, 0.7], 0.5), "run")]
+    assert lines[1].split() == ["base", "0.050", "0.014", "to", "0.165", "3.2500"]
+    assert [line.split()[0] for line in lines[2:4]] == ["agent0", "agent1"]
+    assert result_metrics(record([0.6, 0.7], 0.5), ["agent0", "agent1"])["final/base/nll"] == 3.25
+
+
+def test_a_record_of_an_older_release_has_no_base() -> None:
+    lines = [*table(evaluation(2, 40, 0.5, 10), "run")]
+    assert lines[1].startswith("agent0")
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (record([0.6, 0.7], 0.5), None),
+        (
+            record([1.3, 1.5, 2.0], 1.547),
+            "the crowd adds nothing: 1.5470 nats per token, agent0 1.3000, over 40 rows; agent0 alone costs 1/3:"
+            " ci-llm export my/run --agent agent0 --to agent0",
+        ),
+        (
+            record([0.6, 0.7], 0.5, over_best=0.01),
+            "the crowd adds nothing sure in exact match: +0.010 ± 0.020 over the best agent, though -0.1000 ± 0.0100"
+            " nats per token, over 40 rows; agent0 alone costs 1/2: ci-llm export my/run --agent agent0 --to agent0",
+        ),
+        (record([0.6, 0.7], 0.5, over_best=0.01, n=9), None),
+        (record([0.6, 0.7], 0.595, **FREE), "the crowd adds nothing sure in nats per token: -0.0050 ± 0.0100 over the"),
+        (record([0.6, 0.7], 0.5, over_best=0.0, **FREE), None),
+        (record([0.6, 0.7], 0.9, sets=[{}, {}]), None),
+        (record([0.6, float("nan")], 0.9), None),
+        (record([0.6], 0.7), None),
+    ],
+)
+def test_a_crowd_that_adds_nothing_is_told_with_what_to_serve(found: dict[str, Any], told: str | None) -> None:
+    said = [*notes(found, "my/run")]
+    assert (said == []) if told is None else (len(said) == 1 and said[0].startswith(told)), said
+
+
+def test_a_crowd_that_has_changed_names_the_folder_of_its_agent() -> None:
+    [said] = notes(record([2.0, 1.3], 1.5, folders=["agent0", "agent3"], names=["slow", "fast"]), "run")
+    assert "fast 1.3000" in said
+    assert said.endswith("ci-llm export run --agent agent3 --to agent3")
+
+
+OWN = {"learning_rates": [1e-4, 1e-3], "best_agent": {"agent": 1, "next": 0, "rows_better": 9, "rows_worse": 2}}
+
+
+def test_the_best_of_agents_with_their_own_settings_leads_them() -> None:
+    lines = [*table(record([0.7, 0.6], 0.5, **OWN), "run")]
+    assert lines[0].endswith("learning rate")
+    assert [line[:14].strip() for line in lines[1:5]] == ["base", "best agent", "agent0", "agent1"]
+    assert (lines[2].split()[-2:], lines[3].split()[-2:]) == (["0.6000", "0.001"], ["0.7000", "0.0001"])
+    assert "best agent: agent1; 11 rows tell it from agent0, 9 for it and 2 against" in lines
+
+
+def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    free = record([0.6, 0.7], 0.5, **FREE)
+    said = "\n".join(table(free, "run"))
+    assert "match" not in said
+    assert "majority vote" not in said
+    assert "crowd - the best agent: -0.1000 ± 0.0100" in said
+    assert "free text, judged by NLL, over 40" in said
+    answers = [prediction(number, correct=True) | {"correct": None, "base": "before"} for number in range(3)]
+    run = leave_run(tmp_path / "run", asked=free, predictions=answers)
+    told = text_of(write_report(run))
+    assert "crowd 0.5000" in told
+    assert "Answers" in told
+    assert not [word for word in ("exact match", "Failed", "Solved", "answered right") if word in told]
+    assert "base: before" in told
+    assert main(["compare", str(run), str(run)]) == 0
+    compared = capsys.readouterr().out
+    assert "crowd               - (0.5000)" in compared
+    assert "crowd B - crowd A: +0.0000 nats per token" in compared
+
+
+def test_the_page_and_a_comparison_have_base_data_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = record([1.5, 1.3], 1.547, data=["val.jsonl, split train"], **OWN)
+    run = leave_run(tmp_path / "run", asked=found)
+    told = text_of(write_report(run))
+    assert "base 0.050 0.014 – 0.165 3.2500 best agent" in told
+    assert "The crowd adds nothing: 1.5470 nats per token, agent1 1.3000, over 40 rows; agent1 alone costs 1/2" in told
+    assert "data set val.jsonl, split train" in told
+    other = leave_run(tmp_path / "other", asked=found | {"data": ["other.jsonl"]})
+    assert main(["compare", str(run), str(other)]) == 0
+    said = capsys.readouterr().out
+    assert said.index("\nbase ") < said.index("\nbest agent ") < said.index("\nagent0 ")
+    assert "A: learning rates 0.0001, 0.001\n" in said
+    assert "A: the crowd adds nothing: 1.5470" in said
+    assert (
+        "crowd B - crowd A: not compared (different data sets: ['val.jsonl, split train'] and ['other.jsonl'])" in said
+    )
+    assert main(["compare", str(run), str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["data"] == ["val.jsonl, split train"]
