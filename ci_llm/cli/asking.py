@@ -35,7 +35,8 @@ def how_sure(answer: Answer) -> str:
     count = len(answer.agents)
     if answer.agreement is not None and count > 1:
         parts.append(f"{round(answer.agreement * count)} of {count} agents agree")
-    parts.append("one agent asked" if answer.agents_asked == 1 else f"disagreement {answer.disagreement:.3f}")
+    alone = {0: "the base alone", 1: "one agent asked"}
+    parts.append(alone.get(answer.agents_asked) or f"disagreement {answer.disagreement:.3f}")
     if not answer.complete:
         parts.append(f"cut after {len(answer.tokens)} tokens")
     return f"[{', '.join(parts)}]"
@@ -80,7 +81,7 @@ SAMPLING: Final = ("temperature", "top_p", "top_k", "seed")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The run, and how tokens are chosen."""
-    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     option = parser.add_argument
     option("--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens per answer (256)")
     option("--temperature", type=float, metavar="T", help="draw tokens; below 1 sharper, 0 takes the most probable")
@@ -129,15 +130,21 @@ def require_run(path: str, base_model: str | None) -> None:
         BadInput: there is no such folder, or its run has no checkpoint yet.
     """
     from ci_llm.checkpoints.folders import committed
-    from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_repository
+    from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, may_be_repository
     from ci_llm.core.run_status import last_status, read_status
 
+    if reason := go_offline_if_unreachable(path):
+        note(f"the hub is unreachable: {OFFLINE} is set, and only its local cache is used ({reason})")
     if may_be_repository(path):
-        if reason := go_offline_if_unreachable(path):
-            note(f"the hub is unreachable: {OFFLINE} is set, and only its local cache is used ({reason})")
         return
     if not Path(path).is_dir():
-        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
+        if may_be_on_hub(path) or path == "embedded" or path.lower().endswith(".gguf"):
+            from ci_llm.crowd.external_adapters import is_base
+
+            if is_base(path):
+                return
+        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id; or a base: its"
+        hint += " folder, hub id or GGUF file"
         what = "this is no folder" if Path(path).exists() else "there is no such folder"
         raise BadInput(what, where=path, hint=hint)
     if committed(Path(path)) or last_status(path) is None:
@@ -158,28 +165,32 @@ def require_run(path: str, base_model: str | None) -> None:
 def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     """The crowd of a run or a checkpoint, and its agents' names for people; what is noteworthy goes to stderr.
 
+    A base alone is a crowd without names.
+
     Raises:
         BadInput: there is none, it is damaged, or its base is not found.
     """
     from ci_llm.core.remote import may_be_repository
-    from ci_llm.crowd.external_adapters import require_checkpoint
+    from ci_llm.crowd.external_adapters import is_base, require_checkpoint
 
     folder: Path | str = path
-    if not may_be_repository(path):
+    if not (alone := is_base(path)) and not may_be_repository(path):
         folder = require_checkpoint(Path(path), path, final_first=True)
         _note_if_unfinished(folder)
     note(f"{folder}: loading..." if sys.stderr.isatty() else None)
     with importing():
         from ci_llm.crowd.crowd import Crowd
-        from ci_llm.crowd.pretrained import given_names, open_pretrained
+        from ci_llm.crowd.pretrained import given_names, open_base, open_pretrained
 
     try:
-        saved = open_pretrained(folder, base_model=base_model)
+        saved = open_base(path) if alone else open_pretrained(folder, base_model=base_model)
         return Crowd.of(saved), given_names(saved.meta)
     except DamagedCheckpoint as error:
         hint = f"ci-llm checkpoints verify {folder} checks it whole; ci-llm checkpoints list shows the others"
         raise BadInput(error.what, where=str(folder), hint=hint) from error
     except ModelError as error:
+        if alone:
+            raise
         hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
         raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
 

@@ -55,7 +55,8 @@ def chat(words: Sequence[str]) -> int:
     crowd, names = asking.open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(crowd, choices, stops, call.system, names=names, shows_sureness=at_terminal)
-    who = f"{crowd.num_agents} agents answer together" if crowd.num_agents > 1 else "One agent answers"
+    who = f"{len(names)} agents answer together" if len(names) > 1 else "One agent answers"
+    who = who if names else "The base answers alone"
     asking.note(f"{who}.\n{conversation.kind}")
     if at_terminal:
         asking.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
@@ -136,7 +137,7 @@ class Conversation:
         if self._prompter.form == "text":
             return "Trained on plain text: each message is continued, and none is remembered."
         if not self._prompter.tells_turns_apart:
-            return "Trained on single questions: each message is one, and none is remembered."
+            return "Single questions: each message is one, and none is remembered."
         return "A conversation: earlier turns are remembered."
 
     def say(self, message: str) -> None:

@@ -77,14 +77,14 @@ def evaluate_run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     parser.add_argument(
         "keys", nargs="*", default=[], metavar="key=value", help="a key of the configuration, see below"
     )
     parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     parser.add_argument("--split", metavar="S", help="the split of the data set")
     parser.add_argument("--max-samples", type=int, metavar="N", help="at most N rows, evenly spread")
-    parser.add_argument("--metric", default="exact_match", metavar="M", help="exact_match (default) or string_match")
+    parser.add_argument("--metric", metavar="M", help="exact_match (default; free text: NLL alone) or string_match")
     parser.add_argument(
         "--batch-size", type=int, metavar="B", help="questions at a time; default: the run's batch_size"
     )
@@ -121,7 +121,7 @@ def _check(call: argparse.Namespace) -> None:
         for name in ("max_samples", "batch_size", "failed")
         if getattr(call, name) is not None and getattr(call, name) < 1
     ]
-    if call.metric not in METRICS:
+    if call.metric not in (None, *METRICS):
         problems.append(f"there is no metric {call.metric!r}: take {' or '.join(METRICS)}")
     if call.abstain_below is not None and not 0 <= call.abstain_below <= 1:
         problems.append("--abstain-below is a probability, from 0 to 1")
@@ -178,7 +178,7 @@ def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
 
     yield from (f"data  {line}" for line in found.lines)
     yield ""
-    yield from table(found)
+    yield from table(found, call.run)
     yield from sureness_lines(found)
     yield ""
     if found.resumed:
@@ -192,7 +192,7 @@ def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
 
 def _where_failed(call: argparse.Namespace, found: Evaluation) -> str:
     grep = shlex.join(["grep", '"correct": false', str(found.predictions)])
-    report = ", ci-llm report shows some" if call.output is None else ""
+    report = ", ci-llm report shows some" if call.output is None and found.record["nll"]["agents"] else ""
     return f"; --failed lists them{report}, and this prints all: {grep}"
 
 

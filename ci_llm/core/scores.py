@@ -39,8 +39,10 @@ def share_interval(share: float, rows: int) -> tuple[float, float]:
 
 
 def paired_interval(differences: Sequence[float]) -> float | None:
-    """The half-width of the normal interval of their mean; None for too few rows, or if all differences are equal."""
-    if len(differences) < LEAST_ROWS or min(differences) == max(differences):
+    """The half-width of the normal interval of their mean; None for too few rows, for one that is
+    not finite, or if all differences are equal."""
+    is_known = len(differences) >= LEAST_ROWS and all(map(math.isfinite, differences))
+    if not is_known or min(differences) == max(differences):
         return None
     return _Z95 * stdev(differences) / math.sqrt(len(differences))
 

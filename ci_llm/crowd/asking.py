@@ -91,7 +91,7 @@ class Answer(Uncertainty):
         probability_right: that the answer is right, as validation rows had it; None before a calibration, and for
             another aggregator than that of the calibration.
         abstained: whether `probability_right` is below `abstain_below`, so that the answer should not be given.
-        agents_asked: how many agents wrote it: K, or with `agents_per_prompt` 1 or 1 + K.
+        agents_asked: how many agents wrote it: K, or with `agents_per_prompt` 1 or 1 + K; 0: the base alone.
         complete: whether the crowd ended the answer, or a stop string did; False if `max_new_tokens` or the base's
             positions cut it.
         tokens: how sure the crowd was of each token.
@@ -271,6 +271,7 @@ def _answer_batch(
 
 def _ask_all(crowd: CrowdModel, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
     """All agents answer, token by token or by a vote."""
+    include_agents = include_agents and bool(crowd.names)  # a base has none
     generated = generate_ids(
         crowd, batch.ids, options.decoding, include_agents=include_agents, uncertainty=True, **batch.arguments(options)
     )
@@ -340,7 +341,7 @@ class _Wording:
             agreement=agreement(text, agents) if agents else None,
             probability_right=right,
             abstained=right is not None and options.abstain_below is not None and right < options.abstain_below,
-            agents_asked=self._crowd.num_agents,
+            agents_asked=len(self._crowd.names),
             complete=len(tokens) > len(ids) or len(text) < len(batch.prompter.text(ids)),
             tokens=tuple(tokens),
             **vars(of_text(tokens)),

@@ -37,7 +37,8 @@ class Crowd(CrowdModel):
         calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
         learned: what aggregators with learned weights take; from the calibration.
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
-        names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps.
+        names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
+            for a base alone.
 
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.

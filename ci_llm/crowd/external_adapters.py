@@ -25,14 +25,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ci_llm.base.gguf import gguf_file
 from ci_llm.checkpoints.checkpoint import find_checkpoint
 from ci_llm.checkpoints.folders import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest
+from ci_llm.core.remote import fetch, may_be_on_hub
 from ci_llm.core.run_folder import SEGMENTS, SWEEP
 from ci_llm.errors import BadInput, ModelError
 
 CONFIG, META_FILE = "adapter_config.json", "ci_llm_meta_config.json"
 WHOLE_MODEL = "model.safetensors"
+#: The file that a base of Transformers has, and a crowd has not.
+BASE_FILE = "config.json"
 
 _TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
 
@@ -278,6 +282,19 @@ def require_checkpoint(given: Path, where: str, *, final_first: bool = False) ->
     raise BadInput(what, where=where, hint=hint)
 
 
+def is_base(given: str) -> bool:
+    """Whether `given` is a base, which `load_base` opens, and no crowd; on the hub its files tell.
+
+    Raises:
+        BadInput: neither a folder nor a model on the hub has this name.
+    """
+    folder = fetch(given, (MANIFEST, BASE_FILE)) if may_be_on_hub(given) else Path(given)
+    if folder.is_dir() and find_checkpoint(folder) is not None:
+        return False
+    named = given == "embedded" and not folder.exists()
+    return named or (folder / BASE_FILE).is_file() or (folder.exists() and gguf_file(str(folder)) is not None)
+
+
 def _is_original(folder: Path) -> bool:
     """Whether it is a checkpoint of the first CI-LLM, which wrote no manifest."""
     try:
@@ -321,9 +338,12 @@ def _what_else(folder: Path) -> tuple[str, str]:
     if there := sorted({step for step, _ in committed(folder.parent)}):
         steps = ", ".join(map(str, there))
         return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
+    if folder.is_dir() and is_base(str(folder)):
+        return "this is a base and no checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
     return (
-        "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
-        "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint",
+        "there is neither a checkpoint nor a base at this path" + ("" if folder.exists() else ": it does not exist"),
+        "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint; evaluate,"
+        f" generate and chat also take a base: a folder with {BASE_FILE} and its weights, a hub id, or a GGUF file",
     )
 
 

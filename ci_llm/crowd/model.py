@@ -27,7 +27,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora.adapters import adapter_config, attach
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.layer import NOBODY, LoraSettings
 from ci_llm.lora.passes import (
     PACKED,
     Head,
@@ -224,7 +224,7 @@ class CrowdModel(nn.Module):
 
     @property
     def num_agents(self) -> int:
-        return self.settings.num_agents
+        return 1 if self.agents.reading.agent == NOBODY else self.settings.num_agents
 
     def replace_agents(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
         """Go on with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
@@ -296,6 +296,16 @@ class CrowdModel(nn.Module):
                 yield self.model
         finally:
             config._attn_implementation = route_attention
+
+    @contextmanager
+    def without_agents(self) -> Iterator[None]:
+        """Let what scores or asks this crowd meet its base alone: a crowd of one, whose agent adapts nothing."""
+        learned, self.learned = self.learned, None
+        try:
+            with self.agents.reading.of(NOBODY):
+                yield
+        finally:
+            self.learned = learned
 
     def choose_route(self) -> str | None:
         """Take the route that reproduces the base's own logits; see `ci_llm.crowd.model.choose_route`."""

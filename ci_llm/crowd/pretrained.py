@@ -61,6 +61,7 @@ class Pretrained:
         step: the optimizer steps taken; 0 for agents that no run has trained.
         run_config: `config.yaml` of the run that trained them; None if no run did.
         calibration: of exactly these agents; None if there is none.
+        weights: fingerprint of agents and base.
     """
 
     source: str
@@ -75,6 +76,7 @@ class Pretrained:
     step: int
     run_config: str | None
     calibration: Calibration | None
+    weights: str
 
     @property
     def learned(self) -> Learned | None:
@@ -101,7 +103,7 @@ def open_pretrained(
     """
     with located(source) as place:
         folder = require_checkpoint(place, str(source), final_first=True)
-        step, state = _verified(folder)
+        manifest, state = _verified(folder)
         calibration = read_calibration(folder, state.get(CALIBRATION))
         if META not in state:
             raise ForeignCheckpoint(
@@ -123,10 +125,24 @@ def open_pretrained(
         prompter=Prompter(tokenizer, meta["prompt_form"]),
         meta=meta,
         common_start=meta.get("common_start", not lora["initialize_adapters_rand"]),
-        step=step,
+        step=manifest.step,
         run_config=state["config.yaml"].decode() if "config.yaml" in state else None,
         calibration=calibration,
+        weights=weights_fingerprint(manifest),
     )
+
+
+def open_base(name: str, device: torch.device | str | None = None) -> Pretrained:
+    """A base alone, asked and scored as a crowd is: it has no agents, and one adapter that changes nothing.
+
+    Raises:
+        ModelError: the base is not found, or cannot be used.
+    """
+    base = load_base(name, None, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    nobody: Any = {"names": [], "agents": [], "configs": [], "meta": {"num_agents": 0}, "common_start": True}
+    about: Any = {"step": 0, "run_config": None, "calibration": None, "weights": base.fingerprint}
+    settings, prompter = LoraSettings(num_agents=1, rank=1), Prompter(base.tokenizer)
+    return Pretrained(name, base, settings, prompter=prompter, **nobody, **about)
 
 
 def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
@@ -164,8 +180,8 @@ def located(source: Path | str) -> Iterator[Path]:
         yield Path(shutil.copytree(cached, Path(scratch, cached.name)))
 
 
-def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
-    """The step, and the keys of the checkpoint that a crowd is built from; every byte is compared with the manifest."""
+def _verified(folder: Path) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest, and the keys of the checkpoint that a crowd is built from; every byte is compared with it."""
     manifest = read_manifest(folder)
     forms = {key: form for key, form in manifest.forms.items() if _is_of_crowd(key)}
     files = {
@@ -173,7 +189,7 @@ def _verified(folder: Path) -> tuple[int, dict[str, Any]]:
         for name, record in manifest.files.items()
         if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms)
     }
-    return manifest.step, read_snapshot(forms, files)
+    return manifest, read_snapshot(forms, files)
 
 
 def _is_of_crowd(key: str) -> bool:

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from statistics import median
+from typing import Any, Final, Literal, Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
 from ci_llm.core.scores import paired_interval
-from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import ends_of_base, generate_ids, num_positions
@@ -103,6 +104,16 @@ class Scores:
         agents = right[:-1]
         other = agents.mean(0) if over == "mean" else agents[int(agents.mean(1).argmax())]
         return paired_gain(right[-1], other)
+
+    def nll_gain(self, over: str) -> dict[str, float | None]:
+        """`gain` in nats per target token: less is better. Long rows count more, as in `mean_nll`."""
+        *agents, crowd = self.nll.double()
+        of_all = torch.stack(agents)
+        other = of_all.mean(0) if over == "mean" else agents[int(of_all.sum(1).argmin())]
+        weights = self.tokens / self.tokens.double().mean()
+        difference = (crowd - other) / self.tokens.double().mean()
+        # The mean of a ratio, linearised: what a row adds beside its share of the tokens.
+        return paired_gain(difference, difference.mean() * (weights - 1))
 
 
 def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...]:
@@ -195,8 +206,28 @@ def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: Tr
             "crowd_minus_mean": scores.gain("mean"),
             "crowd_minus_best": scores.gain("best"),
         },
-        "nll": {"agents": agent_nll, "crowd": crowd_nll},
+        "nll": {
+            "agents": agent_nll,
+            "crowd": crowd_nll,
+            "crowd_minus_mean": scores.nll_gain("mean"),
+            "crowd_minus_best": scores.nll_gain("best"),
+        },
     }
+
+
+def base_record(scores: Scores, answers: AnswerScores | None) -> dict[str, float]:
+    """`base` of `evaluation.json`, from what the base scores alone: see `CrowdModel.without_agents`."""
+    right = scores.right if answers is None else answers.right
+    return {"exact_match": float(right[0].double().mean()), "nll": replace(scores, own=()).mean_nll[0]}
+
+
+def best_agent(scores: Scores, answers: AnswerScores | None, judged_by: JudgedBy) -> dict[str, int]:
+    """`best_agent` of `evaluation.json`: the numbers of the best agent and of the next, and how many rows tell them
+    apart, each by the measure that judges them."""
+    better = -scores.nll[:-1] if judged_by == "nll" else (scores.right[:-1] if answers is None else answers.right[:-2])
+    first, second = better.double().sum(1).argsort(descending=True, stable=True)[:2].tolist()
+    wins, losses = (int((better[one] > better[other]).sum()) for one, other in ((first, second), (second, first)))
+    return {"agent": first, "next": second, "rows_better": wins, "rows_worse": losses}
 
 
 class Examples(Protocol):
@@ -204,6 +235,26 @@ class Examples(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Example: ...
+
+
+JudgedBy = Literal["exact_match", "nll"]
+#: Words of a right answer that another one can be expected to repeat exactly.
+MOST_WORDS: Final = 8
+
+
+def judged_by(rows: Examples, prompter: Prompter, metric: str = "exact_match") -> JudgedBy:
+    """What judges agents and crowd on these rows: whether an answer is right, or for free text its NLL.
+
+    Rows are free text if at least half of them ask nothing, as plain text, or have answers in several turns, or if
+    their right answers have more than `MOST_WORDS` words in the median. 64 rows are looked at, evenly spread.
+    """
+    looked = [rows[number] for number in _spread(range(len(rows)), 64)]
+    asked = [row for row in looked if _has_question(row) and last_answer(row).start == int(row.supervised.argmax())]
+    if 2 * len(asked) <= len(looked):
+        return "nll"
+    references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in asked]
+    read = answer_reader(references, metric)
+    return "nll" if median(len(read(text).split()) for text in references) > MOST_WORDS else "exact_match"
 
 
 @dataclass(frozen=True)
@@ -389,7 +440,7 @@ def answer_questions(
     """Generate the answers of the agents and of the crowd greedily, batch by batch.
 
     Args:
-        crowd: K agents generate 2·K rows for each question at a time.
+        crowd: K agents generate 2·K rows for each question at a time, one alone generates one.
         batches: indices into `questions`.
         max_new_tokens: at most so many tokens per answer.
         aggregator: a module of `ci_llm.crowd.aggregators`.
@@ -397,18 +448,21 @@ def answer_questions(
         stop: called before every token; True ends all texts at that point.
     """
     decoding = Decoding(max_new_tokens, questions.ends, aggregator)
+    is_one = crowd.num_agents == 1 and find_vote(aggregator) is None  # its own answer is the crowd's
     for batch in batches:
         prompts = [questions.prompts[i] for i in batch]
         generated = generate_ids(
             crowd,
             prompts,
             decoding,
-            include_agents=True,
+            include_agents=not is_one,
             uncertainty=uncertainty,
             numbers=batch,
             stop=stop,
             answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
         )
+        if is_one:
+            generated = replace(generated, agents=[generated.crowd], agents_tokens=[generated.tokens])
         *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
         answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
         answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])

@@ -10,7 +10,7 @@ import logging
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,17 +19,16 @@ from typing import Any, Final, Literal
 import torch
 import xxhash
 
-from ci_llm.checkpoints.manifest import Manifest, read_manifest
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd import scoring
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.external_adapters import require_checkpoint
+from ci_llm.crowd.external_adapters import is_base, require_checkpoint
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
-from ci_llm.crowd.pretrained import located, weights_fingerprint
+from ci_llm.crowd.pretrained import located
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
@@ -46,12 +45,13 @@ from ci_llm.evaluation.loading import (
 )
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import sureness_record
-from ci_llm.report.scores import agents_of, gains, rows_evaluated, scores, surest_first, what_evaluated
+from ci_llm.report.scores import surest_first
+from ci_llm.report.scores import table as table_of
 
 logger = logging.getLogger(__name__)
 
 
-Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "answering"]
+Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "scoring the base", "answering"]
 Progress = Callable[[Phase, int, int], None]
 
 #: Of `calibration.learn` over the rows.
@@ -95,19 +95,20 @@ def evaluate(request: Request, progress: Progress = lambda *_: None) -> Evaluati
         OutOfMemory: a batch does not fit.
     """
     began = time.monotonic()
-    with located(request.run) as place:
-        checkpoint = require_checkpoint(place, str(request.run), final_first=True)
-        found = _evaluate(request, checkpoint, progress)
+    if is_base(request.run):
+        found = _evaluate(request, None, progress)
+    else:
+        with located(request.run) as place:
+            found = _evaluate(request, require_checkpoint(place, str(request.run), final_first=True), progress)
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluation:
+def _evaluate(request: Request, checkpoint: Path | None, progress: Progress) -> Evaluation:
     output = request.output or default_output(checkpoint)
     require_own(output, overwrite=request.overwrite)
     calibrated = require_place(checkpoint) if request.calibrate else None
     progress("loading", 0, 0)
     job = load(request, checkpoint)
-    manifest = read_manifest(checkpoint)
     if calibrated is not None:
         require_new_rows(job)
     with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
@@ -118,20 +119,19 @@ def _evaluate(request: Request, checkpoint: Path, progress: Progress) -> Evaluat
                 lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha
             )
         if len(job.questions):
-            source = _source(job, checkpoint, manifest)
-            with open_predictions(output, source, _prompts(job), overwrite=request.overwrite) as predictions:
+            with open_predictions(output, _source(job), _prompts(job), overwrite=request.overwrite) as predictions:
                 resumed = len(predictions.rows)
-                scores = _score(job, progress)
+                scores, base = _score(job, progress)
                 _answer(job, predictions, progress)
-            rows, right = predictions.rows, scoring.AnswerScores(_right(predictions.rows), asked=_asked(job))
+            rows = predictions.rows
             if calibrated is not None:
-                job.crowd.calibration = _calibration(job, rows, weights_fingerprint(manifest))
+                job.crowd.calibration = _calibration(job, rows)
                 write_json(calibrated, job.crowd.calibration.record())
         else:
             refuse_unanswerable(job)
-            resumed, rows, right, scores = 0, [], None, _score(job, progress)
+            resumed, rows, (scores, base) = 0, [], _score(job, progress)
     return Evaluation(
-        record=_record(job, manifest.step, scores, right, rows),
+        record=_record(job, scores, base, rows),
         lines=_lines(job),
         rows=rows,
         predictions=output if rows else None,
@@ -170,11 +170,19 @@ def _fits(batch_size: int) -> Iterator[None]:
 # What is asked
 
 
-def _score(job: Job, progress: Progress) -> scoring.Scores:
-    """Every row, teacher-forced; in the batches of the training's own evaluation, which has no gradients either."""
+def _score(job: Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
+    """Every row, teacher-forced, with the agents and by the base alone.
+
+    The batches are those of the training's own evaluation, which has no gradients either.
+    """
     scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
-    return scores
+    if not job.names:
+        return scores, scores
+    with job.crowd.without_agents():
+        base = scoring.score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
+    assert base is not None, "nobody asks to stop"
+    return scores, base
 
 
 def _batches(job: Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
@@ -191,42 +199,53 @@ def _answer(job: Job, predictions: Predictions, progress: Progress) -> None:
     """
     total, done = len(job.questions), len(predictions.rows)
     batches = [batch for batch in share(range(total), 0, 1, job.batch_size) if batch[-1] >= done]
-    config = job.config
     progress("answering", done, total)
-    for answers in scoring.answer_questions(
+    for batch in batches:
+        answers = _answers_to(job, batch, job.config.aggregator)
+        with job.crowd.without_agents():
+            base = _answers_to(job, batch, "probability") if job.names else answers
+        rows = [row for number, row in zip(batch, _rows(job, answers, base), strict=True) if number >= done]
+        predictions.append(rows)
+        progress("answering", batch[-1] + 1, total)
+
+
+def _answers_to(job: Job, batch: Sequence[int], aggregator: str) -> scoring.Answers:
+    [answers] = scoring.answer_questions(
         job.crowd,
         job.prompter,
         job.questions,
-        batches,
-        max_new_tokens=config.max_new_tokens_eval,
-        aggregator=config.aggregator,
+        [batch],
+        max_new_tokens=job.config.max_new_tokens_eval,
+        aggregator=aggregator,
         uncertainty=True,
-    ):
-        rows = [row for number, row in zip(answers.numbers, _rows(job, answers), strict=True) if number >= done]
-        predictions.append(rows)
-        progress("answering", answers.numbers[-1] + 1, total)
+    )
+    return answers
 
 
-def _rows(job: Job, answers: scoring.Answers) -> Iterator[Row]:
-    """The lines of the predictions file for a batch."""
+def _rows(job: Job, answers: scoring.Answers, base: scoring.Answers) -> Iterator[Row]:
+    """The lines of the predictions file for a batch. Free text is neither right nor wrong."""
     numbers, source = job.tokenized.row_numbers, job.tokenized.rows.numbers
     *own_signals, crowd_signals = answers.signals
+    count = len(job.names)
     for at, number in enumerate(answers.numbers):
-        *agents, crowd, vote = answers.right[:, at].tolist()
+        right = [*answers.right[:, at].tolist(), bool(base.right[0, at])]
+        *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
         canonical = numbers[job.questions.rows[number]]
         yield {
             "prompt": _prompt(job, number),
             "reference": job.questions.references[number],
             "answer": answers.crowd[at],
-            "agents": [texts[at] for texts in answers.agents],
+            "agents": [texts[at] for texts in answers.agents[:count]],
+            "base": base.crowd[at],
             "correct": crowd,
             "confidence": float(f"{answers.uncertainty[at].confidence:.6g}"),
             "disagreement": round(answers.uncertainty[at].disagreement, 6),
             "row": source[canonical] if source else canonical,
-            "agents_correct": agents,
+            "agents_correct": agents[:count],
             "vote_correct": vote,
+            "base_correct": of_base,
             "signals": _rounded(crowd_signals[at]),
-            "agents_signals": [_rounded(own[at]) for own in own_signals],
+            "agents_signals": [_rounded(own[at]) for own in own_signals[:count]],
         }
 
 
@@ -250,7 +269,7 @@ def _prompt(job: Job, number: int) -> str:
 # What is learned
 
 
-def _calibration(job: Job, rows: Sequence[Row], weights: str) -> Calibration:
+def _calibration(job: Job, rows: Sequence[Row]) -> Calibration:
     """From the lines of the predictions file, and the targets of the same rows."""
     learned, right = job.crowd.learned, _right(rows).tolist()
     assert learned is not None, "it was learned before the answers"
@@ -261,11 +280,21 @@ def _calibration(job: Job, rows: Sequence[Row], weights: str) -> Calibration:
         aggregator=job.config.aggregator,
         rows=len(rows),
         data=public_name(job.tokenized.rows.where),  # it leaves this machine with the agents
-        weights=weights,
+        weights=job.saved.weights,
     )
 
 
 # What is found
+
+
+def _judged(job: Job, rows: Sequence[Row]) -> tuple[scoring.AnswerScores | None, scoring.AnswerScores | None]:
+    """Which answers were right: of agents, crowd and vote, and of the base; None for free text."""
+    if not rows or job.judged_by == "nll":
+        return None, None
+    right, base = _right(rows), torch.tensor([[row["base_correct"] for row in rows]])
+    if not job.names:
+        right = torch.cat([base, right])  # a crowd of one
+    return scoring.AnswerScores(right, asked=_asked(job)), scoring.AnswerScores(base)
 
 
 def _right(rows: Sequence[Row]) -> torch.Tensor:
@@ -273,15 +302,31 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
     return torch.tensor([[*row["agents_correct"], row["correct"], row["vote_correct"]] for row in rows]).T
 
 
-def _record(
-    job: Job, step: int, scores: scoring.Scores, right: scoring.AnswerScores | None, rows: Sequence[Row]
-) -> dict[str, Any]:
-    config = job.config
+#: The figures of agents and crowd where there are none.
+_NOBODY: Final[dict[str, Any]] = {"agents": [], "crowd": None}
+
+
+def _record(job: Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> dict[str, Any]:
+    config, (right, base_right) = job.config, _judged(job, rows)
     task = job.request.choice.data or config.task
     forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
-    record = {**scoring.merge_records(forced, right), "step": step}
-    if job.crowd.names != default_names(job.crowd.num_agents):
+    record = {
+        **scoring.merge_records(forced, right),
+        "step": job.saved.step,
+        "data": [job.tokenized.rows.where],
+        "judged_by": job.judged_by,
+        "base": scoring.base_record(base, base_right),
+    }
+    if not job.names:
+        record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
+    elif job.crowd.names != default_names(job.crowd.num_agents):
         record["folders"] = job.crowd.names
+    if job.saved.run_config is not None and len(rates := [own.learning_rate for own in config.each_agent]) == len(
+        job.names
+    ):
+        record["learning_rates"] = rates
+    if config.agents and len(job.names) > 1:
+        record["best_agent"] = scoring.best_agent(scores, right, job.judged_by)
     if job.names != job.crowd.names:
         record["names"] = job.names
     if right is not None:
@@ -295,22 +340,21 @@ def _record(
             names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
-    return {**record, **_text_figures(job, scores)}
+    return {**record, "left_out": job.questions.left_out, **_text_figures(job, scores, base)}
 
 
-def _text_figures(job: Job, scores: scoring.Scores) -> dict[str, Any]:
+def _text_figures(job: Job, scores: scoring.Scores, base: scoring.Scores) -> dict[str, Any]:
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
-    tokens, nats = int(scores.tokens.sum()), scores.nll.double().sum(1)
+    tokens, nats = int(scores.tokens.sum()), torch.cat([base.nll[:1], scores.nll]).double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
     size = sum(len(job.prompter.text(row.input_ids[row.supervised].tolist()).encode()) for row in targets)
-    *perplexity, crowd = (nats / tokens).exp().tolist()
-    *bits, crowd_bits = (nats / math.log(2) / max(1, size)).tolist()
-    return {
-        "tokens": tokens,
-        "bytes": size,
-        "perplexity": {"agents": perplexity, "crowd": crowd},
-        "bits_per_byte": {"agents": bits, "crowd": crowd_bits},
-    }
+    found = {"perplexity": (nats / tokens).exp(), "bits_per_byte": nats / math.log(2) / max(1, size)}
+
+    def named(of_base: float, *agents: float) -> dict[str, Any]:
+        everyone = {"agents": [*agents[:-1]], "crowd": agents[-1]} if job.names else _NOBODY
+        return {**everyone, "base": of_base}
+
+    return {"tokens": tokens, "bytes": size, **{name: named(*each.tolist()) for name, each in found.items()}}
 
 
 def _lines(job: Job) -> list[str]:
@@ -330,14 +374,16 @@ def _lines(job: Job) -> list[str]:
 # What identifies it
 
 
-def _source(job: Job, checkpoint: Path, manifest: Manifest) -> Source:
+def _source(job: Job) -> Source:
     return Source(
-        weights=weights_fingerprint(manifest),
-        checkpoint=f"step {manifest.step} of {checkpoint.absolute().parent}",
+        weights=job.saved.weights,
+        checkpoint=f"step {job.saved.step} of {Path(job.saved.source).absolute().parent}"
+        if job.names
+        else job.saved.source,
         data=job.tokenized.rows.where,
         rows=len(job.questions),
         aggregator=_aggregator_name(job),
-        step=manifest.step,
+        step=job.saved.step,
         **_asked(job),
     )
 
@@ -354,25 +400,12 @@ def _aggregator_name(job: Job) -> str:
     return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"
 
 
-def table(evaluation: Evaluation) -> Iterator[str]:
-    """The figures, line by line."""
+def table(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
+    """The figures, line by line; for `run` see `ci_llm.report.scores.table`."""
     record = evaluation.record
-    if "perplexity" in record:
-        yield from _text_table(record)
-        rows = rows_evaluated(record["n"], record["rows_trained_on"])
-        yield f"{rows}, {record['tokens']} tokens of {record['bytes'] / max(1, record['tokens']):.2f} bytes on average"
-        return
-    yield f"{'':<14}{'exact match':>12}{'95 % interval':>17}{'nats per token':>16}"
-    are_several = len(agents_of(record)) > 1  # else the crowd is the agent
-    for line in scores(record) if are_several else scores(record)[:1]:
-        interval = "" if line.low is None or line.high is None else f"{line.low:.3f} to {line.high:.3f}"
-        nll = "" if line.nll is None else f"{line.nll:.4f}"
-        yield f"{line.who:<14}{line.exact_match:>12.3f}{interval:>17}{nll:>16}".rstrip()
-    for name, gain in gains(record) if are_several else ():
-        half = "" if gain.interval95 is None else f" ± {gain.interval95:.3f}"
-        yield f"crowd - {name}: {gain.value:+.3f}{half}"
-    metric = record["metric"]
-    yield what_evaluated(record) + ("" if metric == "exact_match" else f"; right is what {metric} finds equal")
+    yield from table_of(record, run)
+    if "bytes" in record:
+        yield f"{record['tokens']} tokens of {record['bytes'] / max(1, record['tokens']):.2f} bytes on average"
 
 
 def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
@@ -418,22 +451,7 @@ def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
 
 def failed_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows that the crowd answered wrong, those first of which it was most sure."""
-    return sorted((row for row in rows if not row["correct"]), key=surest_first)
-
-
-def _text_table(record: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'':<14}{'perplexity':>12}{'bits per byte':>17}{'nats per token':>16}"
-    figures = [record["perplexity"], record["bits_per_byte"], record["nll"]]
-    for name, *numbers in zip(agents_of(record), *(each["agents"] for each in figures), strict=True):
-        yield _text_line(name, *numbers)
-    count = len(record["nll"]["agents"])
-    bits, nll = (sum(each["agents"]) / count for each in figures[1:])
-    yield _text_line("agents, mean", math.exp(nll), bits, nll)
-    yield _text_line("crowd", *(each["crowd"] for each in figures))
-
-
-def _text_line(who: str, perplexity: float, bits: float, nll: float) -> str:
-    return f"{who:<14}{perplexity:>12.3f}{bits:>17.4f}{nll:>16.4f}"
+    return sorted((row for row in rows if row["correct"] is False), key=surest_first)
 
 
 def _short(text: str, width: int) -> str:

@@ -17,8 +17,8 @@ from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.generation import num_positions
-from ci_llm.crowd.pretrained import calibration_path, given_names, open_pretrained
-from ci_llm.crowd.scoring import Questions
+from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
+from ci_llm.crowd.scoring import JudgedBy, Questions, judged_by
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
@@ -108,7 +108,7 @@ def open_rows(config: Config | None, choice: Choice, where: str) -> tuple[Config
     """
     if config is None and choice.data is None:
         raise BadInput(
-            "this checkpoint was not trained here: it does not say which rows it is evaluated on",
+            "no run of this program trained it: it does not say which rows it is evaluated on",
             where=where,
             hint="name a data set by --data",
         )
@@ -155,8 +155,8 @@ class Request:
     """What is to be evaluated, and how.
 
     Attributes:
-        run: the folder of a run, a checkpoint, a saved crowd, or a hub id.
-        metric: a module of `ci_llm.crowd.metrics`.
+        run: the folder of a run, a checkpoint, a saved crowd, a hub id, or a base alone.
+        metric: a module of `ci_llm.crowd.metrics`; None: exact_match, but for free text, which the NLL judges.
         batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
         output: the predictions file; None: `predictions.jsonl` in the folder of the run.
         overwrite: begin the predictions file anew, whatever it holds.
@@ -168,7 +168,7 @@ class Request:
 
     run: str
     choice: Choice
-    metric: str = "exact_match"
+    metric: str | None = None
     batch_size: int | None = None
     output: Path | None = None
     overwrite: bool = False
@@ -187,31 +187,37 @@ class Job:
     """The parts of an evaluation, loaded.
 
     Attributes:
-        names: of the agents, for people.
+        names: of the agents, for people; empty for a base alone.
+        judged_by: see `ci_llm.crowd.scoring.judged_by`.
     """
 
     request: Request
     config: Config
+    saved: Pretrained
     crowd: Crowd
     names: list[str]
     prompter: Prompter
     tokenized: TokenizedRows
     questions: Questions
     batch_size: int
+    judged_by: JudgedBy
 
 
-def default_output(checkpoint: Path) -> Path:
+def default_output(checkpoint: Path | None) -> Path:
     """In the folder of the run, where reports look for it; never in a checkpoint, whose files are fixed."""
+    if checkpoint is None:
+        return Path(PREDICTIONS)
     run = checkpoint.absolute().parent
     return (checkpoint.parent if (run / "status.json").is_file() else Path()) / PREDICTIONS
 
 
-def load(request: Request, checkpoint: Path) -> Job:
+def load(request: Request, checkpoint: Path | None) -> Job:
+    """Open what is asked for; `checkpoint` is None for a base alone."""
     choice = request.choice
-    trained = read_run_config(checkpoint)
+    trained = None if checkpoint is None else read_run_config(checkpoint)
     config, rows = open_rows(trained, choice, str(request.run))
     rows = _counting_copies(rows, trained)
-    saved = open_pretrained(checkpoint, base_model=request.base_model)
+    saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)
     crowd, names = Crowd.of(saved), given_names(saved.meta)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
@@ -228,11 +234,12 @@ def load(request: Request, checkpoint: Path) -> Job:
         crowd,
         count or len(tokenized),
         config.max_seq_length,
-        metric=request.metric,
+        metric=request.metric or "exact_match",
         sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 else None,
     )
+    judge: JudgedBy = "exact_match" if request.metric and len(questions) else judged_by(tokenized, prompter)
     batch_size = request.batch_size or config.batch_size
-    return Job(request, config, crowd, names, prompter, tokenized, questions, batch_size)
+    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge)
 
 
 def _sets(tokenized: TokenizedRows) -> list[range]:
@@ -287,7 +294,13 @@ def refuse_unanswerable(job: Job) -> None:
 
 
 def require_new_rows(job: Job) -> None:
-    """Refuse to calibrate on rows that were all learned."""
+    """Refuse to calibrate on rows that were all learned, or whose answers are neither right nor wrong."""
+    if job.judged_by == "nll" and len(job.questions):
+        raise BadInput(
+            "these rows are free text, whose answers are neither right nor wrong",
+            where=f"--calibrate: {job.tokenized.rows.where}",
+            hint="rows with short answers; or --metric exact_match, which takes their texts for answers all the same",
+        )
     if job.tokenized.rows.trained_on == "all":
         raise BadInput(
             "these rows were trained on: they show how sure the crowd is of what it remembers",
@@ -296,8 +309,8 @@ def require_new_rows(job: Job) -> None:
         )
 
 
-def require_place(checkpoint: Path) -> Path:
-    path = calibration_path(checkpoint)
+def require_place(checkpoint: Path | None) -> Path:
+    path = None if checkpoint is None else calibration_path(checkpoint)
     if path is None:
         raise BadInput(
             "a calibration is kept in the folder of a run, and this is no checkpoint in one",

@@ -46,7 +46,7 @@ class Source:
     metric: str
     aggregator: str
     max_new_tokens: int
-    format: int = 2
+    format: int = 3
     step: int | None = None
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:

@@ -99,12 +99,16 @@ class Shared:
     head: Any = None
 
 
+#: In place of an agent: the rows belong to none, and the base reads them alone.
+NOBODY: Final = -1
+
+
 @dataclass
 class Reading:
     """Whose tokens the input of every layer holds: those of all agents, of one, or of each agent its own.
 
     Attributes:
-        agent: the agent to which all rows of the input belong; None: the input holds the rows of all K agents.
+        agent: the agent to which all rows of the input belong, or `NOBODY`; None: it holds the rows of all K agents.
         spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
         shared: with the passes of other agents; None: nothing.
     """
@@ -553,7 +557,8 @@ class StackedLoRALinear(nn.Module):
         if self.reading.agent is not None:
             # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
             first, agents = self.reading.agent, 1
-            groups = tuple(group.only(first) for group in groups if group.first <= first < group.end)
+            own = tuple(group.only(first) for group in groups if group.first <= first < group.end)
+            groups = own or (AgentGroup(0, 1),)
         elif self.reading.spans is not None:
             agents, groups = 1, tuple(own for group in groups for own in group.on(self.reading.spans))
         if not self.training:

@@ -13,7 +13,7 @@ from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import TOGETHER, Gain, Leaderboard, Score, comparable, difference, scores
+from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, difference, notes, scores
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
@@ -36,6 +36,8 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 "wall_s": run.wall_s,
                 "scores": [asdict(score) for score in scores(run.evaluation)] if run.evaluation else None,
                 "n": run.evaluation["n"] if run.evaluation else None,
+                "data": run.evaluation.get("data") if run.evaluation else None,
+                "learning_rates": run.evaluation.get("learning_rates") if run.evaluation else None,
             }
             for run in runs
         ],
@@ -131,7 +133,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "scores: none of these runs has been evaluated yet"
         return
     names = list(dict.fromkeys(score.who for table in tables for score in table))
-    names.sort(key=lambda name: name in TOGETHER)  # what is about all of them stands below
+    names.sort(key=lambda name: (name not in LEADING, name in TOGETHER))  # what is about all of them stands below
     found = [{score.who: score for score in table} for table in tables]
     yield from _table(
         [
@@ -145,9 +147,15 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
         yield f"{pair}: {_as_text(gain) if gain else f'not compared ({why})'}"
-    yield from dict.fromkeys(
-        f"{letter}: {run.what_evaluated}" for letter, run in zip(LETTERS, runs, strict=False) if run.evaluation
-    )
+    for letter, run in zip(LETTERS, runs, strict=False):
+        if run.evaluation:
+            rates = ", ".join(f"{rate:g}" for rate in run.evaluation.get("learning_rates", ()))
+            told = [
+                run.what_evaluated,
+                *([f"learning rates {rates}"] if rates else []),
+                *notes(run.evaluation, run.folder),
+            ]
+            yield from (f"{letter}: {line}" for line in told)
 
 
 def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, str | None]]:
@@ -164,6 +172,8 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
 
 
 def _as_text(gain: Gain) -> str:
+    if gain.measure == "nats per token":
+        return f"{gain} nats per token (no interval: the rows of free text are not kept one by one)"
     if gain.interval95 is None:
         why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
         return f"{gain.value:+.3f} exact match ({why})"
@@ -175,7 +185,8 @@ def _as_text(gain: Gain) -> str:
 def _shown(score: Score | None) -> str:
     if score is None:
         return ""
-    return f"{score.exact_match:.3f}" + (f" ({score.nll:.4f})" if score.nll is not None else "")
+    exact = "-" if score.exact_match is None else f"{score.exact_match:.3f}"
+    return exact + (f" ({score.nll:.4f})" if score.nll is not None else "")
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

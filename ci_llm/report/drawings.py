@@ -246,10 +246,12 @@ def draw_lines(
 
 
 def draw_scores(scores: Sequence[Score]) -> str:
-    """Exact match of everyone, with intervals."""
-    places = {float(place): score for place, score in enumerate(reversed(scores))}
-    right = min(1.0, 1.05 * max(score.high or score.exact_match for score in scores)) or 1.0
-    names = {place: score.who for place, score in places.items()}
+    """Exact match of everyone, with intervals; empty for free text, which has none."""
+    places = {float(place): (s, s.exact_match) for place, s in enumerate(reversed(scores)) if s.exact_match is not None}
+    if not places:
+        return ""
+    right = min(1.0, 1.05 * max(score.high or share for score, share in places.values())) or 1.0
+    names = {place: score.who for place, (score, _) in places.items()}
     plot = Plot(
         _WIDTH,
         60 + 26 * len(scores),
@@ -257,12 +259,12 @@ def draw_scores(scores: Sequence[Score]) -> str:
         Axis(0, right, "exact match"),
         Axis(-0.6, len(scores) - 0.4, names=names),
     )
-    for place, score in places.items():
+    for place, (score, share) in places.items():
         colour = "crowd" if score.who == "crowd" else "ink"
-        label = f"{score.who}: {score.exact_match:.3f}"
+        label = f"{score.who}: {share:.3f}"
         if score.low is not None and score.high is not None:
             plot.line([(score.low, place), (score.high, place)], colour, label, width=2.5)
-        plot.dot(score.exact_match, place, colour, label)
+        plot.dot(share, place, colour, label)
     return plot.svg()
 
 

@@ -16,7 +16,7 @@ from ci_llm.core.durable import write_bytes
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
-from ci_llm.report.scores import Leaderboard, gains, read_trials, scores, surest_first
+from ci_llm.report.scores import Leaderboard, gains, notes, read_trials, scores, surest_first
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -107,6 +107,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "scores": table,
         "scores_drawing": drawings.draw_scores(table) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
+        "notes": list(notes(evaluation, facts.folder)) if evaluation else [],
         "drawings": drawings.draw_curves(
             facts.metrics, [attempt.first_step for attempt in attempts[1:]], facts.agents_names
         ),
@@ -153,7 +154,8 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     if facts.evaluation and not facts.has_gone_on:
         crowd = scores(facts.evaluation)[-1]
         note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
-        yield Tile("crowd, exact match", f"{crowd.exact_match:.3f}", note)
+        if crowd.exact_match is not None:
+            yield Tile("crowd, exact match", f"{crowd.exact_match:.3f}", note)
         yield Tile("crowd, nats per token", number(crowd.nll))
     elif (loss := facts.metrics.last("train/task_loss")) is not None:
         yield Tile("training loss", number(loss), "nats per token, mean over agents")
@@ -209,9 +211,9 @@ def _peak_bytes(facts: RunFacts) -> float | None:
 
 
 def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Rows answered right, and rows answered wrong: of those the ones the crowd was most sure of."""
-    solved = [row for row in facts.predictions if row["correct"]]
-    failed = sorted((row for row in facts.predictions if not row["correct"]), key=surest_first)
+    """Rows answered right, or with free text, and rows answered wrong: those the crowd was most sure of."""
+    solved = [row for row in facts.predictions if row["correct"] is not False]
+    failed = sorted((row for row in facts.predictions if row["correct"] is False), key=surest_first)
     return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
 
 

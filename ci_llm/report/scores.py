@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ci_llm.core.run_folder import SEGMENTS, SWEEP
 from ci_llm.core.scores import LEAST_ROWS, paired_interval, place_of_trial, share_interval, unpaired_interval
 from ci_llm.errors import BadInput
 
 Row = Mapping[str, Any]
+Measure = Literal["exact match", "nats per token"]
 
+#: The lines above those of all agents.
+BASE, BEST = LEADING = ("base", "best agent")
 #: The lines about all agents together.
 MEAN, VOTE, CROWD = TOGETHER = ("agents, mean", "majority vote", "crowd")
+_OVER: Final = {
+    "crowd_minus_mean": "the agents' mean",
+    "crowd_minus_best": "the best agent",
+    "crowd_minus_vote": "a majority vote",
+}
 BY_OWN_ROWS: Final = "each agent is scored by its own rows; the crowd and the differences are over the rows of all"
 
 HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
@@ -28,25 +37,28 @@ class Score:
     """How one answered.
 
     Attributes:
-        who: the name of an agent, "agents, mean", "crowd", "majority vote".
-        exact_match: share of right answers.
+        who: the name of an agent, or one of `LEADING` and `TOGETHER`.
+        exact_match: share of right answers; None for free text, which is neither right nor wrong.
         low, high: a 95 % interval of that share over rows (Wilson); None where there are too few rows, or the share is
             a mean of several agents.
         nll: nats per target token, teacher-forced; None where there is none.
+        learning_rate: of an agent; None where it is not known.
     """
 
     who: str
-    exact_match: float
+    exact_match: float | None
     low: float | None
     high: float | None
     nll: float | None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A difference of two shares of right answers.
+    """A difference of two shares of right answers, or of two NLLs.
 
     Attributes:
+        measure: "exact match", of which more is better, or "nats per token", of which less is.
         interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None where
             there are too few rows, or all of them differ alike.
         paired: whether both answered the same rows, which are compared row by row.
@@ -57,20 +69,52 @@ class Gain:
     interval95: float | None
     paired: bool
     rows: int
+    measure: Measure = "exact match"
+
+    @property
+    def is_sure(self) -> bool | None:
+        """Whether the interval leaves out zero, on the better side; None where too few rows tell."""
+        better = self.value if self.measure == "exact match" else -self.value
+        return None if self.rows < LEAST_ROWS else better > (self.interval95 or 0.0)
+
+    def __str__(self) -> str:
+        digits = 3 if self.measure == "exact match" else 4
+        half = "" if self.interval95 is None else f" ± {self.interval95:.{digits}f}"
+        return f"{self.value:+.{digits}f}{half}"
 
 
 def scores(evaluation: Mapping[str, Any]) -> list[Score]:
-    """The lines of an evaluation.json, the crowd's last. Agents that are scored by their own rows have neither a mean,
-    which would be of other rows than the crowd's score, nor an interval, because their rows are not counted there."""
+    """The lines of an evaluation.json, the base's first and the crowd's last; of a base alone its one.
+
+    Agents that are scored by their own rows have neither a mean, which would be of other rows than the crowd's score,
+    nor an interval, because their rows are not counted there.
+    """
     exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
-    have_own = bool(by_own_rows(evaluation))
+    have_own, names = bool(by_own_rows(evaluation)), agents_of(evaluation)
+    rates = evaluation.get("learning_rates") or [None] * len(names)
     agents = [
-        Score(name, match, None, None, loss) if have_own else _score(name, match, rows, loss)
-        for name, match, loss in zip(agents_of(evaluation), exact["agents"], nll["agents"], strict=True)
+        Score(name, match, None, None, loss, rate) if have_own else _score(name, match, rows, loss, rate)
+        for name, match, loss, rate in zip(names, exact["agents"], nll["agents"], rates, strict=True)
     ]
+    base = [_score(BASE, found["exact_match"], rows, found["nll"])] if (found := evaluation.get("base")) else []
+    best = [replace(agents[each["agent"]], who=BEST)] if (each := evaluation.get("best_agent")) else []
+    if not agents:
+        return _without_matches(evaluation, base)
     mean = [] if have_own else [Score(MEAN, fmean(exact["agents"]), None, None, fmean(nll["agents"]))]
     vote = [_score(VOTE, exact["vote"], rows, None)] if "vote" in exact else []
-    return [*agents, *mean, *vote, _score(CROWD, exact["crowd"], rows, nll["crowd"])]
+    found = [*base, *best, *agents, *mean, *vote, _score(CROWD, exact["crowd"], rows, nll["crowd"])]
+    return _without_matches(evaluation, found)
+
+
+def _without_matches(evaluation: Mapping[str, Any], found: Sequence[Score]) -> list[Score]:
+    if not is_free_text(evaluation):
+        return [*found]
+    return [replace(score, exact_match=None, low=None, high=None) for score in found if score.who != VOTE]
+
+
+def is_free_text(evaluation: Mapping[str, Any]) -> bool:
+    """Whether the rows are judged by NLL, because no answer has to match theirs; see `crowd.scoring.judged_by`."""
+    return evaluation.get("judged_by") == "nll"
 
 
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
@@ -88,18 +132,95 @@ def by_own_rows(evaluation: Mapping[str, Any]) -> str:
     return BY_OWN_ROWS if "sets" in evaluation else ""
 
 
-def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
-    """What the crowd is better by, as evaluation.json says it: paired over rows."""
-    names = {
-        "crowd_minus_mean": "the agents' mean",
-        "crowd_minus_best": "the best agent",
-        "crowd_minus_vote": "a majority vote",
-    }
-    for key, name in names.items():
-        if gain := evaluation["exact_match"].get(key):
+def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iterator[tuple[str, Gain]]:
+    """What the crowd is better by, as evaluation.json says it: paired over rows.
+
+    Args:
+        measure: None: that which judges the rows.
+    """
+    measure = measure or ("nats per token" if is_free_text(evaluation) else "exact match")
+    found, rows = evaluation["exact_match"], evaluation["n"]
+    if measure == "nats per token":
+        found, rows = evaluation["nll"], evaluation.get("teacher_forced", evaluation)["n"]
+    for key, name in _OVER.items():
+        if gain := found.get(key):
             interval = gain["interval95"]
             known = interval is not None and math.isfinite(interval)
-            yield name, Gain(gain["value"], interval if known else None, True, evaluation["n"])
+            yield name, Gain(gain["value"], interval if known else None, True, rows, measure)
+
+
+def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
+    """Lines for people: the best agent of those with settings of their own, and where the crowd adds nothing.
+
+    Args:
+        run: what `ci-llm export` is to be given.
+    """
+    names = agents_of(evaluation)
+    if found := evaluation.get("best_agent"):
+        better, worse = found["rows_better"], found["rows_worse"]
+        tell = f"{better + worse} rows tell it from {names[found['next']]}, {better} for it and {worse} against"
+        yield f"best agent: {names[found['agent']]}; {tell}"
+    if len(names) > 1 and not by_own_rows(evaluation) and (nothing := _adds_nothing(evaluation)):
+        best, why = nothing
+        folder = folders_of(evaluation)[best]
+        serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
+        yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
+
+
+def _adds_nothing(evaluation: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The agent to serve instead of the crowd, and why; None if the crowd adds something.
+
+    It adds nothing if its NLL is worse than the best agent's, or if by the measure that judges the rows the interval of
+    its gain over the agents' mean, or over the best agent, holds zero.
+    """
+    nll, crowd, exact = evaluation["nll"]["agents"], evaluation["nll"]["crowd"], evaluation["exact_match"]["agents"]
+    if not all(each is not None and math.isfinite(each) for each in (*nll, crowd)):
+        return None
+    best, in_nats = nll.index(min(nll)), dict(gains(evaluation, "nats per token"))
+    if crowd > nll[best]:
+        rows = evaluation.get("teacher_forced", evaluation)["n"]
+        return best, f": {crowd:.4f} nats per token, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
+    for over, gain in [*gains(evaluation)][:2]:
+        if gain.is_sure is False:
+            leads = over in in_nats and in_nats[over].is_sure and gain.measure == "exact match"
+            nats = f", though {in_nats[over]} nats per token" if leads else ""
+            best = best if is_free_text(evaluation) else exact.index(max(exact))
+            return best, f" sure in {gain.measure}: {gain} over {over}{nats}, over {gain.rows}"
+    return None
+
+
+def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
+    """An evaluation.json for a terminal, line by line; for `run` see `notes`."""
+    found, are_several = scores(evaluation), len(evaluation["nll"]["agents"]) > 1
+    if not are_several:  # the crowd is the agent
+        found = [score for score in found if score.who not in TOGETHER]
+    columns = [*_columns(evaluation, found)]
+    yield f"{'':<14}" + "".join(f"{title:>{width}}" for title, width, _ in columns)
+    for score in found:
+        yield f"{score.who:<14}{''.join(f'{cell(score):>{width}}' for _, width, cell in columns)}".rstrip()
+    yield from (f"crowd - {name}: {gain}" for name, gain in gains(evaluation) if are_several)
+    yield what_evaluated(evaluation)
+    yield from notes(evaluation, run)
+
+
+def _columns(
+    evaluation: Mapping[str, Any], found: Sequence[Score]
+) -> Iterator[tuple[str, int, Callable[[Score], str]]]:
+    """Title, width and content of the columns that these rows have figures for."""
+
+    def shown(number: float | None, form: str, factor: float = 1.0) -> str:
+        return "" if number is None else format(number * factor, form)
+
+    if not is_free_text(evaluation):
+        yield "exact match", 12, lambda s: shown(s.exact_match, ".3f")
+        yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
+    elif "bytes" in evaluation:
+        bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
+        yield "perplexity", 12, lambda s: shown(s.nll and math.exp(s.nll), ".3f")
+        yield "bits per byte", 17, lambda s: shown(s.nll, ".4f", bits)
+    yield "nats per token", 16, lambda s: shown(s.nll, ".4f")
+    if len({score.learning_rate for score in found} - {None}) > 1:
+        yield "learning rate", 15, lambda s: shown(s.learning_rate, "g")
 
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
@@ -124,13 +245,17 @@ def rows_evaluated(count: int, trained_on: str) -> str:
 def what_evaluated(evaluation: Mapping[str, Any]) -> str:
     """What the scores of an evaluation.json are of, for people."""
     rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
-    of = f"{how_measured(evaluation)}, over {rows}; data set {evaluation['task']}"
+    measured = "free text, judged by NLL" if is_free_text(evaluation) else how_measured(evaluation)
+    of = f"{measured}, over {rows}; data set {', '.join(evaluation.get('data', [evaluation['task']]))}"
+    if (metric := evaluation.get("metric", "exact_match")) != "exact_match":
+        of += f"; right is what {metric} finds equal"
     return f"{of}; {whose}" if (whose := by_own_rows(evaluation)) else of
 
 
 def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Why two evaluations cannot be subtracted; None if they can."""
-    for key, what in (("task", "data sets"), ("measured_by", "measures"), ("rows_trained_on", "kinds of rows")):
+    known = "data" if "data" in one and "data" in other else "task"
+    for key, what in ((known, "data sets"), ("measured_by", "measures"), ("rows_trained_on", "kinds of rows")):
         if one.get(key) != other.get(key):
             return f"different {what}: {one.get(key)} and {other.get(key)}"
     return None
@@ -148,6 +273,9 @@ def difference(
         one, other: evaluation.json.
         own_rows, other_rows: predictions, which are joined by prompt and reference.
     """
+    if is_free_text(one):
+        nats = one["nll"]["crowd"] - other["nll"]["crowd"]
+        return Gain(nats, None, False, min(one["n"], other["n"]), "nats per token")
     pairs = _joined(own_rows, other_rows)
     if pairs:
         differences = [float(a) - float(b) for a, b in pairs]
@@ -166,9 +294,9 @@ def surest_first(row: Row) -> float:
     return -next((number for number in numbers if isinstance(number, int | float)), 0.0)
 
 
-def _score(who: str, share: float, rows: int, nll: float | None) -> Score:
-    low, high = share_interval(share, rows) if rows >= LEAST_ROWS else (None, None)
-    return Score(who, share, low, high, nll)
+def _score(who: str, share: float | None, rows: int, nll: float | None, rate: float | None = None) -> Score:
+    low, high = share_interval(share, rows) if share is not None and rows >= LEAST_ROWS else (None, None)
+    return Score(who, share, low, high, nll, rate)
 
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:

@@ -18,7 +18,7 @@ from ci_llm.config import Config
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
-from ci_llm.crowd.scoring import AnswerScores, Scores, evaluation_record, merge_records
+from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records
 from ci_llm.distributed.process_group import ends_if_stopped
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
@@ -455,13 +455,15 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         if scores is not None and best is not None:
             scores = run.evaluator.scores(step, run.micro_batch_size)
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
-    if (stop := run.stop_vote.reason()) is not None or scores is None:
+        example = answers.example if answers is not None else run.evaluator.example(step)
+    base = run.evaluator.base(step, run.micro_batch_size, answers=answers is not None)
+    if (stop := run.stop_vote.reason()) is not None or scores is None or base is None:
         return stop, {}
     run.log.report_save(run.manager.last_result)
     run.log.end_progress()
-    if answers is not None and answers.example is not None:
-        logger.info(describe_example(answers.example))
-    record = _record(run, step, scores, answers)
+    if example is not None:
+        logger.info(describe_example(example, run.evaluator.judged_by))
+    record = _record(run, step, scores, answers) | {"base": base}
     _write_results(run, step, record)
     run.log.track(run.state.step, latest | result_metrics(record, run.state.names))
     return None, record
@@ -469,7 +471,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
 
 def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
-    logger.info(score_table(record))
+    logger.info(score_table(record, run.config.run_folder))
     config = run.config
     card = final_card(record, run.crowd, config.all_dataset_names, step)
     with run.heartbeat.resting():
@@ -483,11 +485,16 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
-    config, trained_on = run.present_config, run.eval_rows.trained_on
+    config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
+    has_best = len(config.agents) > 1 and rows.are_common
     return {
-        **merge_records(evaluation_record(scores, run.config.task, config.aggregator, trained_on), answers),
-        **sets_record(scores, run.eval_rows),
+        **merge_records(evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on), answers),
+        "data": [part.rows.where for part in rows.sets],
+        "judged_by": judged_by,
+        "learning_rates": [own.learning_rate for own in config.each_agent],
+        **sets_record(scores, rows),
         **({"names": config.agent_names} if config.agents else {}),
+        **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
         **({"folders": run.crowd.names} if run.state.members else {}),
         **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
         "step": step,

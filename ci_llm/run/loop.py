@@ -252,14 +252,14 @@ def evaluate(run: Run) -> str | None:
         note_evaluation(run, metrics)
         run.last_scores = scores
         best = "; best yet" if run.state.validation.best_step == run.state.step else ""
-        logger.info(f"{describe_scores(run.state.step, scores)}{best}")
+        logger.info(f"{describe_scores(run.state.step, scores, run.evaluator.judged_by)}{best}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
         if run.config.show_example:
             with run.step_metrics.paused():
                 example = run.evaluator.example(run.state.step)
             if example is not None:
-                logger.info(describe_example(example))
+                logger.info(describe_example(example, run.evaluator.judged_by))
         run.call_event("on_evaluate", metrics=metrics)
         if run.is_finished:
             threshold = run.config.early_stopping_threshold

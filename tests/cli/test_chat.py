@@ -88,7 +88,7 @@ def test_a_template_that_shows_who_speaks_makes_a_conversation(
 
 def test_a_run_on_single_questions_remembers_none(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(crowd, SHORT, (), shows_sureness=False)
-    assert talk.kind == "Trained on single questions: each message is one, and none is remembered."
+    assert talk.kind == "Single questions: each message is one, and none is remembered."
     assert [said(talk, question, capsys) for question in QUESTIONS] == crowd.generate(QUESTIONS, **SHORT)
 
 
@@ -201,7 +201,7 @@ def test_through_a_pipe_each_line_is_a_turn_and_answers_stand_alone(
     told = capsys.readouterr()
     assert told.out == "".join(f"{answer}\n" for answer in crowd.generate(QUESTIONS[:2], **SHORT))
     assert told.err == (
-        f"{K} agents answer together.\nTrained on single questions: each message is one, and none is remembered.\n"
+        f"{K} agents answer together.\nSingle questions: each message is one, and none is remembered.\n"
     )
 
 

@@ -146,16 +146,22 @@ def test_an_interval_is_given_if_the_rows_can_give_one(difference: list[float], 
 @pytest.mark.parametrize(
     ("trained_on", "interval", "words"),
     [
-        ("none", 0.1, "over 9 held-out rows; ± is a 95 % interval, paired over rows"),
-        ("all", None, "over 9 rows that were trained on: none was held out"),
-        ("some", None, "over 9 rows, some of them trained on"),
+        ("none", 0.1, "over 9 held-out rows; data set mine"),
+        ("all", None, "over 9 rows that were trained on: none was held out; data set mine"),
+        ("some", None, "over 9 rows, some of them trained on; data set mine"),
     ],
 )
 def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
     gain = {"value": 0.0, "interval95": interval}
     exact = {"agents": [0.5, 0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
-    record = {"n": 9, "rows_trained_on": trained_on, "measured_by": "teacher_forcing", "exact_match": exact}
-    lines = score_table({**record, "nll": {"agents": [1.0, 1.0], "crowd": 1.0}}).splitlines()
+    record = {
+        "task": "mine",
+        "n": 9,
+        "rows_trained_on": trained_on,
+        "measured_by": "teacher_forcing",
+        "exact_match": exact,
+    }
+    lines = score_table({**record, "nll": {"agents": [1.0, 1.0], "crowd": 1.0}}, "run").splitlines()
     assert lines[-1].endswith(words)
     assert ("±" in lines[-2]) is (interval is not None)
     assert "nan" not in " ".join(lines)
@@ -166,18 +172,19 @@ def test_the_table_says_by_which_rows_agents_with_data_of_their_own_are_scored()
     gain = {"value": 0.163, "interval95": None}
     exact = {"agents": [0.45, 1.0], "crowd": 0.55, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {"n": 9, "rows_trained_on": "none", "measured_by": "generation", "exact_match": exact, "sets": [{}, {}]}
-    table = score_table({**record, "names": ["easy", "rev"], "nll": {"agents": [1.0, 1.0], "crowd": 1.0}})
+    nll = {"agents": [1.0, 1.0], "crowd": 1.0}
+    table = score_table({**record, "task": "mine", "names": ["easy", "rev"], "nll": nll}, "run")
     assert "agents, mean" not in table
     assert [line.split()[0] for line in table.splitlines()[1:4]] == ["easy", "rev", "crowd"]
-    assert table.splitlines()[-1] == BY_OWN_ROWS
+    assert table.endswith(BY_OWN_ROWS)
 
 
 def test_the_table_of_one_agent_has_one_line() -> None:
-    record = {"n": 9, "rows_trained_on": "none", "measured_by": "teacher_forcing"}
+    record = {"task": "mine", "n": 9, "rows_trained_on": "none", "measured_by": "teacher_forcing"}
     exact, nll = {"agents": [0.5], "crowd": 0.5}, {"agents": [1.0], "crowd": 1.0}
-    _, agent, last = score_table({**record, "exact_match": exact, "nll": nll}).splitlines()
+    _, agent, last = score_table({**record, "exact_match": exact, "nll": nll}, "run").splitlines()
     assert agent.split() == ["agent0", "0.500", "1.0000"]
-    assert last.endswith("over 9 held-out rows")
+    assert last.endswith("over 9 held-out rows; data set mine")
 
 
 def test_evaluation_says_what_was_measured_how() -> None:

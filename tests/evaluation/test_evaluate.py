@@ -311,7 +311,7 @@ def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, caps
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no checkpoint at this path" in refusal(capsys, tmp_path)
+    assert "there is neither a checkpoint nor a base at this path" in refusal(capsys, tmp_path)
     assert "there is no such folder" in refusal(capsys, tmp_path / "missing")
     assert "not the URL of a mirror" in refusal(capsys, "ftp://bucket/run")
 

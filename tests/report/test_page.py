@@ -150,7 +150,7 @@ def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
     leave_status(run, "completed", 20, warning="agents do not learn")
     told = text_of(write_report(run))
     assert "over 1 rows that were trained on: none was held out; data set embedded" in told
-    assert "the agents' mean: +0.100 ; the best agent" in told
+    assert "the agents' mean: +0.100; the best agent" in told
     assert "Warning: agents do not learn" in told
 
 

@@ -118,9 +118,10 @@ def test_the_table_of_scores_ends_with_the_warning() -> None:
     gain = {"value": 0.0, "interval95": 0.0}
     exact = {"agents": [0.0], "crowd": 0.0, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {"exact_match": exact, "nll": {"agents": [6.0], "crowd": 6.0}, "measured_by": "generation", "n": 4}
+    record["task"] = "mine"
     record["rows_trained_on"] = "none"
-    assert "warning" not in score_table(record)
-    assert score_table({**record, "warning": "its loss has risen"}).endswith(
+    assert "warning" not in score_table(record, "run")
+    assert score_table({**record, "warning": "its loss has risen"}, "run").endswith(
         "warning: while they trained, its loss has risen"
     )
 

@@ -6,7 +6,7 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +18,7 @@ from ci_llm.core.run_folder import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
 from ci_llm.report.page import curves_command, write_report
-from ci_llm.report.scores import agents_of, by_own_rows, rows_evaluated
+from ci_llm.report.scores import agents_of, table
 from ci_llm.run.end.shutdown import command_line, described
 
 if TYPE_CHECKING:
@@ -31,19 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def score_table(record: Mapping[str, Any]) -> str:
-    """Agents beside the crowd, from an `evaluation.json`."""
-    exact, nll = record["exact_match"], record["nll"]
-    lines = [f"{'':<14}{'exact match':>12}{'nll':>10}"]
-    count = len(exact["agents"])
-    for name, match, loss in zip(agents_of(record), exact["agents"], nll["agents"], strict=True):
-        lines.append(f"{name:<14}{match:>12.3f}{loss:>10.4f}")
-    lines += _together(record) if count > 1 else ()
-    what = "final answers, generated" if record["measured_by"] == "generation" else "whole solutions, teacher-forced"
-    interval = "; ± is a 95 % interval, paired over rows" if " ± " in "".join(lines) else ""
-    lines.append(f"exact match of {what}, over {rows_evaluated(record['n'], record['rows_trained_on'])}{interval}")
-    if whose := by_own_rows(record):
-        lines.append(whose)
+def score_table(record: Mapping[str, Any], run: Path | str) -> str:
+    """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
+    lines = [*table(record, run)]
     if record.get("choice"):
         lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
@@ -63,20 +53,6 @@ def describe_not_finite(record: Mapping[str, Any]) -> str:
     )
 
 
-def _together(record: Mapping[str, Any]) -> Iterator[str]:
-    """The lines about several agents; see `ci_llm.report.scores.scores` for agents that have rows of their own."""
-    exact, nll, count = record["exact_match"], record["nll"], len(record["exact_match"]["agents"])
-    if not by_own_rows(record):
-        yield f"{'agents, mean':<14}{sum(exact['agents']) / count:>12.3f}{sum(nll['agents']) / count:>10.4f}"
-    yield f"{'crowd':<14}{exact['crowd']:>12.3f}{nll['crowd']:>10.4f}"
-    if "vote" in exact:
-        yield f"{'majority vote':<14}{exact['vote']:>12.3f}"
-    for name, key in (("agents' mean", "crowd_minus_mean"), ("best agent", "crowd_minus_best")):
-        gain = exact[key]
-        interval = "" if gain["interval95"] is None else f" ± {gain['interval95']:.3f}"
-        yield f"crowd - {name}: {gain['value']:+.3f}{interval}"
-
-
 def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:
     """README.md of `final_checkpoint`."""
     configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
@@ -85,7 +61,7 @@ def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str],
         ranks=[config["r"] for config in configs],
         use_rslora=any(config["use_rslora"] for config in configs),
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
-        scores=score_table(record),
+        scores=score_table({**record, "data": [*map(public_name, record["data"])]}, "."),
         notes=[_GOES_ON],
     )
     return crowd_card(facts)

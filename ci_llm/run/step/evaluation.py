@@ -19,8 +19,9 @@ from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.work import working
+from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, how_asked, score, score_answers
+from ci_llm.crowd.scoring import AnswerScores, JudgedBy, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
@@ -230,24 +231,62 @@ class Evaluator:
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
-        """Scores of generated answers; None if any set of rows asks nothing, or a stop was asked for. A collective.
+        """Scores of generated answers; None if any set of rows asks nothing, for free text, or if a stop was asked for.
+        A collective.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        of_sets = [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
+        of_sets = self._asked
         if self._config.generation_eval_samples:
             self._tell_too_long(of_sets)
-        if not all(map(len, of_sets)):
+        if self.judged_by == "nll":
+            logger.info("evaluate  by NLL alone: these rows are free text, which no other text has to match")
+        if self.judged_by == "nll" or not all(map(len, of_sets)):
             return None
-        sets = []
         for asked in of_sets:
             logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
+        return self._answers(step, micro_batch_size)
+
+    def base(self, step: int, micro_batch_size: int, *, answers: bool) -> dict[str, float] | None:
+        """`base` of evaluation.json, by a pass without agents over the same rows; None if a stop was asked for. A
+        collective.
+
+        Args:
+            answers: whether answers are generated.
+
+        Raises:
+            OutOfMemory: on every process, when the batches cannot be made smaller.
+        """
+        logger.info("evaluate  the base alone, on the same rows")
+        own, self._config = self._config, self._config.model_copy(update={"aggregator": "probability"})
+        try:
+            with self._crowd.without_agents():
+                scores = self.scores(step, micro_batch_size)
+                found = self._answers(step, micro_batch_size) if answers and scores is not None else None
+        finally:
+            self._config = own
+        return None if scores is None or (answers and found is None) else scoring.base_record(scores, found)
+
+    @cached_property
+    def judged_by(self) -> JudgedBy:
+        """What judges the rows: that of the sets if they have one in common, else the NLL."""
+        assert self._crowd.prompter is not None
+        found = {scoring.judged_by(rows, self._crowd.prompter) for rows in self.rows.sets}
+        return found.pop() if len(found) == 1 else "nll"
+
+    @cached_property
+    def _asked(self) -> list[Questions]:
+        return [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
+
+    def _answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
+        sets = []
+        for asked in self._asked:
             if (found := self._score_answers(asked, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
         scores = sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
-        return replace(scores, asked=how_asked(of_sets, self._config.max_new_tokens_eval))
+        return replace(scores, asked=how_asked(self._asked, self._config.max_new_tokens_eval))
 
     def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
         """Log how many rows ask something and are cut; warn if no other row asks anything."""
@@ -317,24 +356,26 @@ class Evaluator:
             size = self._memory.smaller_batch(step, size, complaint)
 
 
-def describe_scores(step: int, scores: Scores) -> str:
-    """A line for people: the crowd, and the mean of its agents."""
+def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_match") -> str:
+    """A line for people: the crowd, and the mean of its agents; of free text the NLL alone."""
     *agents, exact = scores.exact_match
     *agents_nll, nll = scores.mean_nll
+    if judged_by == "nll":
+        return f"evaluate  step {step}: crowd nll {nll:.3f}; agents {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
     return f"evaluate  step {step}: {crowd}; agents {fmean(agents_nll):.3f}, {fmean(agents):.3f}"
 
 
-def describe_example(example: Solved) -> str:
-    """A question, what the crowd answered, and whether that is right."""
+def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> str:
+    """A question, what the crowd answered, and whether that is right; for free text what the row has."""
     *agents, crowd, _ = example.right
     verdict = "right" if crowd else f"wrong: {example.wanted} is right"
-    alone = f"; of {len(agents)} agents alone, {sum(agents)} answer right" if len(agents) > 1 else ""
+    verdict += f"; of {len(agents)} agents alone, {sum(agents)} answer right" if len(agents) > 1 else ""
     return "\n".join(
         [
             f"question  {_end_of(example.question)}",
             f"answer    {_end_of(example.answer)}",
-            f"          {verdict}{alone}",
+            f"          {verdict}" if judged_by == "exact_match" else f"reference {_end_of(example.wanted)}",
         ]
     )
 
@@ -365,6 +406,7 @@ def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         found = record[measure]
         of_agents = dict(zip(names, found["agents"], strict=True))
         named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
+        named |= {"base": record["base"][measure]} if "base" in record else {}
         metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
     return metrics
 
