@@ -6,12 +6,14 @@ One crowd on it serves the tests of this file, and so do a few short runs. Its r
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import peft
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +27,7 @@ from ci_llm.data.agent_rows import Lengths
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Message
+from ci_llm.distributed.precision import speed_of_bf16
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
 from ci_llm.run.start.cost_model import trace_longest
@@ -51,11 +54,11 @@ KEYS: Final = {
     "max_seq_length": 128,
     "lora_rank": 4,
     "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
     "dropconnect_p": 0.1,
     "agents": "[{seed: 11}, {seed: 12}]",
     "use_gradient_checkpointing": "false",
 }
-BF16: Final = {"model_dtype": "bf16", "mixed_precision": "bf16"}
 QUESTION = "What is the capital of France?"
 
 
@@ -89,10 +92,11 @@ def as_chat(row: dict[str, str]) -> Chat:
 
 
 def train_weighed(folder: str, arguments: list[str], fate: dict[str, Any] | None) -> int:
-    """A trial that also leaves the most memory that its process held, in bytes."""
+    """A trial that also leaves the most memory that its process took at once, in bytes."""
+    program = psutil.Process().memory_info().rss
     code = train_watched(folder, arguments, fate)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    Path(folder, "peak").write_text(str(int(status["VmHWM"].split()[0]) * 1024))
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    Path(folder, "taken").write_text(str(int(peak) * 1024 - program))
     return code
 
 
@@ -126,7 +130,7 @@ def undisturbed(runs: Runs) -> Path:
 
 def losses(folder: Path) -> list[float]:
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    return [line["train/task_loss"] for line in lines if "train/task_loss" in line]
 
 
 def test_agents_learn(undisturbed: Path) -> None:
@@ -149,12 +153,11 @@ def test_an_agent_ends_as_it_would_alone(runs: Runs, undisturbed: Path) -> None:
     assert any("lora_B" in name for name in alone)
 
 
-def test_in_bf16_a_run_learns_too_and_resumes_with_the_same_bits(runs: Runs) -> None:
-    whole = runs.train("bf16", **BF16)
-    runs.train("bf16 killed", Fate("SIGKILL", SAVED + 1, committed=SAVED), **BF16)
-    assert not differences(account(whole), account(runs.train("bf16 killed", **BF16)))
-    found = losses(whole)
-    assert found[-1] < 0.6 * found[0]
+def test_in_bf16_agents_learn_as_in_fp32(runs: Runs, undisturbed: Path) -> None:
+    steps = STEPS if speed_of_bf16().bf16_is_faster else 2  # without it a step takes ten times as long
+    found = losses(runs.train("bf16", model_dtype="bf16", mixed_precision="bf16", max_train_steps=steps))
+    assert found == pytest.approx(losses(undisturbed)[: len(found)], rel=0.05)
+    assert found
 
 
 def test_memory_is_what_the_dry_run_says(crowd: Crowd, undisturbed: Path, folder: Path) -> None:
@@ -162,8 +165,9 @@ def test_memory_is_what_the_dry_run_says(crowd: Crowd, undisturbed: Path, folder
     config = load_config(None, [*keys, f"model_name={folder}", "pass_per_agent=true"])
     lengths = Lengths.of(encoded(tokenizer_of(crowd), "train", STEPS))
     found = trace_longest(config, AutoConfig.from_pretrained(folder), torch.device("cpu"), 1, lengths)
-    peak = int((undisturbed / "peak").read_text())
-    print(found, peak)
+    taken = int((undisturbed / "taken").read_text())
+    print(found, taken)
+    assert found.device_bytes / 1.2 < taken < found.device_bytes * 1.2
 
 
 # The crowd that learned, in the process of the tests
