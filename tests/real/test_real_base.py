@@ -22,9 +22,9 @@ from ci_llm.base.load import load_base, opened_by
 from ci_llm.cli.main import main
 from ci_llm.config.load import load_config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.pretrained import open_base
 from ci_llm.data.agent_rows import Lengths
-from ci_llm.data.batches import pack
+from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Message
 from ci_llm.distributed.precision import speed_of_bf16
@@ -77,6 +77,10 @@ def folder(gguf: str) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CI_LLM_CACHE", str(FOLDER / "cache"))
         yield Path(opened_by(gguf))
+
+
+def packed(tokenizer: Any, split: str, count: int) -> Batch:
+    return pack(encoded(tokenizer, split, count), range(count))
 
 
 def encoded(tokenizer: Any, split: str, count: int) -> list[Example]:
@@ -183,24 +187,20 @@ def tokenizer_of(crowd: Crowd) -> Any:
     return crowd.prompter.tokenizer
 
 
-def test_the_base_is_what_transformers_reads(gguf: str, folder: Path) -> None:
-    """Transformers alone, from the same file."""
-    file = Path(gguf)
-    how = {"gguf_file": file.name, "dtype": torch.float32}
-    theirs = AutoModelForCausalLM.from_pretrained(file.parent, **how)
-    ours = load_base(gguf, "fp32").model
-    assert differences(ours.state_dict(), theirs.state_dict()) == []
+def test_the_base_of_a_gguf_file_answers(gguf: str, folder: Path) -> None:
+    (answer,) = Crowd.of(open_base(gguf)).generate([QUESTION], max_new_tokens=16)
+    assert "Paris" in answer
 
 
 def test_gradients_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
-    packed = pack(encoded(tokenizer_of(crowd), "train", 2))
+    rows = packed(tokenizer_of(crowd), "train", 2)
     crowd.train().agents.begin_step(0)
-    crowd(packed).loss.backward()
+    crowd(rows).loss.backward()
     layers = {name: module.lora_A["agent1"].grad for name, module in crowd.agents.layers.items()}
     layers_b = {name: module.lora_B["agent1"].grad for name, module in crowd.agents.layers.items()}
     crowd.eval()
     twin = exported_twin(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), crowd, 1)
-    peft_loss(twin, packed).backward()
+    peft_loss(twin, rows).backward()
     for name, weight in twin.named_parameters():
         if weight.grad is not None:
             layer = name.removeprefix("base_model.model.").partition(".lora_")[0]
@@ -238,17 +238,18 @@ def test_a_chat_has_the_tokens_of_its_template(crowd: Crowd) -> None:
 
 
 def test_an_answer_ends_with_the_turn(crowd: Crowd) -> None:
-    tokenizer, prompter = tokenizer_of(crowd), crowd.prompter
-    assert prompter is not None
-    (ids,) = crowd.generate_ids([prompter.ids(QUESTION)], Decoding(max_new_tokens=64)).crowd
-    print(tokenizer.decode(ids), len(ids))
+    assert tokenizer_of(crowd).eos_token == "<|im_end|>"
+    (answer,) = crowd.generate([QUESTION], max_new_tokens=64, details=True)
+    assert answer.complete
+    assert len(answer.tokens) < 64
+    assert "<|im_" not in answer.answer
 
 
 def nll(gguf: str, kind: Any) -> float:
     base = load_base(gguf, "fp32", quantization=kind)
     crowd = Crowd(base.model, LoraSettings(1, rank=1), base.name).eval()
     with torch.no_grad():
-        return float(crowd(pack(encoded(base.tokenizer, "test", 4))).loss)
+        return float(crowd(packed(base.tokenizer, "test", 4)).loss)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("nf4", 0.1), ("int8", 0.02)])
