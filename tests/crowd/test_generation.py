@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
 
 from ci_llm import Crowd
@@ -19,6 +20,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoding import CrowdChoice, Decoding
+from ci_llm.crowd.generation import generate_ids
 from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, form_of, last_answer, prompts_of
@@ -143,6 +145,32 @@ def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
     llama.model.generation_config = own
     assert llama.generate_ids(PROMPTS, GREEDY).crowd == wanted
     assert llama.model.generation_config is own
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest factor of a product, with every repetition of an expanded one.
+
+    Whether such a factor is copied depends on the processor: oneDNN does so in bf16, where the processor has it.
+    """
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.bytes = max(self.bytes, *(factor.nbytes for factor in args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_is_multiplied_once_for_all_rows(dtype: torch.dtype) -> None:
+    shape = FAMILIES["llama"]()
+    shape.vocab_size, shape.num_hidden_layers = 49_152, 1
+    crowd = crowd_of(AutoModelForCausalLM.from_config(shape, dtype=dtype)).eval()
+    crowd.padding_invariant = True  # else it is measured first
+    with Largest() as found:
+        generate_ids(crowd, PROMPTS, Decoding(max_new_tokens=2), include_agents=True)
+    assert found.bytes == shape.vocab_size * shape.hidden_size * dtype.itemsize
+    assert not crowd.detach().get_output_embeddings()._forward_pre_hooks
 
 
 def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
