@@ -219,6 +219,7 @@ class Questions:
         left_out: how many rows have no question, or leave no place for an answer.
         too_long: how many of them have a question.
         metric: the module of `ci_llm.crowd.metrics` that `read` is of.
+        longest: tokens of the longest reference.
     """
 
     rows: list[int]
@@ -229,6 +230,7 @@ class Questions:
     left_out: int = 0
     too_long: int = 0
     metric: str = "exact_match"
+    longest: int = 0
 
     @classmethod
     def of(
@@ -254,7 +256,8 @@ class Questions:
         found = [[number for number in part if fits.get(number)] for part in sets or [range(len(rows))]]
         numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]
-        references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in chosen]
+        answers = [row.input_ids[last_answer(row)].tolist() for row in chosen]
+        references = [prompter.text(answer) for answer in answers]
         return cls(
             rows=numbers,
             prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
@@ -264,6 +267,7 @@ class Questions:
             left_out=len(rows) - usable,
             too_long=len(fits) - usable,
             metric=metric,
+            longest=max(map(len, answers), default=0),
         )
 
     @cached_property
