@@ -59,11 +59,13 @@ def export(words: Sequence[str]) -> int:
             print(scores.table(), flush=True)
     elif not call.json and not call.no_score:
         print("not scored: no run trained these agents, so it is not known which rows to validate on", flush=True)
-    prepared.write(call.to, scores, into_base=call.into_base)
+    scores = prepared.write(call.to, scores, into_base=call.into_base, dtype=call.dtype)
     if call.json:
         told = _record(prepared, call)
         print(json.dumps({**told, "scores": scores.record() if scores else None}, indent=2))
     else:
+        if scores and (folder := scores.about_folder(prepared.name)):
+            print(folder)
         print(_written(prepared, call))
     return 0
 
@@ -97,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     distil.add_argument("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
     parser.add_argument("--into-base", action="store_true", help="merge the adapter into the weights of the base")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="with --into-base: of the weights; default that on disk",
+    )
     parser.add_argument("--base-model", metavar="NAME", help="hub id or folder of the base, if it is elsewhere now")
     parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
@@ -122,6 +129,10 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
     """The merge that is asked for; what a call alone says to be wrong is refused before anything is loaded."""
     if call.to.exists() or call.to.is_symlink():
         raise ModelError("this path exists already", where=f"--to {call.to}", hint="give a path that does not exist")
+    if call.dtype and not call.into_base:
+        raise BadInput(
+            "only a merged base has a dtype of its own", where="--dtype", hint="--into-base, or leave it out"
+        )
     told = {value: given for name, value in _DISTILLING.items() if (given := getattr(call, name)) is not None}
     if told and call.merge != DISTILLED:
         options = ", ".join(f"--{name.replace('_', '-')}" for name, value in _DISTILLING.items() if value in told)

@@ -277,7 +277,7 @@ def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_batches(
     assert server.run(evaluate, log, words=[*words, str(tmp_path / "short.jsonl")], **short) == [0], log.read_text()
     assert json.loads((tmp_path / "short.source.json").read_text())["under_way"] is None
     assert ("killed with 4 questions at a time: 2 from here" if killed else "2 questions at a time") in log.read_text()
-    ample, found = (json.loads(path.read_text()[path.read_text().index("\n{") :]) for path in (tmp_path / "ample", log))
+    ample, found = (json.loads(path.read_text()[path.read_text().index("{\n") :]) for path in (tmp_path / "ample", log))
     assert found["exact_match"] == ample["exact_match"]
     assert found["nll"]["agents"] == pytest.approx(ample["nll"]["agents"])
     assert [row["answer"] for row in lines(tmp_path / "short.jsonl")] == [
