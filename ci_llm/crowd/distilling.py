@@ -211,7 +211,7 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: 
     """Add the gradient of one agent on a batch: towards the teachers' states [K, S, D], without them to the texts."""
     states = _states(crowd, agent, batch)
     leaf = states.detach().requires_grad_()
-    for chunk in crowd.head.chunks(batch.num_targets):  # the logits of all targets need not fit into memory
+    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # not all logits need to fit into memory
         own = crowd.head.logits(leaf[chunk])
         loss = torch.nn.functional.cross_entropy(own, batch.targets[chunk], reduction="sum")
         if teachers is not None:

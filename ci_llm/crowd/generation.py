@@ -509,7 +509,7 @@ def read_texts(
     with _as_in_generation(crowd):
         states = crowd.states(batch)[:, batch.predict_from]
     numbers = []
-    for chunk in crowd.head.chunks(batch.num_targets):
+    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
         finite, learned = without_nan(crowd.head.logits(states[:, chunk]), crowd.learned)
         log_probs = finite.log_softmax(-1)
         mixture = aggregate(log_probs, aggregator, learned)

@@ -151,9 +151,10 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
     nll = torch.zeros_like(wrong)
+    head = crowd.head.to(states.dtype)
     # Chunk by chunk, because the logits of all targets of all agents need not fit into memory.
-    for chunk in crowd.head.chunks(batch.num_targets):
-        log_probs = crowd.head.logits(states[:, chunk]).log_softmax(-1)
+    for chunk in head.chunks(batch.num_targets, lines):
+        log_probs = head.logits(states[:, chunk]).log_softmax(-1)
         everyone = torch.cat([log_probs, aggregate(log_probs, aggregator, crowd.learned)[None]])
         targets, rows = batch.targets[chunk], batch.target_rows[chunk]
         wrong.index_add_(1, rows, (everyone.argmax(-1) != targets).double())
@@ -171,7 +172,7 @@ def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Te
     """
     for batch in (batch.to(crowd.device) for batch in batches):
         states = crowd.states(batch)[:, batch.predict_from]
-        for chunk in crowd.head.chunks(batch.num_targets):
+        for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
             yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
 
 

@@ -274,9 +274,9 @@ class Head:
         """Rows whose logits fit into `LOGITS_PER_CHUNK` numbers, or 16 for a very large vocabulary."""
         return max(16, LOGITS_PER_CHUNK // self.weight.shape[0])
 
-    def chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` rows."""
-        size = self.chunk_rows
+    def chunks(self, rows: int, copies: int = 1) -> Iterator[slice]:
+        """Slices of at most `chunk_rows` rows; of fewer, where the logits of so many agents are held at once."""
+        size = max(16, self.chunk_rows // copies)
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
