@@ -38,8 +38,6 @@ from ci_llm.lora.layer import LoraSettings
 
 #: What was written, among the names of scores.
 FOLDER: Final = "the folder"
-#: The smallest difference in NLL that is told: half of the last digit of a table.
-TOLD: Final = 5e-5
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Comparison:
             return None
         away = self.nll[FOLDER] - self.nll[name]
         told = f"{FOLDER}: exact match {self.exact_match[FOLDER]:.3f}, NLL {self.nll[FOLDER]:.4f}"
-        but = f", {away:+.4f} beside {name} above" if abs(away) >= TOLD else ""
+        but = f", {away:+.4f} beside {name} above" if round(away, 4) else ""
         return f"{told}, as Transformers opens it{but}"
 
 
@@ -266,14 +264,12 @@ class Export:
 
         A quantised one is loaded again as well, because its 4 or 8 bits hold no merged weights.
         """
-        saved = self.saved
-        if stored_quantization(saved.base.model.config) is None:
-            if saved.base.model.dtype in (torch.float32, torch.float64):
-                return saved.base.model
-            device = saved.base.model.device
-            saved.base.model.to("meta")  # so that one base is in memory, and not two
-        else:
-            device = saved.base.model.device
+        saved, loaded = self.saved, self.saved.base.model
+        device, is_dense = loaded.device, stored_quantization(loaded.config) is None
+        if is_dense and loaded.dtype in (torch.float32, torch.float64):
+            return loaded
+        if is_dense:
+            loaded.to("meta")  # so that one base is in memory, and not two
         model = load_base(saved.base.name, "fp32", device).model
         if stored := stored_quantization(model.config):
             raise ModelError(

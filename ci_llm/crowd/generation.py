@@ -318,6 +318,9 @@ def _generate_batch(
     rows = LiveRows(num_agents, first, len(prompt_rows) - first)
     choice = CrowdChoice(rows, decoding, numbers, uncertainty=uncertainty, learned=learned)
     ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, leave=cache is not None)
+    # The processor leaves one token per row, which also holds for sampling.
+    how: Any = {"pad_token_id": crowd.pad_id, "do_sample": False, "use_cache": True}
+    kept: Any = {} if cache is None else {"past_key_values": cache}
     spans = None
     with _blank_generation_config(model):
         while True:
@@ -325,16 +328,11 @@ def _generate_batch(
                 ids = model.generate(
                     input_ids=ids,
                     attention_mask=mask,
-                    generation_config=GenerationConfig(
-                        max_new_tokens=end - ids.shape[1],
-                        pad_token_id=crowd.pad_id,
-                        do_sample=False,  # the processor leaves one token per row, which also holds for sampling
-                        use_cache=True,
-                    ),
+                    generation_config=GenerationConfig(max_new_tokens=end - ids.shape[1], **how),
                     logits_processor=LogitsProcessorList([choice]),
                     stopping_criteria=StoppingCriteriaList([ends]),
                     synced_gpus=False,  # processes with a sharded base keep in step by themselves
-                    **({} if cache is None else {"past_key_values": cache}),
+                    **kept,
                 )
             if cache is None or not ends.may_go_on or ids.shape[1] == end:
                 break

@@ -409,10 +409,8 @@ def _open(run: Run, number: int) -> None:
 
 def _tell_evaluation(run: Run, rows: int | None) -> None:
     """Let status.json say what is being done, so that after a kill the next attempt evaluates fewer rows at a time."""
-    if rows is None:
-        run.status.update(phase=None, evaluation_batch_size=run.evaluator.at_most)
-    else:
-        run.status.note(phase="evaluation", evaluation_batch_size=rows)
+    phase = None if rows is None else "evaluation"
+    run.status.note(phase=phase, evaluation_batch_size=rows or run.evaluator.at_most)
 
 
 @contextmanager
