@@ -423,7 +423,8 @@ def test_a_merged_base_is_what_its_scores_say(
         model = AutoModelForCausalLM.from_pretrained(target).eval()
         assert model.dtype == DTYPES[dtype]
         [(exact, nll)] = re.findall(r"the folder: exact match (\S+), NLL (\S+), as", told)
-        assert float(nll) == pytest.approx(plain_nll(model, run), abs=1e-4)
+        # In bf16 the two round their logits in different places.
+        assert float(nll) == pytest.approx(plain_nll(model, run), abs=1e-3 if dtype == "bf16" else 1e-4)
         adapter = float(re.findall(r"^agent1 +\S+ +(\S+)$", told, re.MULTILINE)[0])
         difference = re.findall(r"as Transformers opens it, (\S+) beside agent1 above", told)
         assert float(difference[0] if difference else 0) == pytest.approx(float(nll) - adapter, abs=2e-4)
