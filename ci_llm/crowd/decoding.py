@@ -6,7 +6,7 @@ Legend: K agents, B prompts, R rows per agent, of which the first F are the agen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -166,7 +166,7 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
         if self._decoding.do_sample:
             narrowed = self._decoding.warpers()(input_ids[: len(crowd)], crowd)
             places = (texts - self._rows.num_own).tolist()
-            chosen = _draw(narrowed, [self._generators_of("generate")[place] for place in places])
+            chosen = _draw(narrowed, self._generators_of("generate", places))
         forced = _forced(crowd, chosen).expand(self._rows.num_agents, -1, -1)
         if not self._uncertainty:
             return forced, torch.zeros(())
@@ -182,9 +182,8 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
             drawn = texts % first >= prompts
             narrowed = self._decoding.warpers(self._vote.temperature)(input_ids[: len(texts)][drawn], log_probs[drawn])
             places = (texts // first * (first - prompts) + texts % first - prompts)[drawn].tolist()
-            generators = self._generators_of("vote", self._rows.num_agents * self._vote.samples)
-            if places:
-                chosen[drawn] = _draw(narrowed, [generators[place] for place in places])
+            if generators := self._generators_of("vote", places, self._rows.num_agents * self._vote.samples):
+                chosen[drawn] = _draw(narrowed, generators)
         return _forced(log_probs, chosen), own_uncertainty(log_probs, chosen)
 
     def recorded(self) -> list[list[TokenUncertainty]]:
@@ -193,12 +192,12 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
             return []
         return [tokens_of(text) for text in torch.stack(self._recorded, dim=-1).unbind(1)]
 
-    def _generators_of(self, what: str, times: int | None = None) -> list[torch.Generator]:
-        """A generator for every text that is drawn: one for each prompt, or `times` of them."""
+    def _generators_of(self, what: str, places: Sequence[int], times: int | None = None) -> list[torch.Generator]:
+        """The generators at these places: every text that is drawn has one, one for each prompt or `times` of them."""
         if what not in self._generators:
             keys = [(n,) if times is None else (n, time) for time in range(times or 1) for n in self._numbers]
             self._generators[what] = [generator_for(self._decoding.seed, what, *key) for key in keys]
-        return self._generators[what]
+        return [self._generators[what][place] for place in places]
 
 
 def _draw(log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -237,6 +236,7 @@ def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Lea
     return per_agent[~has_nan], learned and learned.only((~has_nan).tolist())
 
 
+@dataclass(eq=False)
 class TextEnds(StoppingCriteria):  # type: ignore[misc]
     """Keeps each text as soon as it has ended, and stops the batch where enough of its rows can leave it.
 
@@ -254,42 +254,36 @@ class TextEnds(StoppingCriteria):  # type: ignore[misc]
         may_go_on: whether the batch was stopped so that rows leave it.
     """
 
-    def __init__(
-        self,
-        rows: LiveRows,
-        width: int,
-        ends: frozenset[int],
-        is_over: Callable[[Sequence[int]], bool] | None,
-        stop: Callable[[], bool],
-        *,
-        leave: bool,
-    ) -> None:
-        self._rows, self._width, self._ends, self._is_over, self._stop = rows, width, ends, is_over, stop
-        self._leave = leave
-        self.texts: dict[int, list[int]] = {}
-        self.may_go_on = False
+    rows: LiveRows
+    width: int
+    ends: frozenset[int]
+    is_over: Callable[[Sequence[int]], bool] | None
+    stop: Callable[[], bool]
+    leave: bool
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    may_go_on: bool = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        last, texts = input_ids[:, -1].tolist(), self._rows.texts.tolist()
+        last, texts = input_ids[:, -1].tolist(), self.rows.texts.tolist()
         for text, row in {text: row for row, text in enumerate(texts) if text not in self.texts}.items():
-            if last[row] in self._ends or (self._is_over and self._is_over(self._new(input_ids, row))):
+            if last[row] in self.ends or (self.is_over and self.is_over(self._new(input_ids, row))):
                 self.texts[text] = self._new(input_ids, row)
         ended = sum(text in self.texts for text in texts)
-        stopped = self._stop()
-        self.may_go_on = self._leave and not stopped and len(texts) > ended >= _LEAVING * len(texts)
+        stopped = self.stop()
+        self.may_go_on = self.leave and not stopped and len(texts) > ended >= _LEAVING * len(texts)
         over = stopped or self.may_go_on or ended == len(texts)
         return torch.full((len(texts),), over, dtype=torch.bool, device=input_ids.device)
 
     def leaving(self) -> Tensor:
         """Take the rows of ended texts out of the batch; returns the places of those that stay."""
-        [places] = torch.tensor([text not in self.texts for text in self._rows.texts.tolist()]).nonzero(as_tuple=True)
-        self._rows.keep(places)
+        [places] = torch.tensor([text not in self.texts for text in self.rows.texts.tolist()]).nonzero(as_tuple=True)
+        self.rows.keep(places)
         return places
 
     def end(self, input_ids: Tensor) -> None:
         """End all texts where they are."""
-        for row, text in enumerate(self._rows.texts.tolist()):
+        for row, text in enumerate(self.rows.texts.tolist()):
             self.texts.setdefault(text, self._new(input_ids, row))
 
     def _new(self, input_ids: Tensor, row: int) -> list[int]:
-        return input_ids[row, self._width :].tolist()
+        return input_ids[row, self.width :].tolist()

@@ -317,7 +317,7 @@ def _generate_batch(
     end, cache = ids.shape[1] + min(decoding.max_new_tokens, free), _selectable_cache(model)
     rows = LiveRows(num_agents, first, len(prompt_rows) - first)
     choice = CrowdChoice(rows, decoding, numbers, uncertainty=uncertainty, learned=learned)
-    ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, leave=cache is not None)
+    ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, cache is not None)
     # The processor leaves one token per row, which also holds for sampling.
     how: Any = {"pad_token_id": crowd.pad_id, "do_sample": False, "use_cache": True}
     kept: Any = {} if cache is None else {"past_key_values": cache}

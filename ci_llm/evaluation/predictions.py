@@ -122,9 +122,7 @@ def open_predictions(
         # Without a line since it began: with lines, its batches fit, and it was killed for another reason.
         if killed is not None and killed.get("after") == len(rows):
             size = min(batch_size, max(1, killed["batch_size"] // 2))
-            logger.warning(
-                f"the call before was killed with {killed['batch_size']} questions at a time: {size} from here"
-            )
+            logger.warning(f"a call was killed with {killed['batch_size']} questions at a time: {size} from here")
         _note(path, source, {"batch_size": size, "after": len(rows)})
         try:
             yield Predictions(path, rows, size)
