@@ -396,7 +396,7 @@ def _open(run: Run, number: int) -> None:
         exactness=run.exactness,
         evaluation_batch_size=run.evaluator.at_most,
     )
-    run.evaluator.note = partial(_tell_evaluation, run)
+    run.evaluator.note = run.status.note
     if run.evaluator.at_most is not None:
         _log_lines([f"recovery: at most {run.evaluator.at_most} row(s) are evaluated at a time, as memory was short"])
     run.mirror.on_change = lambda state: run.status.update(mirror=state)
@@ -405,12 +405,6 @@ def _open(run: Run, number: int) -> None:
     for line in run.outlook():
         logger.info(line)
     run.log.begin_progress(run.position())
-
-
-def _tell_evaluation(run: Run, rows: int | None) -> None:
-    """Let status.json say what is being done, so that after a kill the next attempt evaluates fewer rows at a time."""
-    phase = None if rows is None else "evaluation"
-    run.status.note(phase=phase, evaluation_batch_size=rows or run.evaluator.at_most)
 
 
 @contextmanager

@@ -186,11 +186,12 @@ class Evaluator:
 
     Attributes:
         at_most: rows at a time; None: as many as the configuration asks for.
-        note: called with the rows at a time before they are evaluated, and with None afterwards.
+        note: keeps what status.json says of an evaluation, before it begins and afterwards: after a kill, the next
+            attempt evaluates fewer rows at a time.
     """
 
     at_most: int | None = None
-    note: Callable[[int | None], None] = staticmethod(lambda _: None)
+    note: Callable[..., None] = staticmethod(lambda **_: None)
 
     def __init__(
         self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
@@ -314,7 +315,7 @@ class Evaluator:
         processes = self._vote.processes
         size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
         while True:
-            self.note(size)
+            self.note(phase="evaluation", evaluation_batch_size=size)
             with working(what, count, "rows") as shown:
                 rounds = Rounds(self._vote, count, size, shown.advance_to)
                 with processes.autocast():
@@ -323,7 +324,7 @@ class Evaluator:
             if rounds.stop is not None or not rounds.out_of_memory:
                 break
             self.at_most = size = self._memory.smaller_batch(step, size, complaint)
-        self.note(None)
+        self.note(phase=None, evaluation_batch_size=self.at_most)
         if rounds.stop is not None:
             return None
         assert own is not None
