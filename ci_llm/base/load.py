@@ -217,6 +217,14 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
     return config
 
 
+def stored_dtype(name: str) -> torch.dtype:
+    """The dtype of the weights of a checkpoint, a folder or hub id, as its files have them."""
+    try:
+        return next(tensor.dtype for _, tensor in _stored_tensors(name) if tensor.is_floating_point())
+    except ModelError:  # the files are of another format
+        return load_architecture(name).dtype or torch.float32
+
+
 def positions_of(config: PreTrainedConfig) -> int | None:
     """The largest number of tokens of a row; None if the family has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

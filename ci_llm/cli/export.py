@@ -65,11 +65,13 @@ def export(words: Sequence[str]) -> int:
             print(scores.table(), flush=True)
     elif not call.json and not call.no_score:
         print("not scored: no run trained these agents, so it is not known which rows to validate on", flush=True)
-    prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf)
+    scores = prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf, dtype=call.dtype)
     if call.json:
         told = _record(prepared, call)
         print(json.dumps({**told, "scores": scores.record() if scores else None}, indent=2))
     else:
+        if scores and (folder := scores.about_folder(prepared.name)):
+            print(folder)
         print(_written(prepared, call))
     return 0
 
@@ -107,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=("peft", "gguf"), default="peft", help="of an adapter: gguf for llama.cpp and Ollama"
     )
     parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="with --into-base: of the weights; default that on disk",
+    )
+    parser.add_argument(
         "--base-model", metavar="NAME", help="hub id, folder or file of the base, if it is elsewhere now"
     )
     parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
@@ -136,6 +143,10 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
     if call.format == "gguf" and call.into_base:
         hint = "leave --format out, and convert the folder with llama.cpp's convert_hf_to_gguf.py"
         raise BadInput("a model is written for Transformers only", where="--into-base, --format gguf", hint=hint)
+    if call.dtype and not call.into_base:
+        raise BadInput(
+            "only a merged base has a dtype of its own", where="--dtype", hint="--into-base, or leave it out"
+        )
     told = {value: given for name, value in _DISTILLING.items() if (given := getattr(call, name)) is not None}
     if told and call.merge != DISTILLED:
         options = ", ".join(f"--{name.replace('_', '-')}" for name, value in _DISTILLING.items() if value in told)

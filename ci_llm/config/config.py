@@ -141,6 +141,12 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         given = self.num_warmup_steps
         return round(self.num_warmup_steps_ratio * total_steps) if given is None else given
 
+    def answer_tokens(self, longest: int) -> int:
+        """The most tokens of a generated answer, where the longest reference has `longest`."""
+        if self.max_new_tokens_eval != "auto":
+            return self.max_new_tokens_eval
+        return 256 if self.model_name == "embedded" else max(16, 2 * longest)
+
     def notices(self) -> list[str]:
         """What to log once at the start: settings without effect, and doubtful ones."""
         return find_notices(self)

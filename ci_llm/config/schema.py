@@ -292,7 +292,11 @@ class EvaluationKeys(Keys):
     generation_eval_samples: Size = free(
         100, "of these, rows for which agents and crowd generate answers at the end; 0: none"
     )
-    max_new_tokens_eval: Count = free(256, "tokens generated per answer at most")
+    max_new_tokens_eval: Count | Literal["auto"] = free(
+        "auto",
+        "tokens generated per answer at most; auto: twice those of the longest reference that is asked for, at least"
+        " 16; with the embedded base 256",
+    )
     early_stopping_patience: Count | None = ending(
         None, "end after n evaluations in a row that did not improve the crowd; null: off"
     )

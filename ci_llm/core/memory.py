@@ -1,17 +1,21 @@
-"""The memory that this process may use: how much of it is free, and whether an error means that it ran out."""
+"""The memory that this process may use: how much of it is free, and whether work ran out of it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import psutil
 
+from ci_llm.errors import first_line
+
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 #: Messages of RuntimeErrors: of PyTorch on the CPU, C++, the libraries of CUDA, and Metal.
 _MESSAGES: Final = re.compile(
@@ -28,6 +32,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
+
+
+def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `work` returns; or None, and the message of the allocator.
+
+    It returns outside of the `except` block: the traceback there holds every activation of the failed attempt.
+    """
+    try:
+        return work(), None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        complaint = first_line(error) if str(error) else "out of memory"
+    return None, complaint
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ class Status:
         mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
         choice: what `crowd: auto` has decided, and why; None: nothing.
         exactness: how exactly the attempt goes on from a checkpoint, and why not more so; None: it began anew.
+        phase: "evaluation" while rows are evaluated.
+        evaluation_batch_size: rows per process that are evaluated at a time; between evaluations at most so many, or
+            None for as many as the configuration asks for.
     """
 
     status: State
@@ -73,6 +76,16 @@ class Status:
     mirror: Mapping[str, Any] | None = None
     choice: str | None = None
     exactness: str | None = None
+    phase: Literal["evaluation"] | None = None
+    evaluation_batch_size: int | None = None
+
+    @property
+    def evaluation_at_most(self) -> int | None:
+        """Rows at a time for the next attempt: half of those with which this one ended without a word, or failed."""
+        size, ended = self.evaluation_batch_size, self.status in ("running", "failed", "vanished")
+        if size is None or self.phase is None:
+            return size
+        return max(1, size // 2) if ended else None
 
     @property
     def exit_code(self) -> int:
@@ -110,7 +123,8 @@ class RunStatus:
         now = time.time()
         self._current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._updating = threading.Lock()  # the thread of a mirror updates as well
-        self._over = threading.Event()
+        self._writing = threading.Lock()
+        self._over, self._failing = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     @property
@@ -122,6 +136,12 @@ class RunStatus:
         """Change fields of the status, all at once and at no cost: the next heartbeat writes them."""
         with self._updating:
             self._current = replace(self._current, **values)
+
+    def note(self, **values: Any) -> None:
+        """Change fields as `update` does, and write them at once: the kernel may end what begins now."""
+        self.update(**values)
+        if self._thread is not None:
+            self._write_heartbeat()
 
     def start(self, step: int = 0) -> None:
         """Write `running`, and write it again at every heartbeat until `finish`."""
@@ -159,15 +179,18 @@ class RunStatus:
         return self._active
 
     def _write_heartbeats(self) -> None:
-        failing = False
         while self._active and not self._over.wait(self._interval_s):
+            self._write_heartbeat()
+
+    def _write_heartbeat(self) -> None:
+        with self._writing:
             try:
                 self._write("running")
-                failing = False
+                self._failing = False
             except OSError as error:
-                if not failing:
+                if not self._failing:
                     logger.warning(f"status.json cannot be written, the run goes on: {error}")
-                failing = True
+                self._failing = True
 
 
 def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:

@@ -6,7 +6,9 @@ Legend: K agents, B prompts, R rows per agent, of which the first F are the agen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -76,68 +78,113 @@ class Decoding:
         return wanted
 
 
-class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
-    """Replaces the K distributions of a row by the crowd's choice, except in the first `first` rows of every agent.
+#: Rows leave a batch when they are at least this share of it: a batch that goes on costs a few milliseconds.
+_LEAVING: Final = 0.25
 
-    In those, every agent takes its most probable token; or it draws, in the rows behind its first for each prompt.
+
+class LiveRows:
+    """The rows of a batch whose texts still grow, agent-major: of every agent its own rows, and then the crowd's.
+
+    The K·F texts of the agents are numbered first, agent by agent, and then those of the crowd, each of which has a row
+    under every agent.
+
+    Args:
+        num_agents: K.
+        first: F, rows per agent that are the agent's own.
+        shared: rows per agent that are the crowd's.
+
+    Attributes:
+        num_own: K·F.
+        num_texts: of agents and crowd.
+        agents, texts: the agent and the text of each row.
+    """
+
+    def __init__(self, num_agents: int, first: int, shared: int) -> None:
+        self.num_agents, self.first, self.num_own = num_agents, first, num_agents * first
+        self.num_texts = self.num_own + shared
+        own = torch.arange(self.num_own).view(num_agents, first)
+        crowd = torch.arange(self.num_own, self.num_texts).expand(num_agents, -1)
+        self.texts = torch.cat([own, crowd], dim=1).flatten()
+        self.agents = torch.arange(num_agents).repeat_interleave(first + shared)
+
+    def keep(self, rows: Tensor) -> None:
+        """Let the batch go on with these rows only."""
+        self.texts, self.agents = self.texts[rows], self.agents[rows]
+
+    @property
+    def spans(self) -> list[slice]:
+        """[K] the rows of each agent."""
+        ends = self.agents.bincount(minlength=self.num_agents).cumsum(0).tolist()
+        return [slice(start, end) for start, end in pairwise([0, *ends])]
+
+
+class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
+    """Replaces the K distributions of a row of the crowd by its choice.
+
+    In its own rows every agent takes its most probable token; or it draws, in the rows behind its first for each
+    prompt.
     """
 
     def __init__(
         self,
-        num_agents: int,
-        first: int,
+        rows: LiveRows,
         decoding: Decoding,
         numbers: Sequence[int],
         *,
         uncertainty: bool = False,
         learned: Learned | None = None,
     ) -> None:
-        self._num_agents, self._first, self._decoding, self._numbers = num_agents, first, decoding, numbers
+        self._rows, self._decoding, self._numbers = rows, decoding, numbers
         self._uncertainty, self._learned, self._vote = uncertainty, learned, find_vote(decoding.aggregator)
-        self._recorded: list[Tensor] = []  # [4, K·F + B] for every token
+        self._recorded: list[Tensor] = []  # [4, K·F + B] for every token; 0 for texts that have ended
         self._generators: dict[str, list[torch.Generator]] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[K·R, V] logits -> [K·R, V], with 0 at the chosen token and -inf elsewhere in the rows that were chosen."""
-        per_agent = scores.view(self._num_agents, -1, scores.shape[-1])  # [K, R, V]
-        own, shared = per_agent[:, : self._first], per_agent[:, self._first :]
-        numbers: list[Tensor] = []
-        if self._first and (self._uncertainty or self._vote):
-            own, number = self._choose_for_agents(input_ids, own)
-            numbers.append(number)
-        if shared.shape[1]:
-            shared, number = self._choose_for_crowd(input_ids, shared)
-            numbers.append(number)
+        """[rows, V] logits -> the same, with 0 at the chosen token and -inf elsewhere in the rows that were chosen."""
+        rows = self._rows
+        own = rows.texts < rows.num_own
+        found = scores.new_zeros(4, rows.num_texts)
+        if own.any() and (self._uncertainty or self._vote):
+            texts = rows.texts[own]
+            scores[own], numbers = self._choose_for_agents(input_ids, scores[own], texts)
+            found[:, texts] = numbers
+        if not own.all():
+            shared = scores[~own].unflatten(0, (rows.num_agents, -1))
+            texts = rows.texts[~own][: shared.shape[1]]
+            forced, numbers = self._choose_for_crowd(input_ids, shared, texts)
+            scores[~own], found[:, texts] = forced.flatten(0, 1), numbers.to(found)
         if self._uncertainty:
-            self._recorded.append(torch.cat(numbers, dim=1))
-        return torch.cat([own, shared], dim=1).view_as(scores)
+            self._recorded.append(found)
+        return scores
 
-    def _choose_for_crowd(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The crowd's rows [K, B, V] with its choice, and how sure it is of it, [4, B]."""
+    def _choose_for_crowd(self, input_ids: Tensor, scores: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """The crowd's rows [K, B, V] with its choice, and how sure it is of it, [4, B]; without `uncertainty` 0."""
         finite, learned = without_nan(scores, self._learned)
         log_probs, how = finite.log_softmax(-1), self._decoding.aggregator
         crowd = aggregate(log_probs, how, learned)  # [B, V]
         chosen = crowd.argmax(-1)
         if self._decoding.do_sample:
             narrowed = self._decoding.warpers()(input_ids[: len(crowd)], crowd)
-            chosen = _draw(narrowed, self._generators_of("generate", len(crowd)))
-        forced = _forced(crowd, chosen).expand(self._num_agents, -1, -1)
+            places = (texts - self._rows.num_own).tolist()
+            chosen = _draw(narrowed, self._generators_of("generate", places))
+        forced = _forced(crowd, chosen).expand(self._rows.num_agents, -1, -1)
         if not self._uncertainty:
-            return forced, chosen
+            return forced, torch.zeros(())
         return forced, token_uncertainty(log_probs, crowd, chosen, is_mean=is_mean(how))
 
-    def _choose_for_agents(self, input_ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The agents' own rows [K, F, V] with their choices, and how sure each is of its own, [4, K·F]."""
+    def _choose_for_agents(self, input_ids: Tensor, scores: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """The agents' own rows [n, V] with their choices, and how sure each is of its own, [4, n]."""
         finite = scores.nan_to_num(nan=0.0)  # an agent with NaN writes anything, and is not sure of it
         log_probs = finite.log_softmax(-1)
         chosen = finite.argmax(-1)  # not of the log-probabilities: rounding may make ties there
         if self._vote and self._vote.samples:
-            prompts = self._first // (1 + self._vote.samples)
-            rows = log_probs[:, prompts:].flatten(0, 1)
-            narrowed = self._decoding.warpers(self._vote.temperature)(input_ids[: len(rows)], rows)
-            drawn = _draw(narrowed, self._generators_of("vote", prompts, times=len(rows) // prompts))
-            chosen[:, prompts:] = drawn.view(self._num_agents, -1)
-        return _forced(log_probs, chosen), own_uncertainty(log_probs, chosen).flatten(1)
+            first, prompts = self._rows.first, self._rows.first // (1 + self._vote.samples)
+            drawn = texts % first >= prompts
+            narrowed = self._decoding.warpers(self._vote.temperature)(input_ids[: len(texts)][drawn], log_probs[drawn])
+            places = (texts // first * (first - prompts) + texts % first - prompts)[drawn].tolist()
+            if generators := self._generators_of("vote", places, self._rows.num_agents * self._vote.samples):
+                chosen[drawn] = _draw(narrowed, generators)
+        return _forced(log_probs, chosen), own_uncertainty(log_probs, chosen)
 
     def recorded(self) -> list[list[TokenUncertainty]]:
         """How sure each of K·F texts of the agents and of B of the crowd was, token by token; [] if not wanted."""
@@ -145,13 +192,12 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
             return []
         return [tokens_of(text) for text in torch.stack(self._recorded, dim=-1).unbind(1)]
 
-    def _generators_of(self, what: str, prompts: int, times: int | None = None) -> list[torch.Generator]:
-        """A generator for every text that is drawn: one for each prompt, or `times` of them."""
+    def _generators_of(self, what: str, places: Sequence[int], times: int | None = None) -> list[torch.Generator]:
+        """The generators at these places: every text that is drawn has one, one for each prompt or `times` of them."""
         if what not in self._generators:
-            numbers = self._numbers[:prompts]
-            keys = [(n,) for n in numbers] if times is None else [(n, time) for time in range(times) for n in numbers]
+            keys = [(n,) if times is None else (n, time) for time in range(times or 1) for n in self._numbers]
             self._generators[what] = [generator_for(self._decoding.seed, what, *key) for key in keys]
-        return self._generators[what]
+        return [self._generators[what][place] for place in places]
 
 
 def _draw(log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -190,53 +236,54 @@ def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Lea
     return per_agent[~has_nan], learned and learned.only((~has_nan).tolist())
 
 
-class StopOnRequest(StoppingCriteria):  # type: ignore[misc]
-    """Ends every row as soon as `stop` returns True."""
-
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        return torch.full((len(input_ids),), self._stop(), dtype=torch.bool, device=input_ids.device)
-
-
-class EndWhenOver(StoppingCriteria):  # type: ignore[misc]
-    """Ends every text that `is_over` says is over, and remembers how long it was.
+@dataclass(eq=False)
+class TextEnds(StoppingCriteria):  # type: ignore[misc]
+    """Keeps each text as soon as it has ended, and stops the batch where enough of its rows can leave it.
 
     Args:
-        num_agents: K.
-        first: number of rows per agent that are the agent's own; a row behind them is the crowd's, and the same
-            under every agent.
+        rows: of the batch.
         width: tokens of a prompt with its padding.
         ends: token ids that end a text.
-        is_over: called with the new tokens of each text that has not ended, after each token.
+        is_over: called with the new tokens of each text that has not ended, after each token; True ends it. None: only
+            a token does.
+        stop: called after every token; True ends all texts at that point.
+        leave: whether rows can leave the batch.
+
+    Attributes:
+        texts: by number, the new tokens of those that have ended, with the end.
+        may_go_on: whether the batch was stopped so that rows leave it.
     """
 
-    def __init__(
-        self, num_agents: int, first: int, width: int, ends: frozenset[int], is_over: Callable[[Sequence[int]], bool]
-    ) -> None:
-        self._num_agents, self._first, self._width, self._ends, self._is_over = num_agents, first, width, ends, is_over
-        self._lengths: dict[tuple[int, int], int] = {}  # by agent and row
+    rows: LiveRows
+    width: int
+    ends: frozenset[int]
+    is_over: Callable[[Sequence[int]], bool] | None
+    stop: Callable[[], bool]
+    leave: bool
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    may_go_on: bool = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        new = input_ids[:, self._width :].unflatten(0, (self._num_agents, -1)).tolist()
-        over = [
-            [self._has_ended(k, row, tokens) for row, tokens in enumerate(agent[: self._first])]
-            for k, agent in enumerate(new)
-        ]
-        # The crowd's rows are the same under every agent: `is_over` may decode a text, so it is asked once.
-        crowd = [self._has_ended(0, row, tokens) for row, tokens in enumerate(new[0][self._first :], self._first)]
-        return torch.tensor([own + crowd for own in over], device=input_ids.device).flatten()
+        last, texts = input_ids[:, -1].tolist(), self.rows.texts.tolist()
+        for text, row in {text: row for row, text in enumerate(texts) if text not in self.texts}.items():
+            if last[row] in self.ends or (self.is_over and self.is_over(self._new(input_ids, row))):
+                self.texts[text] = self._new(input_ids, row)
+        ended = sum(text in self.texts for text in texts)
+        stopped = self.stop()
+        self.may_go_on = self.leave and not stopped and len(texts) > ended >= _LEAVING * len(texts)
+        over = stopped or self.may_go_on or ended == len(texts)
+        return torch.full((len(texts),), over, dtype=torch.bool, device=input_ids.device)
 
-    def cut(self, agent: int, row: int, tokens: list[int]) -> list[int]:
-        """A text up to the token with which it was over; all of it, if it never was."""
-        return tokens[: self._lengths.get(self._key(agent, row))]
+    def leaving(self) -> Tensor:
+        """Take the rows of ended texts out of the batch; returns the places of those that stay."""
+        [places] = torch.tensor([text not in self.texts for text in self.rows.texts.tolist()]).nonzero(as_tuple=True)
+        self.rows.keep(places)
+        return places
 
-    def _has_ended(self, agent: int, row: int, tokens: list[int]) -> bool:
-        key = self._key(agent, row)
-        if key not in self._lengths and (tokens[-1] in self._ends or self._is_over(tokens)):
-            self._lengths[key] = len(tokens)
-        return key in self._lengths
+    def end(self, input_ids: Tensor) -> None:
+        """End all texts where they are."""
+        for row, text in enumerate(self.rows.texts.tolist()):
+            self.texts.setdefault(text, self._new(input_ids, row))
 
-    def _key(self, agent: int, row: int) -> tuple[int, int]:
-        return (0 if row >= self._first else agent), row
+    def _new(self, input_ids: Tensor, row: int) -> list[int]:
+        return input_ids[row, self.width :].tolist()

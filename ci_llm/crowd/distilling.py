@@ -120,7 +120,9 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
     crowd = Crowd.of(saved)
     try:
         prompts = _prompts(prompter, config, how, num_positions(crowd.model))
-        pairs = list(_answered(crowd, prompts, config, start, end))
+        longest = max(answer.stop - answer.start for answer in map(last_answer, examples))
+        decoding = Decoding(config.answer_tokens(longest), ends_of_answers(crowd), config.aggregator)
+        pairs = list(_answered(crowd, prompts, decoding, start, end))
     finally:
         crowd.detach()
     return Lesson([*examples, *(one for one, _ in pairs)], [*examples, *(other for _, other in pairs)])
@@ -151,10 +153,9 @@ def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: i
 
 
 def _answered(
-    crowd: Crowd, prompts: Sequence[TokenIds], config: Config, start: int, end: int
+    crowd: Crowd, prompts: Sequence[TokenIds], decoding: Decoding, start: int, end: int
 ) -> Iterator[tuple[Continuation, Continuation]]:
     """Each prompt with the crowd's answer and with the start's own; left out where one of them has no end."""
-    decoding = Decoding(config.max_new_tokens_eval, ends_of_answers(crowd), config.aggregator)
     with working("answer", len(prompts), "prompts") as shown:
         for at in range(0, len(prompts), _AT_A_TIME):
             part = prompts[at : at + _AT_A_TIME]
@@ -210,7 +211,7 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: 
     """Add the gradient of one agent on a batch: towards the teachers' states [K, S, D], without them to the texts."""
     states = _states(crowd, agent, batch)
     leaf = states.detach().requires_grad_()
-    for chunk in crowd.head.chunks(batch.num_targets):  # the logits of all targets need not fit into memory
+    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # not all logits need to fit into memory
         own = crowd.head.logits(leaf[chunk])
         loss = torch.nn.functional.cross_entropy(own, batch.targets[chunk], reduction="sum")
         if teachers is not None:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import safetensors.torch
 import torch
 from transformers import PreTrainedModel
 
 from ci_llm.base.gguf import gguf_file
-from ci_llm.base.load import load_architecture, load_base
+from ci_llm.base.load import load_architecture, load_base, stored_dtype
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import new_folder, write_new
@@ -43,8 +43,12 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.prompts import tokenizer_files
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
 from ci_llm.lora.layer import LoraSettings
+
+#: What was written, among the names of scores.
+FOLDER: Final = "the folder"
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,28 @@ class Comparison:
             lines.append(_line(name, self.exact_match[name], self.nll[name]))
         but = "" if self.trained_on == "none" else f", of which {self.trained_on} were trained on"
         lines.append(f"{self.rows} rows of the run's evaluation{but}: whole solutions, teacher-forced")
+        if CONTROL in self.nll and self.nll[DISTILLED] >= self.nll[CONTROL]:
+            lines.append(f"{DISTILLED} is not better than its control, {CONTROL}: it gains nothing from the crowd")
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """For scripts."""
         scores = {name: {"exact_match": self.exact_match[name], "nll": self.nll[name]} for name in self.nll}
         return {"rows": self.rows, "rows_trained_on": self.trained_on, **scores}
+
+    def with_folder(self, found: Scores) -> Comparison:
+        """The same with the scores of what was written, opened by itself."""
+        exact, nll = found.exact_match[0], found.mean_nll[0]
+        return replace(self, exact_match={**self.exact_match, FOLDER: exact}, nll={**self.nll, FOLDER: nll})
+
+    def about_folder(self, name: str) -> str | None:
+        """The scores of what was written, and how far they are from those of the adapter in it; None without them."""
+        if FOLDER not in self.nll:
+            return None
+        away = self.nll[FOLDER] - self.nll[name]
+        told = f"{FOLDER}: exact match {self.exact_match[FOLDER]:.3f}, NLL {self.nll[FOLDER]:.4f}"
+        but = f", {away:+.4f} beside {name} above" if round(away, 4) else ""
+        return f"{told}, as Transformers opens it{but}"
 
 
 def _line(name: str, exact_match: float, nll: float) -> str:
@@ -180,13 +200,25 @@ class Export:
         merges = {self.name: self.adapter, **self.beside} if self.adapter is not None and is_merge else {}
         return compare(self.saved, merges)
 
-    def write(self, target: Path, scores: Comparison | None, *, into_base: bool = False, as_gguf: bool = False) -> None:
+    def write(
+        self,
+        target: Path,
+        scores: Comparison | None,
+        *,
+        into_base: bool = False,
+        as_gguf: bool = False,
+        dtype: str | None = None,
+    ) -> Comparison | None:
         """Write it as `target`, whole or not at all.
 
         Args:
             scores: for the card.
-            into_base: a model of Transformers with merged weights. It takes the base, which has them afterwards.
+            into_base: a model of Transformers with merged weights. The base cannot be used any more afterwards.
             as_gguf: an adapter for llama.cpp and Ollama.
+            dtype: of merged weights; None: that of the base on disk.
+
+        Returns:
+            `scores`, and with `into_base` those of the folder, opened by itself.
 
         Raises:
             ModelError: `target` exists, there is no one adapter to merge or for a GGUF file, or llama.cpp's layout of
@@ -199,29 +231,34 @@ class Export:
                 what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
                 raise ModelError(what, where="into_base, as_gguf", hint="give an agent or a merge")
             self._write_agents(target, scores)
-            return
-        files = self._gguf_files(scores) if as_gguf else self._files(scores, into_base)
+            return scores
+        if as_gguf:
+            files = {MODELFILE: f"FROM ./{self._gguf_name}\nADAPTER ./{ADAPTER}\n".encode()}
+        else:
+            files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if into_base else _peft_files(self.adapter))
         try:
             with new_folder(target) as draft:
+                for name, data in files.items():
+                    write_new(draft / name, [data])
                 if as_gguf:
                     write_gguf_adapter(draft / ADAPTER, self.adapter, self.saved.base.model.config)
                 elif into_base:
-                    self._write_whole(draft, self.adapter)
-                else:
-                    files |= _peft_files(self.adapter)
-                for name, data in files.items():
-                    write_new(draft / name, [data])
+                    scores = self._write_whole(draft, self.adapter, scores, dtype)
+                write_new(draft / "README.md", [self._card(scores, into_base, as_gguf).encode()])
         except OSError as error:
             raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
+        return scores
 
-    def _files(self, scores: Comparison | None, into_base: bool) -> dict[str, bytes]:
-        card = (model_card if into_base else adapter_card)(self._facts(scores), self.title, self.what)
-        return {**tokenizer_files(self.saved.prompter.tokenizer), "README.md": card.encode()}
+    def _card(self, scores: Comparison | None, into_base: bool, as_gguf: bool) -> str:
+        facts = self._facts(scores)
+        if as_gguf:
+            return gguf_card(facts, self.title, self.what, self._gguf_name)
+        return (model_card if into_base else adapter_card)(facts, self.title, self.what)
 
-    def _gguf_files(self, scores: Comparison | None) -> dict[str, bytes]:
-        base = Path(self.gguf_base or "base.gguf").name
-        card = gguf_card(self._facts(scores), self.title, self.what, base)
-        return {"README.md": card.encode(), MODELFILE: f"FROM ./{base}\nADAPTER ./{ADAPTER}\n".encode()}
+    @property
+    def _gguf_name(self) -> str:
+        """The name of the base's file in the cards and the Modelfile."""
+        return Path(self.gguf_base or "base.gguf").name
 
     @property
     def gguf_base(self) -> str | None:
@@ -248,18 +285,35 @@ class Export:
             calibration=saved.calibration,
         )
 
-    def _write_whole(self, draft: Path, adapter: Adapter) -> None:
-        model = merge_into_base(self._dense_base(), adapter)
+    def _write_whole(
+        self, draft: Path, adapter: Adapter, scores: Comparison | None, dtype: str | None
+    ) -> Comparison | None:
+        device, name = self.saved.base.model.device, self.saved.base.name
+        written = DTYPES[dtype] if dtype else stored_dtype(name)
+        model = merge_into_base(self._dense_base(), adapter).to(written)
         # Here the base is read without a cache of keys and values; whoever generates with the model wants its own.
-        model.config.use_cache = getattr(load_architecture(self.saved.base.name), "use_cache", True)
+        model.config.use_cache = getattr(load_architecture(name), "use_cache", True)
         model.save_pretrained(draft)
+        model.to("meta")  # so that one base is in memory, and not two
+        if scores is None or self.saved.run_config is None:
+            return scores
+        config = parse_config(self.saved.run_config, "config.yaml")
+        base = load_base(str(draft), next(key for key, value in DTYPES.items() if value == written), device)
+        untrained = Crowd(base.model, LoraSettings(num_agents=1, rank=1), base.name, base.pad_id)  # adds zeros
+        return scores.with_folder(_score(untrained, _rows(config, self.saved), config))
 
     def _dense_base(self) -> PreTrainedModel:
-        """The base to merge into: a quantised one is loaded again, because its 4 or 8 bits hold no merged weights."""
-        saved = self.saved
-        if stored_quantization(saved.base.model.config) is None:
-            return saved.base.model
-        model = load_base(saved.base.name, saved.meta["base_dtype"], saved.base.model.device).model
+        """The base to merge into, in fp32: 16 bits would lose a part of what was learned before it is written.
+
+        A quantised one is loaded again as well, because its 4 or 8 bits hold no merged weights.
+        """
+        saved, loaded = self.saved, self.saved.base.model
+        device, is_dense = loaded.device, stored_quantization(loaded.config) is None
+        if is_dense and loaded.dtype in (torch.float32, torch.float64):
+            return loaded
+        if is_dense:
+            loaded.to("meta")  # so that one base is in memory, and not two
+        model = load_base(saved.base.name, "fp32", device).model
         if stored := stored_quantization(model.config):
             raise ModelError(
                 f"the files of the base are quantised ({stored}), and an adapter is merged into dense weights only",

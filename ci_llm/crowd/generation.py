@@ -24,15 +24,17 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.base.load import positions_of
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
 from ci_llm.crowd.answers import AnswerStyle, TokenUncertainty, final_answer, of_text, token_uncertainty, tokens_of
-from ci_llm.crowd.decoding import CrowdChoice, Decoding, EndWhenOver, StopOnRequest, without_nan
+from ci_llm.crowd.decoding import CrowdChoice, Decoding, LiveRows, TextEnds, without_nan
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
@@ -307,31 +309,47 @@ def _generate_batch(
     is_over: Callable[[TokenIds], bool] | None,
 ) -> Generated:
     """One batch of `generate_ids`; of a crowd that votes, the texts that it votes on."""
-    model = crowd.model
+    model, reading = crowd.model, crowd.agents.reading
     num_agents, learned = (crowd.num_agents, crowd.learned) if agent is None else (1, None)
     free = free_positions(model, prompts, numbers)
-    rows, first = _rows(prompts, decoding, include_agents=include_agents)
-    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, crowd.pad_id))
-    choice = CrowdChoice(num_agents, first, decoding, numbers, uncertainty=uncertainty, learned=learned)
-    over = EndWhenOver(num_agents, first, ids.shape[1], decoding.ends, is_over or (lambda text: False))
+    prompt_rows, first = _rows(prompts, decoding, include_agents=include_agents)
+    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(prompt_rows, crowd.pad_id))
+    end, cache = ids.shape[1] + min(decoding.max_new_tokens, free), _selectable_cache(model)
+    rows = LiveRows(num_agents, first, len(prompt_rows) - first)
+    choice = CrowdChoice(rows, decoding, numbers, uncertainty=uncertainty, learned=learned)
+    ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, cache is not None)
+    # The processor leaves one token per row, which also holds for sampling.
+    how: Any = {"pad_token_id": crowd.pad_id, "do_sample": False, "use_cache": True}
+    kept: Any = {} if cache is None else {"past_key_values": cache}
+    spans = None
     with _blank_generation_config(model):
-        everything = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=GenerationConfig(
-                max_new_tokens=min(decoding.max_new_tokens, free),
-                eos_token_id=sorted(decoding.ends) or None,
-                pad_token_id=crowd.pad_id,
-                do_sample=False,  # the processor leaves one token per row, which also holds for sampling
-                use_cache=True,
-            ),
-            logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList([StopOnRequest(stop), *([over] if is_over else [])]),
-            synced_gpus=False,  # processes with a sharded base keep in step by themselves
-        )
-    new = everything[:, ids.shape[1] :].unflatten(0, (num_agents, len(rows))).tolist()
-    whole = [[over.cut(k, row, tokens) for row, tokens in enumerate(own)] for k, own in enumerate(new)]
-    return _generated(whole, len(prompts), first, decoding, choice)
+        while True:
+            with reading.of(reading.agent, spans=spans):
+                ids = model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=GenerationConfig(max_new_tokens=end - ids.shape[1], **how),
+                    logits_processor=LogitsProcessorList([choice]),
+                    stopping_criteria=StoppingCriteriaList([ends]),
+                    synced_gpus=False,  # processes with a sharded base keep in step by themselves
+                    **kept,
+                )
+            if cache is None or not ends.may_go_on or ids.shape[1] == end:
+                break
+            places = ends.leaving().to(ids.device)
+            cache.batch_select_indices(places)
+            ids, mask = ids[places], F.pad(mask[places], (0, ids.shape[1] - mask.shape[1]), value=1)
+            spans = rows.spans  # one token of each row is read from here on
+    ends.end(ids)
+    return _generated([ends.texts[text] for text in range(rows.num_texts)], rows, len(prompts), decoding, choice)
+
+
+def _selectable_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """A cache of keys and values whose rows can be selected; None: this base has a state of another kind."""
+    if not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return cache if {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer} else None
 
 
 def _reading(prompter: Prompter | None) -> Reading:
@@ -407,25 +425,21 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers:
 
 
 def _generated(
-    whole: Sequence[Sequence[list[int]]], prompts: int, first: int, decoding: Decoding, choice: CrowdChoice
+    whole: Sequence[list[int]], rows: LiveRows, prompts: int, decoding: Decoding, choice: CrowdChoice
 ) -> Generated:
-    """Sort the new tokens [K][R]: the first `first` rows are the agent's own, the others the crowd's."""
-    ends, vote = decoding.ends, find_vote(decoding.aggregator)
-    # The crowd's rows are equal under every agent, so those of the first agent are taken.
-    rows = [tokens for agent in whole for tokens in agent[:first]] + list(whole[0][first:])
-    rows = [tokens[: len(_until(ends, tokens)) + 1] for tokens in rows]
-    texts = [_until(ends, tokens) for tokens in rows]
-    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded(), rows, strict=False)]
-    own, count = len(whole) * first, len(whole)
-    voters = _of_agents(rows[:own], count, prompts)[bool(vote.samples)] if vote else []
+    """Sort the texts, which are numbered as in `LiveRows` and have their ends."""
+    vote, own, count = find_vote(decoding.aggregator), rows.num_own, rows.num_agents
+    texts = [_until(decoding.ends, tokens) for tokens in whole]
+    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded(), whole, strict=False)]
+    voters = _of_agents(whole[:own], count, prompts)[bool(vote.samples)] if vote else []
     agents, _ = _of_agents(texts[:own], count, prompts)
     agents_tokens, _ = _of_agents(sure[:own], count, prompts)
     return Generated(texts[own:], agents, sure[own:], agents_tokens, voters)
 
 
-def _of_agents(rows: list[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
+def _of_agents(rows: Sequence[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
     """What the K·F rows of the agents hold, agent-major: the greedy texts [K][B], and the drawn ones [K·n][B]."""
-    lists = [rows[at : at + prompts] for at in range(0, len(rows), prompts)]
+    lists = [list(rows[at : at + prompts]) for at in range(0, len(rows), prompts)]
     each = len(lists) // num_agents
     return lists[:: each or 1], [part for number, part in enumerate(lists) if number % each]
 
@@ -493,7 +507,7 @@ def read_texts(
     with _as_in_generation(crowd):
         states = crowd.states(batch)[:, batch.predict_from]
     numbers = []
-    for chunk in crowd.head.chunks(batch.num_targets):
+    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
         finite, learned = without_nan(crowd.head.logits(states[:, chunk]), crowd.learned)
         log_probs = finite.log_softmax(-1)
         mixture = aggregate(log_probs, aggregator, learned)

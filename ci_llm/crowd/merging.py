@@ -94,7 +94,7 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
 
 
 def merge_into_base(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
-    """The base with the adapter added to its weights, in the precision of the base. `base` itself is changed."""
+    """The base with the adapter added to its weights, in its precision. `base` itself is changed."""
     from peft import PeftModel
 
     with _quiet():

@@ -187,6 +187,7 @@ class CrowdModel(nn.Module):
         self.agents = attach(model, settings)
         self.names = default_names(settings.num_agents)
         self.model = model
+        self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
@@ -195,6 +196,7 @@ class CrowdModel(nn.Module):
         """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
         for name, layer in self.agents.layers.items():
             self.model.set_submodule(name, layer.base_layer)
+        self._head_rows.remove()
         self.model.config._attn_implementation = self._native_attention
         passes.stop_recomputing(self.model)
         return self.model

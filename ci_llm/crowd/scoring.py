@@ -162,9 +162,10 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
     nll = torch.zeros_like(wrong)
+    head = crowd.head.to(states.dtype)
     # Chunk by chunk, because the logits of all targets of all agents need not fit into memory.
-    for chunk in crowd.head.chunks(batch.num_targets):
-        log_probs = crowd.head.logits(states[:, chunk]).log_softmax(-1)
+    for chunk in head.chunks(batch.num_targets, lines):
+        log_probs = head.logits(states[:, chunk]).log_softmax(-1)
         everyone = torch.cat([log_probs, aggregate(log_probs, aggregator, crowd.learned)[None]])
         targets, rows = batch.targets[chunk], batch.target_rows[chunk]
         wrong.index_add_(1, rows, (everyone.argmax(-1) != targets).double())
@@ -182,7 +183,7 @@ def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Te
     """
     for batch in (batch.to(crowd.device) for batch in batches):
         states = crowd.states(batch)[:, batch.predict_from]
-        for chunk in crowd.head.chunks(batch.num_targets):
+        for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
             yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
 
 
@@ -270,6 +271,7 @@ class Questions:
         left_out: how many rows have no question, or leave no place for an answer.
         too_long: how many of them have a question.
         metric: the module of `ci_llm.crowd.metrics` that `read` is of.
+        longest: tokens of the longest reference.
     """
 
     rows: list[int]
@@ -280,6 +282,7 @@ class Questions:
     left_out: int = 0
     too_long: int = 0
     metric: str = "exact_match"
+    longest: int = 0
 
     @classmethod
     def of(
@@ -305,7 +308,8 @@ class Questions:
         found = [[number for number in part if fits.get(number)] for part in sets or [range(len(rows))]]
         numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]
-        references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in chosen]
+        answers = [row.input_ids[last_answer(row)].tolist() for row in chosen]
+        references = [prompter.text(answer) for answer in answers]
         return cls(
             rows=numbers,
             prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
@@ -315,6 +319,7 @@ class Questions:
             left_out=len(rows) - usable,
             too_long=len(fits) - usable,
             metric=metric,
+            longest=max(map(len, answers), default=0),
         )
 
     @cached_property

@@ -314,5 +314,6 @@ def _evaluation_seconds(context: CheckContext, steps: int) -> float:
     times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
     rows = context.num_eval_rows
     rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.num_processes))
-    answering = rounds * config.max_new_tokens_eval * measured.token_generated_s
+    longest = context.lengths.learned_of(context.longest_tokens)
+    answering = rounds * config.answer_tokens(longest) * measured.token_generated_s
     return times * rows * measured.row_evaluated_s + answering

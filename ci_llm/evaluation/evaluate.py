@@ -11,18 +11,20 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import xxhash
 
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
-from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd import scoring
+from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.external_adapters import is_base, require_checkpoint
@@ -33,7 +35,7 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
 from ci_llm.distributed.precision import autocast_dtype
-from ci_llm.errors import OutOfMemory, first_line
+from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import sureness_record
@@ -43,6 +45,7 @@ from ci_llm.report.scores import table as table_of
 logger = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
 Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "scoring the base", "answering"]
 Progress = Callable[[Phase, int, int], None]
 
@@ -103,25 +106,24 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
     job = loading.load(request, checkpoint)
     if calibrated is not None:
         loading.require_new_rows(job)
-    with _fits(job.batch_size), _autocast(job.config, job.crowd.device):
+    with _autocast(job.config, job.crowd.device):
         if calibrated is not None:  # before the answers, which may depend on what is learned
-            passes = iter(_PASSES)
-            alpha = job.config.dirichlet_alpha_aggregator
-            job.crowd.learned = learn(
-                lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha
-            )
+            job.crowd.learned = _fitting(job, lambda job: _learn(job, progress))
         if len(job.questions):
-            with open_predictions(output, _source(job), _prompts(job), overwrite=request.overwrite) as predictions:
-                resumed = len(predictions.rows)
-                scores, base = _score(job, progress)
-                _answer(job, predictions, progress)
+            with open_predictions(
+                output, _source(job), _prompts(job), job.batch_size, overwrite=request.overwrite
+            ) as predictions:
+                resumed, job = len(predictions.rows), replace(job, batch_size=predictions.batch_size)
+                scores, base = _fitting(job, lambda job: _score(job, progress))
+                _fitting(job, lambda job: _answer(job, predictions, progress))
             rows = predictions.rows
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows)
                 write_json(calibrated, job.crowd.calibration.record())
         else:
             loading.refuse_unanswerable(job)
-            resumed, rows, (scores, base) = 0, [], _score(job, progress)
+            resumed, rows = 0, []
+            scores, base = _fitting(job, lambda job: _score(job, progress))
     return Evaluation(
         record=_record(job, scores, base, rows),
         lines=_lines(job),
@@ -144,19 +146,21 @@ def _autocast(config: Config, device: torch.device) -> AbstractContextManager[An
     return torch.autocast(device.type, dtype)
 
 
-@contextmanager
-def _fits(batch_size: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        cause = error.__cause__ or error
-        if not is_out_of_memory(cause):
-            raise
-        raise OutOfMemory(
-            f"memory ran out: {first_line(cause)}",
-            where=f"--batch-size {batch_size}",
-            hint=f"--batch-size {max(1, batch_size // 2)} goes on after the rows that are answered",
-        ) from error
+def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
+    """What `work` returns, done again with half as many rows at a time where memory ran out.
+
+    Raises:
+        OutOfMemory: a single question does not fit.
+    """
+    while True:
+        found, complaint = unless_out_of_memory(partial(work, job))
+        if complaint is None:
+            return found  # type: ignore[return-value]
+        if job.batch_size == 1:
+            what = f"memory ran out with one question at a time: {complaint}"
+            raise OutOfMemory(what, where=str(job.request.run), hint="max_new_tokens_eval= or max_seq_length= lower")
+        job = replace(job, batch_size=job.batch_size // 2)
+        logger.warning(f"memory ran out ({complaint}): {job.batch_size} questions at a time")
 
 
 # What is asked
@@ -207,7 +211,7 @@ def _answers_to(job: loading.Job, batch: Sequence[int], aggregator: str) -> scor
         job.prompter,
         job.questions,
         [batch],
-        max_new_tokens=job.config.max_new_tokens_eval,
+        max_new_tokens=job.config.answer_tokens(job.questions.longest),
         aggregator=aggregator,
         uncertainty=True,
     )
@@ -259,6 +263,12 @@ def _prompt(job: loading.Job, number: int) -> str:
 
 
 # What is learned
+
+
+def _learn(job: loading.Job, progress: Progress) -> Learned:
+    """What aggregators with learned weights take, by two passes over the rows."""
+    passes, alpha = iter(_PASSES), job.config.dirichlet_alpha_aggregator
+    return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
 
 
 def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
@@ -355,6 +365,8 @@ def _lines(job: loading.Job) -> list[str]:
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
     if job.request.choice.is_own and len({*job.config.evaluated_on}) > 1:
         facts.append("each agent answers the rows of all agents; the run's evaluation.json scores it by its own rows")
+    if len(job.questions):
+        facts.append(f"answers of at most {job.config.answer_tokens(job.questions.longest)} tokens are generated")
     if job.questions.left_out and len(job.questions):
         facts.append(
             f"not asked: {job.questions.left_out} rows, which have no question, or no place for a whole answer"
@@ -381,7 +393,7 @@ def _source(job: loading.Job) -> Source:
 
 
 def _asked(job: loading.Job) -> dict[str, Any]:
-    return scoring.how_asked([job.questions], job.config.max_new_tokens_eval)
+    return scoring.how_asked([job.questions], job.config.answer_tokens(job.questions.longest))
 
 
 def _aggregator_name(job: loading.Job) -> str:

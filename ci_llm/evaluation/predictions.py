@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from ci_llm.core.durable import append, cut, locked, make_folders, read_json, write_bytes, write_json
 from ci_llm.errors import BadInput
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -35,6 +38,7 @@ class Source:
         checkpoint, data: where both came from, for people; they are not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
         step: of the checkpoint, for reports; it is not compared. Older releases did not write it.
+        under_way: of the call that answers them now, or was killed: questions at a time, and lines before it; as well.
         format: raised when the lines of a later version say something else.
     """
 
@@ -48,6 +52,7 @@ class Source:
     max_new_tokens: int
     format: int = 3
     step: int | None = None
+    under_way: Mapping[str, int] | None = None
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
         """What another source has that is not the same, in words."""
@@ -65,10 +70,12 @@ class Predictions:
 
     Attributes:
         rows: the complete lines.
+        batch_size: questions to answer at a time: those asked for, or half of those with which a call was killed
+            before its first line.
     """
 
-    def __init__(self, path: Path, rows: list[Row]) -> None:
-        self.path, self.rows = path, rows
+    def __init__(self, path: Path, rows: list[Row], batch_size: int) -> None:
+        self.path, self.rows, self.batch_size = path, rows, batch_size
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add lines at the end of the file, durably.
@@ -86,12 +93,13 @@ class Predictions:
 
 @contextmanager
 def open_predictions(
-    path: Path, source: Source, prompts: Sequence[str], *, overwrite: bool = False
+    path: Path, source: Source, prompts: Sequence[str], batch_size: int, *, overwrite: bool = False
 ) -> Iterator[Predictions]:
     """A predictions file of `source`: new, or with the lines that an earlier call has left. One process at a time.
 
     Args:
         prompts: of all questions, in order; a line must be about the question whose place it has.
+        batch_size: questions to answer at a time.
         overwrite: begin anew, whatever the file holds.
 
     Raises:
@@ -109,7 +117,24 @@ def open_predictions(
     except OSError as error:
         raise _unwritable(path, error) from error
     with _held(path):
-        yield Predictions(path, _kept(path, source, prompts))
+        rows, killed = _kept(path, source, prompts)
+        size = batch_size
+        # Without a line since it began: with lines, its batches fit, and it was killed for another reason.
+        if killed is not None and killed.get("after") == len(rows):
+            size = min(batch_size, max(1, killed["batch_size"] // 2))
+            logger.warning(f"a call was killed with {killed['batch_size']} questions at a time: {size} from here")
+        _note(path, source, {"batch_size": size, "after": len(rows)})
+        try:
+            yield Predictions(path, rows, size)
+        finally:
+            _note(path, source, None)
+
+
+def _note(path: Path, source: Source, under_way: Mapping[str, int] | None) -> None:
+    try:
+        write_json(source_path(path), asdict(replace(source, under_way=under_way)))
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def require_own(path: Path, *, overwrite: bool) -> None:
@@ -130,8 +155,8 @@ def source_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".jsonl") + ".source.json")
 
 
-def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:
-    """The complete lines of the file; what is behind them is cut off."""
+def _kept(path: Path, source: Source, prompts: Sequence[str]) -> tuple[list[Row], Mapping[str, int] | None]:
+    """The complete lines of the file, and `under_way`; what is behind the lines is cut off."""
     try:
         written = read_json(source_path(path))
     except (OSError, ValueError) as error:
@@ -148,7 +173,7 @@ def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:
     rows = [_parsed(line, prompts, number, path) for number, line in enumerate(content[:size].split(b"\n")[:-1])]
     if size < len(content):
         cut(path, size)
-    return rows
+    return rows, known.get("under_way")
 
 
 def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
@@ -259,10 +260,22 @@ class Head:
         """Rows whose logits fit into `LOGITS_PER_CHUNK` numbers, or 16 for a very large vocabulary."""
         return max(16, LOGITS_PER_CHUNK // self.weight.shape[0])
 
-    def chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` rows."""
-        size = self.chunk_rows
+    def chunks(self, rows: int, copies: int = 1) -> Iterator[slice]:
+        """Slices of at most `chunk_rows` rows; of fewer, where the logits of so many agents are held at once."""
+        size = max(16, self.chunk_rows // copies)
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def give_head_contiguous_rows(model: PreTrainedModel) -> RemovableHandle:
+    """Let the head of a model read contiguous rows, whoever calls it, until the handle is removed.
+
+    For the next token, Transformers gives the head `hidden_states[:, -1:, :]` (`slice_logits_to_keep` in
+    `transformers/modeling_utils.py`), which is not contiguous. torch then does not fold the rows into one product
+    (`should_fold` in `aten/src/ATen/native/LinearAlgebra.cpp`): it copies the weight for each of them.
+    """
+    return model.get_output_embeddings().register_forward_pre_hook(  # type: ignore[no-any-return]
+        lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
+    )
 
 
 class _TargetLogProbs(torch.autograd.Function):

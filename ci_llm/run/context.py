@@ -18,6 +18,7 @@ from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
+from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
@@ -40,7 +41,7 @@ from ci_llm.run.step.callbacks import Callbacks, Event, TrainerState
 from ci_llm.run.step.evaluation import Evaluator, StopVote, kept_steps
 from ci_llm.run.step.members import RecordFailure, config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
-from ci_llm.run.step.out_of_memory import MemoryRelief, unless_out_of_memory
+from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 

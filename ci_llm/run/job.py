@@ -393,7 +393,9 @@ def _open(run: Run, number: int) -> None:
     """Open the log of the attempt, write its first status, and cut the metrics back to where it begins."""
     config, processes, step = run.config, run.processes, run.state.step
     run.log.open(number, still_held=run.manager.holds_lease)
-    earlier = readable_status(config.run_folder) if step and processes.is_main_process else None
+    last = readable_status(config.run_folder) if processes.is_main_process else None
+    run.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
+    earlier = last if step else None
     known = (earlier.first_loss, earlier.warning) if earlier else ()
     run.learning = Learning(run.state.names, run.total_steps, *known)
     run.status.update(
@@ -406,7 +408,11 @@ def _open(run: Run, number: int) -> None:
         first_loss=run.learning.first_loss,
         choice=str(run.state.choice) if run.state.choice else None,
         exactness=run.exactness,
+        evaluation_batch_size=run.evaluator.at_most,
     )
+    run.evaluator.note = run.status.note
+    if run.evaluator.at_most is not None:
+        _log_lines([f"recovery: at most {run.evaluator.at_most} row(s) are evaluated at a time, as memory was short"])
     run.mirror.on_change = lambda state: run.status.update(mirror=state)
     run.log.truncate_metrics(step if step else -1, run.manager.staging if processes.is_main_process else None)
     run.status.start(step)

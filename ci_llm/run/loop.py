@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
+from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
@@ -42,7 +43,7 @@ from ci_llm.run.start.loading import data_phases
 from ci_llm.run.step import evaluation
 from ci_llm.run.step.members import is_waiting
 from ci_llm.run.step.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
-from ci_llm.run.step.out_of_memory import in_parts, unless_out_of_memory
+from ci_llm.run.step.out_of_memory import in_parts
 
 logger = logging.getLogger(__name__)
 

@@ -110,6 +110,8 @@ def build(
     set_determinism(config)
     loaded = (loaded or loading.load(config, processes)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
+    if before is not None and config.max_new_tokens_eval == "auto":  # auto keeps what the run began with
+        config = config.model_copy(update={"max_new_tokens_eval": before.max_new_tokens_eval})
     config = settle(config, rows, processes, before)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)

@@ -151,7 +151,12 @@ class OwnRun:
             factor = decision.learning_rate / self._highest_rate
             new = replace(new, learning_rate_factor=factor)
             lines.append(f"learning rate: {self._recovery.learning_rate_factor:.3g} -> {factor:.3g} of the schedule's")
-        if decision.batch_size is not None:
+        is_evaluation = (last := self._status_of_attempt()) is not None and last.phase == "evaluation"
+        if decision.batch_size is not None and is_evaluation:
+            lines.append(
+                f"evaluation: fewer than {self._micro_batch_size()} rows at a time; the training stays as it is"
+            )
+        elif decision.batch_size is not None:
             new = replace(new, micro_batch_size=decision.batch_size)
             lines.append(f"micro-batch: {self._micro_batch_size()} -> {decision.batch_size}, the effective batch holds")
         if decision.resume_at_most_step is not None and (status := self._status()) is not None:
@@ -195,8 +200,13 @@ class OwnRun:
         return good_step > furthest
 
     def _micro_batch_size(self) -> int:
-        """The one in force. The trainer may have cut it by itself; then it is in status.json."""
+        """The one in force. The trainer may have cut it by itself; then it is in status.json.
+
+        Of an attempt that ended in an evaluation it is the batch of that, which the next attempt cuts by itself.
+        """
         status = self._status_of_attempt()
+        if status and status.phase and status.evaluation_batch_size:
+            return status.evaluation_batch_size
         reported = status.micro_batch_size if status else None
         known = [self._config.batch_size, self._recovery.micro_batch_size, reported]
         return min(size for size in known if size is not None)

@@ -22,16 +22,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
+from ci_llm.config import parse_config
+from ci_llm.crowd import exporting
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merge_methods import merge_of
 from ci_llm.data.prompts import Prompter
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.lora.layer import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
+from tests.evaluation.trials import train
 from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 from tools.testbed.tiny import base
 
 K = 3
@@ -396,3 +401,62 @@ def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up
     for path in (Path("someone/nothing"), "ci_llm_output/final_checkpoint", "run"):
         with pytest.raises(BadInput, match="there is no checkpoint at this path: it does not exist"):
             Crowd.from_pretrained(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on_disk", "trained_in"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_merged_base_is_what_its_scores_say(
+    on_disk: str, trained_in: str, server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the dtype of the base on disk, was merged in fp32, and plain Transformers finds the NLL that is told."""
+    small, run = tmp_path / "base", tmp_path / "run"
+    AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=DTYPES[on_disk]).save_pretrained(small)
+    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(small)
+    keys = {"model_name": str(small), "model_dtype": trained_in, "learning_rate": 0.02, "generation_eval_samples": 0}
+    assert server.run(train, tmp_path / "log", folder=str(tmp_path), **keys) == [0], (tmp_path / "log").read_text()
+    for words, dtype in (([], on_disk), (["--dtype", "fp32"], "fp32")):
+        target = tmp_path / f"whole{len(words)}"
+        assert main(["export", str(run), "--agent", "1", "--into-base", "--to", str(target), *words]) == 0
+        told = capsys.readouterr().out
+        model = AutoModelForCausalLM.from_pretrained(target).eval()
+        assert model.dtype == DTYPES[dtype]
+        [(exact, nll)] = re.findall(r"the folder: exact match (\S+), NLL (\S+), as", told)
+        # In bf16 the two round their logits in different places.
+        assert float(nll) == pytest.approx(plain_nll(model, run), abs=1e-3 if dtype == "bf16" else 1e-4)
+        adapter = float(re.findall(r"^agent1 +\S+ +(\S+)$", told, re.MULTILINE)[0])
+        difference = re.findall(r"as Transformers opens it, (\S+) beside agent1 above", told)
+        assert float(difference[0] if difference else 0) == pytest.approx(float(nll) - adapter, abs=2e-4)
+        assert f"the folder{exact:>18}{nll:>10}" in (target / "README.md").read_text()
+        folder, name = run / "final_checkpoint" / "agent1", "model.layers.0.mlp.down_proj"
+        agent = load_file(folder / "adapter_model.safetensors")
+        shape = json.loads((folder / "adapter_config.json").read_text())
+        a, b = (agent[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+        before = load_base(str(small), "fp32").model.get_submodule(name).weight
+        wanted = before + b @ a * (shape["lora_alpha"] / shape["r"])
+        assert torch.equal(model.get_submodule(name).weight, wanted.to(DTYPES[dtype]))
+
+
+@torch.no_grad()
+def plain_nll(model: Any, run: Path) -> float:
+    """Nats per target of the rows of the run's evaluation, row by row."""
+    saved = prepare(run, device="cpu").saved
+    rows = exporting._rows(parse_config(str(saved.run_config), "config.yaml"), saved)
+    total, count = 0.0, 0
+    for row in (rows[number] for number in range(len(rows))):
+        ids, learned = torch.tensor(row.input_ids), torch.tensor(row.supervised)
+        log_probs = model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
+        picked = log_probs.gather(-1, ids[1:, None])[learned[1:]]
+        total, count = total - float(picked.double().sum()), count + len(picked)
+    return total / count
+
+
+def test_a_distillation_that_loses_to_its_control_says_so() -> None:
+    nll = {"agent0": 1.0, "crowd": 0.9, "distilled": 0.95, "own labels": 0.94}
+    lost = "distilled is not better than its control, own labels"
+    assert lost in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
+    assert lost not in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll | {"own labels": 0.96}).table()
+
+
+def test_a_dtype_is_that_of_a_merged_base(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(source), "--agent", "1", "--dtype", "bf16", "--to", str(tmp_path / "x")]) == 2
+    assert "only a merged base has a dtype of its own" in capsys.readouterr().err

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
 
 from ci_llm import Crowd
@@ -18,7 +20,8 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.decoding import CrowdChoice, Decoding
+from ci_llm.crowd.decoding import CrowdChoice, Decoding, LiveRows
+from ci_llm.crowd.generation import generate_ids
 from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, form_of, last_answer, prompts_of
@@ -145,6 +148,32 @@ def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
     assert llama.model.generation_config is own
 
 
+class Largest(TorchDispatchMode):
+    """The bytes of the largest factor of a product, with every repetition of an expanded one.
+
+    Whether such a factor is copied depends on the processor: oneDNN does so in bf16, where the processor has it.
+    """
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.bytes = max(self.bytes, *(factor.nbytes for factor in args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_is_multiplied_once_for_all_rows(dtype: torch.dtype) -> None:
+    shape = FAMILIES["llama"]()
+    shape.vocab_size, shape.num_hidden_layers = 49_152, 1
+    crowd = crowd_of(AutoModelForCausalLM.from_config(shape, dtype=dtype)).eval()
+    crowd.padding_invariant = True  # else it is measured first
+    with Largest() as found:
+        generate_ids(crowd, PROMPTS, Decoding(max_new_tokens=2), include_agents=True)
+    assert found.bytes == shape.vocab_size * shape.hidden_size * dtype.itemsize
+    assert not crowd.detach().get_output_embeddings()._forward_pre_hooks
+
+
 def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
     free = llama.generate_ids(PROMPTS, GREEDY, include_agents=True)
     end = free.crowd[0][3]
@@ -153,6 +182,67 @@ def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
         for text, whole in zip(ours, theirs, strict=True):
             assert text == (whole[: whole.index(end)] if end in whole else whole)
     assert len(found.crowd[0]) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "choices"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("gemma2", {}),  # of its layers every second attends to a window of 8 tokens
+        ("llama", {"do_sample": True, "seed": 3}),
+        ("llama", {"aggregator": "majority"}),
+        ("llama", {"aggregator": "self_consistency"}),
+    ],
+)
+def test_rows_of_texts_that_have_ended_leave_the_batch(family: str, choices: dict[str, Any]) -> None:
+    """Each text is what it is where all rows stay, and at every token a quarter of the rows at most has ended."""
+    crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
+    with torch.no_grad():
+        crowd.agents.weights.mul_(4)
+
+    def length(text: Sequence[int]) -> int:
+        return 2 + sum(text[:2]) % 19
+
+    decoding, how = Decoding(max_new_tokens=20, **choices), {"include_agents": True, "uncertainty": True}
+    free = crowd.generate_ids(PROMPTS, decoding, **how)
+    passes: list[int] = []
+    seen = crowd.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: passes.append(len(x[0])))
+    found = crowd.generate_ids(PROMPTS, decoding, is_over=lambda text: len(text) >= length(text), **how)
+    seen.remove()
+    pairs = [
+        (ours, theirs[: length(theirs)])
+        for lines in zip((*found.agents, *found.voters), (*free.agents, *free.voters), strict=True)
+        for ours, theirs in zip(*lines, strict=True)
+    ]
+    of_crowd = [] if found.voters else zip(found.crowd, [text[: length(text)] for text in free.crowd], strict=True)
+    assert all(ours == theirs for ours, theirs in [*pairs, *of_crowd])
+    numbers = [(one.agents_tokens, one.tokens if not one.voters else []) for one in (found, free)]
+    for ours, theirs in zip(flattened(numbers[0]), flattened(numbers[1]), strict=True):
+        assert ours == pytest.approx(theirs[: len(ours)], abs=1e-6)
+
+    greedy = [] if found.voters[:1] == found.agents[:1] else found.agents
+    rows = [len(text) for lines in (*greedy, *found.voters) for text in lines]
+    rows += [] if found.voters else K * [len(text) for text in found.crowd]
+    assert len(passes) == max(rows)
+    for token, size in enumerate(passes):
+        living = sum(length > token for length in rows)
+        assert living <= size <= 4 * living / 3 + 1
+    assert passes[-1] < passes[0] / 3
+
+
+def flattened(numbers: Any) -> list[list[float]]:
+    """The probabilities of each text."""
+    (agents, crowd) = numbers
+    return [[token.probability for token in text] for lines in (*agents, crowd) for text in lines]
+
+
+def test_a_base_with_a_state_of_another_kind_keeps_all_rows() -> None:
+    crowd = crowd_of(base("mamba")).eval()
+    free = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
+    found = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True, is_over=lambda text: len(text) > text[0] % 5)
+    assert found.agents == [[text[: 1 + text[0] % 5] for text in lines] for lines in free.agents]
 
 
 def test_a_request_to_stop_ends_everything_at_the_next_token(llama: Crowd) -> None:
@@ -219,10 +309,14 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(
     wanted[wanted.argsort(descending=True)[kept:]] = 0
     wanted /= wanted.sum()
     scores = per_agent.repeat_interleave(draws, dim=0)
-    chosen = CrowdChoice(2, 0, decoding, range(draws))(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    chosen = CrowdChoice(LiveRows(2, 0, draws), decoding, range(draws))(
+        torch.zeros(2 * draws, 1, dtype=torch.long), scores
+    )
     assert torch.equal(chosen[:draws], chosen[draws:])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    again = CrowdChoice(2, 0, decoding, range(draws))(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
+    again = CrowdChoice(LiveRows(2, 0, draws), decoding, range(draws))(
+        torch.zeros(2 * draws, 1, dtype=torch.long), scores
+    )
     assert torch.equal(again, chosen)
     assert ((chosen == 0).sum(-1) == 1).all()
     found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws

@@ -325,6 +325,31 @@ def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
     assert killed.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_batches(
+    killed: bool, server: ForkServer, saved: Path, questions: Path, tmp_path: Path
+) -> None:
+    """In the same call where the allocator says so, in the next one where the kernel has ended it; the same scores."""
+    log, short = tmp_path / "log", {"most": 2, "killed": killed}
+    words = [str(saved), "--data", str(questions), "--batch-size", "8", SHORT, "--json", "--output"]
+    assert server.run(evaluate, tmp_path / "ample", words=[*words, str(tmp_path / "ample.jsonl")]) == [0]
+    for size in (8, 4) if killed else ():
+        assert server.run(evaluate, log, words=[*words, str(tmp_path / "short.jsonl")], **short) == [-9]
+        assert json.loads((tmp_path / "short.source.json").read_text())["under_way"] == {"batch_size": size, "after": 0}
+    assert server.run(evaluate, log, words=[*words, str(tmp_path / "short.jsonl")], **short) == [0], log.read_text()
+    assert json.loads((tmp_path / "short.source.json").read_text())["under_way"] is None
+    assert ("killed with 4 questions at a time: 2 from here" if killed else "2 questions at a time") in log.read_text()
+    ample, found = (json.loads(path.read_text()[path.read_text().index("{\n") :]) for path in (tmp_path / "ample", log))
+    assert found["exact_match"] == ample["exact_match"]
+    assert found["nll"]["agents"] == pytest.approx(ample["nll"]["agents"])
+    assert [row["answer"] for row in lines(tmp_path / "short.jsonl")] == [
+        row["answer"] for row in lines(tmp_path / "ample.jsonl")
+    ]
+    assert server.run(evaluate, log, words=[*words, str(tmp_path / "none.jsonl")], most=0) == [1]
+    assert "memory ran out with one question at a time" in log.read_text()
+
+
 # What is refused
 
 

@@ -1,14 +1,17 @@
-"""What happens in processes of their own: a short run, and an evaluation that is killed in the middle of a line."""
+"""What happens in processes of their own: a short run, and an evaluation that is killed or has too little memory."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from ci_llm.cli.main import main
 from ci_llm.core import durable
+from ci_llm.crowd import scoring
 from ci_llm.evaluation import predictions
 
 TRAINING = {
@@ -35,9 +38,31 @@ def train(folder: str, **keys: Any) -> int:
     return main(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in (TRAINING | keys).items())])
 
 
-def evaluate(words: Sequence[str], dies_at_line: int | None = None) -> int:
-    """`ci-llm evaluate`; dies by SIGKILL when half of a line, counted from 0, has reached the file."""
+def evaluate(
+    words: Sequence[str], dies_at_line: int | None = None, most: int | None = None, *, killed: bool = False
+) -> int:
+    """`ci-llm evaluate`; dies by SIGKILL when half of a line, counted from 0, has reached the file.
+
+    Args:
+        most: memory is there for so many questions, or for four times as many rows to score.
+        killed: with more, the kernel ends the process; otherwise the allocator says so.
+    """
     written = 0
+
+    def limited(name: str, count: Callable[..., int]) -> None:
+        original = getattr(scoring, name)
+
+        def call(*given: Any, **how: Any) -> Any:
+            if most is not None and count(given[1]) > most:
+                if killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return original(*given, **how)
+
+        setattr(scoring, name, call)
+
+    limited("generate_ids", len)
+    limited("_score_batch", lambda batch: batch.num_rows / 4)
 
     def append_some(path: Any, data: bytes) -> None:
         nonlocal written

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.memory import is_out_of_memory, unless_out_of_memory
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.data.agent_rows import AgentRows
 from ci_llm.data.batches import AgentBatches, MicroBatch, pack
-from ci_llm.run.step.out_of_memory import in_parts, unless_out_of_memory
+from ci_llm.run.step.out_of_memory import in_parts
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
@@ -102,6 +102,29 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
     assert results[1]["nll"]["agents"] == pytest.approx(results[0]["nll"]["agents"])
     assert weights(tmp_path / "short", range(3)) == weights(tmp_path / "ample", range(3))
     assert metrics(tmp_path / "short")[-1].keys() == metrics(tmp_path / "ample")[-1].keys()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_kill_in_an_evaluation_the_next_attempt_evaluates_fewer_rows_at_a_time(
+    ranks: int, server: ForkServer, tmp_path: Path
+) -> None:
+    """The kernel gives no word: status.json has said before what is being done. The scores are those of one attempt."""
+    keys = {"eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4, "max_train_steps": 6}
+    assert train(server, tmp_path / "ample", ranks=ranks, **keys) == [0] * ranks, said(tmp_path / "ample")
+    kill = Fault("kill in an evaluation", steps=(5, -1), amount=2)  # -1: the attempt trains no step
+    sizes = [16, 8, 4] if ranks == 1 else [10, 5]
+    for size in sizes:
+        assert train(server, tmp_path / "killed", kill, ranks=ranks, **keys) == [-9] * ranks, said(tmp_path / "killed")
+        status = json.loads((tmp_path / "killed" / "run" / "status.json").read_text())
+        assert (status["status"], status["phase"]) == ("running", "evaluation")
+        assert (status["evaluation_batch_size"], status["step"]) == (size, 6)
+    assert train(server, tmp_path / "killed", kill, ranks=ranks, **keys) == [0] * ranks, said(tmp_path / "killed")
+    assert "recovery: at most 2 row(s) are evaluated at a time, as memory was short" in said(tmp_path / "killed")
+    status = read_status(tmp_path / "killed" / "run")
+    assert (status.phase, status.evaluation_batch_size, status.micro_batch_size) == (None, 2, 4)
+    results = [json.loads((tmp_path / name / "run" / "evaluation.json").read_text()) for name in ("ample", "killed")]
+    assert results[1]["exact_match"] == results[0]["exact_match"]
+    assert results[1]["nll"]["agents"] == pytest.approx(results[0]["nll"]["agents"])
 
 
 def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice(

@@ -284,6 +284,18 @@ def test_the_same_nan_after_a_rollback_is_no_progress(tmp_path: Path, monkeypatc
     assert rates == [1.5, 2.25, 3.38, 5.06, 50.62, 75.94, 113.91]
 
 
+def test_a_kill_in_an_evaluation_does_not_cut_the_batch_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt cuts the evaluation by itself, down to one row at a time."""
+    run = run_in(tmp_path, monkeypatch, phase="evaluation", evaluation_batch_size=64, micro_batch_size=16)
+    assert run._micro_batch_size() == 64
+    told = run.adjust(decide([], Outcome("out_of_memory", batch_size=64), Policy()), 1)
+    assert told == ["evaluation: fewer than 64 rows at a time; the training stays as it is"]
+    assert read_recovery(tmp_path / "run").micro_batch_size is None
+    assert decide([], Outcome("out_of_memory", batch_size=1), Policy()).action == "give up"
+
+
 def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
     run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)

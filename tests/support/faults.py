@@ -215,6 +215,17 @@ def out_of_memory_in_evaluation(fault: Fault) -> None:
     wrap(scoring, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
 
 
+def kill_in_evaluation(fault: Fault) -> None:
+    """The kernel ends a process that evaluates more than `amount` rows at a time."""
+
+    def strike(rows: int) -> None:
+        if rows > fault.amount and Now.strikes(fault):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
+    wrap(scoring, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+
+
 def out_of_memory_in_optimizer(fault: Fault) -> None:
     """Memory runs out where nobody can vote any more."""
 
@@ -347,6 +358,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "out of memory while following": out_of_memory_while_following,
     "kill in a product": kill_in_a_product,
     "out of memory in an evaluation": out_of_memory_in_evaluation,
+    "kill in an evaluation": kill_in_evaluation,
     "out of memory in the optimizer": out_of_memory_in_optimizer,
     "terminated after another": terminated_after_another,
     "bug": bug,

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
+from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
@@ -31,7 +32,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.step.out_of_memory import MemoryRelief, unless_out_of_memory
+from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import TrainState, Validation
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,15 @@ class Evaluator:
             would alone whose set it is; the sets then score these agents, and all of them the crowd.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
+
+    Attributes:
+        at_most: rows at a time; None: as many as the configuration asks for.
+        note: keeps what status.json says of an evaluation, before it begins and afterwards: after a kill, the next
+            attempt evaluates fewer rows at a time.
     """
+
+    at_most: int | None = None
+    note: Callable[..., None] = staticmethod(lambda **_: None)
 
     def __init__(
         self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
@@ -245,7 +254,8 @@ class Evaluator:
         if self.judged_by == "nll" or not all(map(len, of_sets)):
             return None
         for asked in of_sets:
-            logger.info(f"evaluate  the answers that they generate to {len(asked)} of these")
+            said = f"the answers that they generate to {len(asked)} of these, of at most {self._limit} tokens"
+            logger.info(f"evaluate  {said}")
         return self._answers(step, micro_batch_size)
 
     def base(self, step: int, micro_batch_size: int, *, answers: bool) -> dict[str, float] | None:
@@ -279,14 +289,19 @@ class Evaluator:
     def _asked(self) -> list[Questions]:
         return [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
 
+    @cached_property
+    def _limit(self) -> int:
+        """Tokens of a generated answer at most."""
+        return self._config.answer_tokens(max(asked.longest for asked in self._asked))
+
     def _answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
         sets = []
         for asked in self._asked:
-            if (found := self._score_answers(asked, step, micro_batch_size)) is None:
+            if (found := self._score_answers(asked, step, micro_batch_size, self._limit)) is None:
                 return None
             sets.append(found)
         scores = sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
-        return replace(scores, asked=how_asked(self._asked, self._config.max_new_tokens_eval))
+        return replace(scores, asked=how_asked(self._asked, self._limit))
 
     def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
         """Log how many rows ask something and are cut; warn if no other row asks anything."""
@@ -307,7 +322,8 @@ class Evaluator:
             OutOfMemory: on every process.
         """
         asked = self._example_asked
-        answers = self._score_answers(asked, step, 1) if len(asked) else None
+        limit = self._config.answer_tokens(asked.longest)
+        answers = self._score_answers(asked, step, 1, limit) if len(asked) else None
         return None if answers is None else answers.example
 
     @cached_property
@@ -318,7 +334,7 @@ class Evaluator:
         assert self._crowd.prompter is not None
         return Questions.of(rows, self._crowd.prompter, self._crowd, count, self._config.max_seq_length)
 
-    def _score_answers(self, asked: Questions, step: int, batch_size: int) -> AnswerScores | None:
+    def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
         config, prompter = self._config, self._crowd.prompter
         assert prompter is not None
 
@@ -328,7 +344,7 @@ class Evaluator:
                 prompter,
                 asked,
                 rounds.batches,
-                max_new_tokens=config.max_new_tokens_eval,
+                max_new_tokens=max_new_tokens,
                 aggregator=config.aggregator,
                 stop=rounds.stop_requested_here,
             )
@@ -341,19 +357,22 @@ class Evaluator:
     ) -> list[T] | None:
         """What `work` returns on every process, repeated in smaller batches where memory ran out; None at a stop."""
         processes = self._vote.processes
-        size = min(batch_size, -(-count // processes.num_processes))
+        size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
         while True:
+            self.note(phase="evaluation", evaluation_batch_size=size)
             with working(what, count, "rows") as shown:
                 rounds = Rounds(self._vote, count, size, shown.advance_to)
                 with processes.autocast():
                     own, complaint = unless_out_of_memory(partial(work, rounds))
                 rounds.end(out_of_memory=complaint is not None)
-            if rounds.stop is not None:
-                return None
-            if not rounds.out_of_memory:
-                assert own is not None
-                return processes.gather_object(own)
-            size = self._memory.smaller_batch(step, size, complaint)
+            if rounds.stop is not None or not rounds.out_of_memory:
+                break
+            self.at_most = size = self._memory.smaller_batch(step, size, complaint)
+        self.note(phase=None, evaluation_batch_size=self.at_most)
+        if rounds.stop is not None:
+            return None
+        assert own is not None
+        return processes.gather_object(own)
 
 
 def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_match") -> str:

@@ -11,42 +11,25 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TypeVar
 
 import psutil
 import torch
 
 from ci_llm.base.load import Base
 from ci_llm.config import Config
-from ci_llm.core.memory import free_memory, is_out_of_memory
+from ci_llm.core.memory import free_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.errors import OutOfMemory, first_line
+from ci_llm.errors import OutOfMemory
 from ci_llm.run.step.state import TrainState
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
-
-
-def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What `work` returns; or None, and the message of the allocator.
-
-    It returns outside of the `except` block: the traceback there holds every activation of the failed attempt.
-    """
-    try:
-        return work(), None
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        complaint = first_line(error) if str(error) else "out of memory"
-    return None, complaint
 
 
 def in_parts(rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
