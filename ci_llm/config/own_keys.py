@@ -96,6 +96,7 @@ class KeysOfEach(AllKeys):
     """All keys of a run, for all agents together and as each agent has them."""
 
     _without_effect: dict[str, object] = PrivateAttr(default_factory=dict)
+    _reasons: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def without_effect(self) -> Mapping[str, object]:

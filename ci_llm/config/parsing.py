@@ -453,7 +453,7 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
             yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
     for strong, weak in STRONGER.items():
         for source in (file, line):
-            if weak in source and strong in source and not source[strong].is_null:
+            if weak in source and strong in source and not source[strong].is_null and source[strong].text != "auto":
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():
         for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):

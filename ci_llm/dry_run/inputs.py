@@ -6,6 +6,7 @@ Disk and time follow from measurements of the toy run if there are any; else the
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,20 +15,21 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import require_positions
+from ci_llm.config.auto import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.distributed.precision import AUTO, autocast_dtype
+from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_shape
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
-from ci_llm.run.setup import steps_of
 from ci_llm.run.start import cost_model
+from ci_llm.run.start.counting import eval_samples_of, steps_of
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -46,6 +48,9 @@ def architecture(context: CheckContext) -> str:
 def data(context: CheckContext) -> str:
     """The data set is there, has columns that can be used, and rows to train on and to evaluate on."""
     context.rows = load_rows_of_each(context.config, "train")
+    if context.config.is_open("eval_samples"):
+        samples = eval_samples_of(context.config, [*map(len, context.rows)], context.rows_per_step)
+        context.config = context.config.model_copy(update={"eval_samples": samples})
     context.eval_rows = load_rows_of_each(context.config, "eval")
     found = dict.fromkeys(rows.description[0] for rows in context.rows)
     return f"{'; '.join(found)}; {context.num_eval_rows} to evaluate on"
@@ -57,11 +62,16 @@ def template(context: CheckContext) -> str:
     if not context.shape.offline:
         use_chat_template(tokenizer, context.config.chat_template)
     wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.num_processes)
-    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes)
+    longest = (context.shape.positions or sys.maxsize) if context.config.is_open("max_seq_length") else None
+    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
+    if longest is not None:
+        seen = max(examples.longest for examples in context.examples)
+        context.config = context.config.model_copy(update={"max_seq_length": seen})
     if not context.shape.offline:
         context.lengths = _lengths(context.examples)
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
-    return "\n".join(line for found in different.values() for line in _description(context, wanted, *found))
+    lines = [line for found in different.values() for line in _description(context, wanted, *found)]
+    return "\n".join([*lines, *(f"auto: {line}" for line in context.config.told_auto())])
 
 
 def _description(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
@@ -128,6 +138,7 @@ def tokenized(
         tokenizer,
         max_seq_length=max_seq_length or context.config.max_seq_length,
         train_on_prompt=context.config.train_on_prompt,
+        long_rows=context.config.long_rows,
         evaluated=evaluated,
         cache_folder=context.scratch / "tokens",
         main_process_first=context.processes.main_process_first(),
@@ -186,7 +197,8 @@ def _micro_batch(context: CheckContext) -> str:
 
 def batch(context: CheckContext) -> str:
     """One micro-batch fits: into the positions of the base, and into the memory of this machine."""
-    require_positions(context.shape.config, context.config.max_seq_length)
+    if not context.config.is_open("max_seq_length"):
+        require_positions(context.shape.config, context.config.max_seq_length)
     found, device = context.trace, context.processes.device
     if found is None:
         return f"{_micro_batch(context)} fit the base's positions; memory is not estimated"

@@ -25,8 +25,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.context import Run
-from ci_llm.run.setup import lengths_of, steps_of
+from ci_llm.run.setup import lengths_of
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
+from ci_llm.run.start.counting import steps_of
 from ci_llm.run.start.loading import rows_and_plan
 from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.members import (

@@ -201,7 +201,7 @@ def run_among(
     try:
         start, requests = find_beginning(config, processes, manager, mirror)
         before = None if start.source is None else start.source.config
-        config = settle_precision(config, processes, before)
+        config = settle_precision(config.settled_as(before), processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
         run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)

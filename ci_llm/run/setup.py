@@ -6,9 +6,8 @@ Everything that can be refused is refused before the first file is written.
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from ci_llm.run.start.agent_settings import (
     training_of,
 )
 from ci_llm.run.start.cost_model import settle_passes, settle_recomputation
+from ci_llm.run.start.counting import steps_of
 from ci_llm.run.start.loading import (
     Loaded,
     common_form,
@@ -118,8 +118,11 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    loaded = (loaded or load(config, processes)).for_agents(config.num_agents)
+    loaded = (loaded or load(config, processes, before)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
+    config = config.model_copy(update=loaded.settled)
+    for line in config.told_auto():
+        logger.info(f"auto      {line}")
     config = settle_recomputation(settle_passes(config, rows, processes, before), rows, processes, before)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
@@ -208,21 +211,6 @@ def _first_state(config: Config, rows_per_step: int, members: Members | None) ->
 def lengths_of(rows: TrainingRows) -> list[int]:
     """The number of rows of every agent that has its own, or of all."""
     return [len(own) for own in rows.each] if isinstance(rows, AgentRows) else [len(rows)]
-
-
-def steps_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
-    """The length of a run. Epochs are those of the agent with the most rows: all take their steps together.
-
-    It is that of a crowd that does not branch; `Members.total_steps` has the other.
-
-    Args:
-        num_rows: see `lengths_of`.
-        rows_per_step: of all agents, or of each; those of step 1 for good.
-    """
-    steps_per_epoch = max(-(-number // rows_per_step) for number in num_rows)
-    # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
-    by_epochs = math.ceil(round(config.epochs * steps_per_epoch, 6))
-    return config.max_train_steps or max(1, by_epochs)
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:

@@ -33,9 +33,9 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.report import write_page
 from ci_llm.run.end.shutdown import command_line, end_at_once, reason_of
 from ci_llm.run.job import meet, run_among
-from ci_llm.run.setup import steps_of
 from ci_llm.run.start.beginning import place_of_attempt
 from ci_llm.run.start.cost_model import USABLE, Untraceable, trace_longest
+from ci_llm.run.start.counting import steps_of
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.curves import Curves
@@ -191,8 +191,7 @@ class SweepRunner:
         """What would be trained."""
         processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
-            self._settle_precision(processes)
-            steps, per_pass = self._plan(load(self._reading.config, processes), processes)
+            steps, per_pass = self._plan(self._load(processes), processes)
             keys = self._reading.keys
             warmup = self._reading.warmup_steps(steps)
             return HalvingPlan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
@@ -220,8 +219,7 @@ class SweepRunner:
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
         """Hold the folder, keep its status, and train."""
-        self._settle_precision(processes)
-        loaded = load(self._reading.config, processes)
+        loaded = self._load(processes)
         sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
         processes.require_same_folder(self._folder)
         store = CheckpointStore(self._folder)
@@ -258,13 +256,16 @@ class SweepRunner:
             if line := self._last_act():
                 self._say(line)
 
-    def _settle_precision(self, processes: Processes) -> None:
-        """Choose a precision where the configuration says auto; a sweep keeps what it began with. A collective."""
+    def _load(self, processes: Processes) -> Loaded:
+        """Base and rows, once keys that say auto are settled; a sweep keeps what it began with. A collective."""
         record = processes.on_main(lambda: read_record(self._folder))
-        config, line = processes.settle_precision(self._reading.config, None if record is None else record.config)
-        self._reading = replace(self._reading, config=config)
+        before = None if record is None else record.config
+        config, line = processes.settle_precision(self._reading.config.settled_as(before), before)
         if line:
             self._say(f"precision {line}")
+        loaded = load(config, processes, before)
+        self._reading = replace(self._reading, config=config.model_copy(update=loaded.settled))
+        return loaded
 
     def _plan(self, loaded: Loaded, processes: Processes) -> tuple[int, int]:
         """The steps of a whole run, and the trials of a pass. A collective."""

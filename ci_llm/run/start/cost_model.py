@@ -28,13 +28,14 @@ from ci_llm.base.load import load_architecture, load_error
 from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
+from ci_llm.config.auto import AUTO
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.distributed.precision import AUTO, DTYPES, autocast_dtype
+from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
 from ci_llm.lora.passes import Part
