@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import require_positions
@@ -22,7 +20,6 @@ from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_shape
 from ci_llm.dry_run.environment import scratch_parent
@@ -232,11 +229,6 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
     )
 
 
-#: Training reaches about this share of the speed of bare matrix products.
-EFFICIENCY = 0.5
-SIDE = {"cpu": 768, "cuda": 4096}
-
-
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
     one = context.measured.checkpoint_bytes or (
@@ -297,23 +289,8 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     if found is None:
         return None, "this architecture cannot be traced"
     flops = found.flops * tokens / (context.micro_batch * context.longest_tokens)
-    speed = EFFICIENCY * _flops_per_s(context)
+    speed = cost_model.flops_per_s(context.config, context.shape.config, context.processes.device)
     return flops / (speed * context.processes.num_processes), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
-
-
-def _flops_per_s(context: CheckContext) -> float:
-    """The speed of a matrix product in the precision of the forward pass, on the device of this process."""
-    device = context.processes.device
-    config = context.config
-    dtype = autocast_dtype(config.mixed_precision) or cost_model.base_dtype(config, context.shape.config, device)
-    side = SIDE[device.type]
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        (matrix @ matrix)[0, 0].item()  # waits for the device
-        times.append(time.perf_counter() - start)
-    return 2.0 * side**3 / min(times)
 
 
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:

@@ -10,6 +10,7 @@ activations would fit.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -284,6 +285,23 @@ def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 #: Share of the free memory that an estimate may fill: the rest is for its error.
 USABLE: Final = 0.8
+
+
+#: Training reaches about this share of the speed of bare matrix products.
+EFFICIENCY: Final = 0.5
+_SIDE: Final = {"cpu": 768, "cuda": 4096}
+
+
+def flops_per_s(config: Config, shape: PreTrainedConfig, device: torch.device) -> float:
+    """Operations per second that training will reach, by a matrix product in the precision of the forward pass."""
+    dtype = autocast_dtype(config.mixed_precision) or base_dtype(config, shape, device)
+    side, times = _SIDE[device.type], []
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    for _ in range(4):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    return EFFICIENCY * 2.0 * side**3 / min(times)
 
 
 def settle_passes(config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None) -> Config:
