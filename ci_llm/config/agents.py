@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ci_llm.config.auto import AUTO
 from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
-from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
+from ci_llm.config.own_keys import AUTO, NAME, OWN_KEYS, names_of, why_common
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
 from ci_llm.config.problems import Problem, by_key, error_of, given_twice, read_values, sound_values, unknown
 from ci_llm.config.yaml_file import read_flow

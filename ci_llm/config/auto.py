@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ci_llm.config.own_keys import KeysOfEach
+from ci_llm.config.own_keys import AUTO, KeysOfEach
 
-AUTO: Final = "auto"
-
+#: The keys that decide what auto stands for.
+FOLLOWED: Final = ("model_name", "dataset_name", "optimizer")
 _EMBEDDED: Final = "embedded"
 _OF_LORA: Final = "usual for LoRA on a base of one's own"
 
@@ -37,8 +37,8 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     """(key, value, why) of every key that may say auto."""
     on_embedded, ivon = c.model_name == _EMBEDDED, c.optimizer == "ivon"
     why = "measured on the embedded base" if on_embedded else _OF_LORA
-    rate_of_lora = 8e-3 if on_embedded else 2e-4
-    yield "learning_rate", 2.0 if ivon else rate_of_lora, why
+    rate_of_ivon = 2.0 if on_embedded else AUTO  # which validation.py refuses
+    yield "learning_rate", rate_of_ivon if ivon else 8e-3 if on_embedded else 2e-4, why
     yield "lora_rank", 8 if on_embedded else 16, why
     yield "lora_alpha", 16 if on_embedded else 32, why
     yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"

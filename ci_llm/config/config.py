@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.agents import own_values, take_own_entries
-from ci_llm.config.auto import AUTO, settled
+from ci_llm.config.auto import FOLLOWED, settled
 from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS, read_without_effect
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
@@ -126,16 +126,22 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return NotImplemented
         return self.__dict__ == other.__dict__ and self._without_effect == other._without_effect
 
-    def settle_auto(self) -> None:
-        """Put a value in place of auto, before anybody reads the configuration."""
+    def settle_auto(self, *, recorded: bool = False) -> None:
+        """Put a value in place of auto, before anybody reads the configuration.
+
+        Args:
+            recorded: by a run, whose crowd keeps its rule.
+        """
         values, reasons = settled(self)
+        if recorded:
+            values.pop("crowd", None)
         self.__dict__.update(values)
         self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
         super().__setattr__("_reasons", reasons)
 
-    def is_open(self, key: str) -> bool:
-        """Whether a key says auto until the rows are loaded."""
-        return bool(getattr(self, key) == AUTO)
+    def usual(self) -> Config:
+        """The defaults of a run on the same base and data, with the same optimizer: what auto follows."""
+        return Config(**{key: getattr(self, key) for key in FOLLOWED})
 
     def settled_as(self, before: Config | None) -> Config:
         """This configuration, in which keys that say auto have the values with which the run began, in `before`.

@@ -231,8 +231,7 @@ def _build(
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
     values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
     config = Config.model_construct({*values}, **values, _without_effect=read_without_effect(given))
-    if not recorded:
-        config.settle_auto()
+    config.settle_auto(recorded=recorded)
     unsound = {*given} - {*values, *NO_EFFECT}
     clashes = find_clashes(config, recorded=recorded)
     problems += [clashing(clash, given) for clash in clashes if not unsound & {*clash.keys}]

@@ -34,6 +34,7 @@ OWN_KEYS: Final = (
     *ORDER_KEYS,
 )
 NAME: Final = "name"
+AUTO: Final = "auto"
 #: Those that say which shape and scale its adapter has: a copy of an agent has the same.
 SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers")
 
@@ -102,6 +103,10 @@ class KeysOfEach(AllKeys):
     def without_effect(self) -> Mapping[str, object]:
         """Options that were given and have no effect here, by name; `notices` says why. No key, and never dumped."""
         return self._without_effect
+
+    def is_open(self, key: str) -> bool:
+        """Whether a key still says auto: the rows decide, or nothing can."""
+        return bool(getattr(self, key) == AUTO)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:

@@ -277,7 +277,8 @@ class TrainingKeys(Keys):
     )
     optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
     learning_rate: AutoRate = exact(
-        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4, and with IVON 2"
+        "auto",
+        "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; with IVON 2 on the embedded base, else refused",
     )
     weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4")
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")

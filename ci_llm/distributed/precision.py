@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
-from ci_llm.config.auto import AUTO
+from ci_llm.config.own_keys import AUTO
 from ci_llm.errors import ModelError
 
 #: What `auto` becomes, by key: where bf16 is faster, and elsewhere.

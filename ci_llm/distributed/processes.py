@@ -27,7 +27,7 @@ from torch import distributed as dist
 
 from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, read_launch
 from ci_llm.config import Config
-from ci_llm.config.auto import AUTO
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import free_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN

@@ -13,7 +13,7 @@ from functools import partial
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import require_positions
-from ci_llm.config.auto import AUTO
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template

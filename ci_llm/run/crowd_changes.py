@@ -144,7 +144,9 @@ def make_due_changes(run: Run) -> None:
         planned, run.total_steps = run.total_steps, members.total_steps(run.config, steps)
         if run.total_steps != planned:
             agents = f"{len(members.folders)} of {run.config.num_agents} agents"
-            logger.info(f"crowd     {agents} take the agent-steps of all: {run.total_steps} steps in place of {planned}")
+            logger.info(
+                f"crowd     {agents} take the agent-steps of all: {run.total_steps} steps in place of {planned}"
+            )
         run.learning.total_steps = run.total_steps
         run.status.update(total_steps=run.total_steps)
         replace_crowd(run, members, sources)

@@ -22,8 +22,7 @@ from typing import Any, Final, TypeVar
 
 from ci_llm.cluster.launch import accelerate_settings
 from ci_llm.config import Config, parse_config
-from ci_llm.config.auto import AUTO
-from ci_llm.config.own_keys import NAME, SHAPE_KEYS, from_plain
+from ci_llm.config.own_keys import AUTO, NAME, SHAPE_KEYS, from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_recovery, write_recovery

@@ -111,6 +111,16 @@ def test_the_rule_of_an_auto_crowd_is_for_the_base_that_it_was_measured_on(own_b
     assert config.settled_as(begun).crowd == "auto"
 
 
+def test_ivon_is_refused_without_a_rate_where_none_was_measured(own_base: Path) -> None:
+    assert Config(optimizer="ivon").learning_rate == 2
+    for own in ({}, {"agents": [{"learning_rate": 1}, {}]}):
+        with pytest.raises(ci_llm.ConfigError, match="optimizer ivon has no usual learning_rate here"):
+            Config(optimizer="ivon", model_name=str(own_base), **own)
+    config = Config(optimizer="ivon", model_name=str(own_base), learning_rate=[1, 2])
+    assert any(line.startswith("ivon_ess null takes the tokens") for line in config.notices())
+    assert config.model_copy(update={"ivon_ess": 1e6}).notices() == []
+
+
 @pytest.mark.slow
 def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_path: Path) -> None:
     rows = questions(tmp_path / "rows.jsonl", 31)
