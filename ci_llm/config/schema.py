@@ -157,9 +157,7 @@ class AgentKeys(Keys):
     num_agents: Count = exact(4, "number of agents (K) that train together")
     lora_rank: AutoCount = exact("auto", "rank of each adapter; auto: 8 on the embedded base, else 16")
     lora_alpha: AutoCount = exact(
-        "auto",
-        "an adapter is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora; auto: 16 on the embedded base,"
-        " else 32",
+        "auto", "an adapter is scaled by alpha / rank; auto: 16 on the embedded base, else 32"
     )
     lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, which is faster")
     lora_target_modules: Literal["all-linear"] | Names = exact(
@@ -238,20 +236,15 @@ class DataKeys(Keys):
     )
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
     held_out: Literal["auto", "drawn", "spread"] = exact(
-        "auto",
-        "how rows to evaluate on are taken out of more: drawn by the seed, or spread evenly over them; auto: drawn, but"
-        " spread for the embedded rows and in a run that began before there was this key",
+        "auto", "rows to evaluate on: drawn by seed, or spread evenly; auto: drawn, but spread for the embedded rows"
     )
     max_seq_length: AutoLength = exact(
-        "auto",
-        "tokens per row at most, see long_rows; auto: 256 on the embedded base, else those of the longest row, and at"
-        " most the positions of the base",
+        "auto", "tokens per row; auto: 256 on the embedded base, else of the longest row, if the base has the positions"
     )
     long_rows: Literal["auto", "split", "truncate", "drop"] = exact(
         "auto",
-        "what becomes of a row of more tokens: truncate: its end is cut off, and it is left out if no answer remains;"
-        " drop: it is left out; split: plain text is cut into blocks, which together teach all of it, other rows are"
-        " truncated; auto: split, but truncate in a run that began before there was this key",
+        "rows of more tokens: truncate: the end is cut off; drop: they are left out; split, as auto: plain text is cut"
+        " into blocks, which together teach all of it, and other rows are truncated",
     )
     max_train_samples: AutoLimit = exact(
         None, "train on the first n rows; null: on all; auto: on 100 of the embedded rows, else on all"
@@ -264,9 +257,7 @@ class TrainingKeys(Keys):
 
     epochs: Positive = schedule(3.0, "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it")
     max_train_steps: AutoLimit = schedule(
-        None,
-        "optimizer steps of the whole run; null: epochs decides; auto: 260 on the embedded rows unless epochs is given,"
-        " else null",
+        None, "optimizer steps of the whole run; null: epochs decides; auto: 260 on the embedded rows, else null"
     )
     batch_size: Count = rounding(4, "rows per process and micro-step")
     gradient_accumulation_steps: Count = rounding(
@@ -277,8 +268,7 @@ class TrainingKeys(Keys):
     )
     optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
     learning_rate: AutoRate = exact(
-        "auto",
-        "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; with IVON 2 on the embedded base, else refused",
+        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else refused"
     )
     weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4")
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
@@ -324,8 +314,8 @@ class EvaluationKeys(Keys):
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
     eval_samples: AutoLimit = free(
         "auto",
-        "rows of each evaluation; null: all; auto: 400 on the embedded base, else as many that all evaluations together"
-        " read at most a third of the tokens that training reads, but 50 at least",
+        "rows of each evaluation; null: all; auto: 400 on the embedded base, else at least 50, and as many as let all"
+        " evaluations read at most a third of the tokens that training reads",
     )
     generation_eval_samples: Size = free(
         100, "of these, rows for which agents and crowd generate answers at the end; 0: none"

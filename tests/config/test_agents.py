@@ -122,7 +122,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
             "agents: [{dataset_weights: [1]}]",
             ["dataset_weights cannot differ", "a data set of its own by dataset_name"],
         ),
-        ("max_train_samples: [4, 0]", ["max_train_samples is '0', but takes auto, or a whole number"]),
+        ("max_train_samples: [4, 0]", ["max_train_samples is '0', but takes a whole number"]),
         (
             "dataset_name: [[a, b], [c]]\ndataset_weights: [1, 2]",
             ["dataset_weights has 2 for 1 data sets", "give each data set"],
@@ -132,7 +132,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
             ["diversity joint compares agents on the same rows", "set diversity to none"],
         ),
         ("agents: [{num_agents: 2}]", ["num_agents cannot differ", "the length of the list"]),
-        ("agents: [{lr: -1}]", ["learning_rate (written lr) is '-1', but takes auto, or a number above 0"]),
+        ("agents: [{lr: -1}]", ["learning_rate (written lr) is '-1', but takes a number above 0, or auto"]),
         ("agents: [{lr: 1, learning_rate: 2}]", ["learning_rate (as lr and learning_rate) is given twice"]),
         ("agents: [{name: a, name: b}]", ["name is given twice"]),
         ("agents: [{name: a}, {name: a}]", ["2 agents are called a"]),

@@ -119,7 +119,7 @@ def complaint(path: Path | None, *arguments: str) -> str:
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """What was given; not what keys that say auto become by it."""
+    """What was given, and not what keys that say auto become by it."""
     return {change.key: change.new for change in Config().diff(config) if change.key not in config._reasons}
 
 

@@ -13,7 +13,7 @@ from ci_llm.errors import ConfigError
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """What was given; not what keys that say auto become by it."""
+    """What was given, and not what keys that say auto become by it."""
     return {change.key: change.new for change in Config().diff(config) if change.key not in config._reasons}
 
 
@@ -317,7 +317,7 @@ def test_names_of_others_work_in_python_too() -> None:
         ({"num_agents": True}, "num_agents is 'true', but takes a whole number of at least 1", "the default is 4"),
         (
             {"lr": float("nan")},
-            "learning_rate (written lr) is 'nan', but takes auto, or a number above 0",
+            "learning_rate (written lr) is 'nan', but takes a number above 0, or auto",
             "the default is",
         ),
         ({"seed": object()}, "seed is a object, but takes a whole number of at least 0", "the default is 42"),
@@ -380,18 +380,18 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("batch_size: 0x10", "batch_size is '0x10', but takes a whole number of at least 1", "the default is 4"),
     ("K: 0", "num_agents (written K) is '0', but takes a whole number of at least 1", "the default is 4"),
     ("K: -1", "num_agents (written K) is '-1', but takes a whole number of at least 1", "the default is 4"),
-    ("lr: 0", "learning_rate (written lr) is '0', but takes auto, or a number above 0", 'the default is "auto"'),
+    ("lr: 0", "learning_rate (written lr) is '0', but takes a number above 0, or auto", 'the default is "auto"'),
     (
         "lr: -1e-4",
-        "learning_rate (written lr) is '-1e-4', but takes auto, or a number above 0",
+        "learning_rate (written lr) is '-1e-4', but takes a number above 0, or auto",
         'the default is "auto"',
     ),
     (
         "lr: 1e-4x",
-        "learning_rate (written lr) is '1e-4x', but takes auto, or a number above 0",
+        "learning_rate (written lr) is '1e-4x', but takes a number above 0, or auto",
         'the default is "auto"',
     ),
-    ("lr: .nan", "learning_rate (written lr) is '.nan', but takes auto, or a number above 0", 'the default is "auto"'),
+    ("lr: .nan", "learning_rate (written lr) is '.nan', but takes a number above 0, or auto", 'the default is "auto"'),
     ("lambda_sw: [1e-4]", "lambda_sw is ['1e-4'], but takes a number of at least 0", "it cannot differ between agents"),
     ("epochs: 0", "epochs is '0', but takes a number above 0", "the default is 3"),
     ("epochs: three", "epochs is 'three', but takes a number above 0", "the default is 3"),
