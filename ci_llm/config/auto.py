@@ -37,8 +37,9 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     """(key, value, why) of every key that may say auto."""
     on_embedded, ivon = c.model_name == _EMBEDDED, c.optimizer == "ivon"
     why = "measured on the embedded base" if on_embedded else _OF_LORA
-    rate_of_ivon = 2.0 if on_embedded else AUTO  # which validation.py refuses
-    yield "learning_rate", rate_of_ivon if ivon else 8e-3 if on_embedded else 2e-4, why
+    rate, rate_of_ivon = (8e-3, 2.0) if on_embedded else (2e-4, 1.0)
+    yield "learning_rate", rate_of_ivon if ivon else rate, why
+    yield "ivon_ess", None if on_embedded else AUTO, ""
     yield "lora_rank", 8 if on_embedded else 16, why
     yield "lora_alpha", 16 if on_embedded else 32, why
     yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"

@@ -61,11 +61,13 @@ if TYPE_CHECKING:
     AutoLength = int
     AutoRate = float
     AutoLimit = int | None
+    AutoAmount = float | None
 else:
     AutoCount = Count | Literal["auto"]
     AutoLength = Annotated[int, Ge(2)] | Literal["auto"]
     AutoRate = Positive | Literal["auto"]
     AutoLimit = Count | Literal["auto"] | None
+    AutoAmount = Positive | Literal["auto"] | None
 # The values of these keys are the modules of a package, so that a new one needs no edit here.
 if TYPE_CHECKING:
     Diversity = str
@@ -268,15 +270,17 @@ class TrainingKeys(Keys):
     )
     optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
     learning_rate: AutoRate = exact(
-        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else refused"
+        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else 1"
     )
     weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4")
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
     adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")
     adam_epsilon: Positive = exact(1e-8, "added to the root of AdamW's second moment")
     ivon_hess_init: Positive = exact(1.0, "IVON's estimate of the Hessian at the start; more is less noise")
-    ivon_ess: Positive | None = exact(
-        None, "IVON's effective number of examples, more is less noise; null: tokens learned in an agent's rows"
+    ivon_ess: AutoAmount = exact(
+        "auto",
+        "IVON's effective number of examples, more is less noise; null: tokens learned in an agent's rows; auto: as null,"
+        " but on another base than the embedded one at least a fiftieth of the numbers that an agent trains",
     )
     max_grad_norm: Positive | None = exact(1.0, "gradient norm to which each agent is clipped; null: no clipping")
     lr_scheduler_type: Literal[

@@ -44,12 +44,6 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
             f"lr_scheduler_type {kind} follows the loss, not the step",
             "take cosine, linear or constant_with_warmup",
         )
-    if c.optimizer == "ivon" and any(own.is_open("learning_rate") for own in c.each_agent):
-        yield Clash(
-            ("optimizer", "learning_rate"),
-            "optimizer ivon has no usual learning_rate here: its rate and noise were tried on the embedded base only",
-            "give learning_rate=1 ivon_ess=1e6, for instance, and try others: ci-llm sweep 'learning_rate=[0.3,1,3]'",
-        )
     if c.pass_per_agent is True and c.diversity != "none":
         yield Clash(
             ("pass_per_agent", "diversity"),
@@ -247,17 +241,12 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
     if c.optimizer == "ivon" and (low := min(own.learning_rate for own in c.each_agent)) < LEAST_RATE_OF_IVON:
         yield f"learning_rate {low:g} is one for AdamW: with IVON, whose rates are about 1, agents hardly move"
-    if c.optimizer == "ivon" and c.model_name != "embedded" and c.ivon_ess is None:
-        yield (
-            "ivon_ess null takes the tokens learned in an agent's rows: with a few thousand of them the noise may drown"
-            " what a base knows, as it did with a real one; ivon_ess=1e6 has less"
-        )
     if c.optimizer == "ivon" and c.crowd == "auto":
         yield "crowd auto decides by a rule made for AdamW: with IVON, one agent has stayed alone in every trial"
     if c.optimizer == "ivon" and not c.fused_optimizer:
         yield "fused_optimizer has no effect: it is about AdamW, and optimizer is ivon"
     for key in ("ivon_ess", "ivon_hess_init"):
-        if c.optimizer != "ivon" and getattr(c, key) != type(c).model_fields[key].default:
+        if c.optimizer != "ivon" and key in c.model_fields_set and getattr(c, key) != type(c).model_fields[key].default:
             yield f"{key} has no effect: optimizer is {c.optimizer}"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import ci_llm
 from ci_llm import embedded
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config
+from ci_llm.run.start.agent_settings import optimizer_groups
 from ci_llm.run.start.counting import eval_samples_of
 from tests.run.test_call import StopAt
 
@@ -111,14 +113,18 @@ def test_the_rule_of_an_auto_crowd_is_for_the_base_that_it_was_measured_on(own_b
     assert config.settled_as(begun).crowd == "auto"
 
 
-def test_ivon_is_refused_without_a_rate_where_none_was_measured(own_base: Path) -> None:
-    assert Config(optimizer="ivon").learning_rate == 2
-    for own in ({}, {"agents": [{"learning_rate": 1}, {}]}):
-        with pytest.raises(ci_llm.ConfigError, match="optimizer ivon has no usual learning_rate here"):
-            Config(optimizer="ivon", model_name=str(own_base), **own)
-    config = Config(optimizer="ivon", model_name=str(own_base), learning_rate=[1, 2])
-    assert any(line.startswith("ivon_ess null takes the tokens") for line in config.notices())
-    assert config.model_copy(update={"ivon_ess": 1e6}).notices() == []
+def test_the_rate_and_the_noise_of_ivon_follow_the_base(own_base: Path) -> None:
+    found = Config(optimizer="ivon")
+    assert (found.learning_rate, found.ivon_ess) == (2, None)
+    own = Config(optimizer="ivon", model_name=str(own_base), num_agents=2, agents=[{"lora_rank": 1}, {}])
+    assert (own.learning_rate, own.is_open("ivon_ess"), own.notices()) == (1, True, [])
+    rows: Any = SimpleNamespace(num_targets=7)
+    agents = SimpleNamespace(rows=[torch.zeros(50), torch.zeros(5_000)])
+    crowd: Any = SimpleNamespace(agents=agents, num_agents=2)
+    assert [group["ess"] for group in optimizer_groups(own, crowd, rows)] == [7, 100]
+    for given, ess in ((None, 7), (3.0, 3.0)):
+        config = own.model_copy(update={"ivon_ess": given})
+        assert [group["ess"] for group in optimizer_groups(config, crowd, rows)] == [ess, ess]
 
 
 @pytest.mark.slow
