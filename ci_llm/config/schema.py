@@ -279,8 +279,8 @@ class TrainingKeys(Keys):
     ivon_hess_init: Positive = exact(1.0, "IVON's estimate of the Hessian at the start; more is less noise")
     ivon_ess: AutoAmount = exact(
         "auto",
-        "IVON's effective number of examples, more is less noise; null: tokens learned in an agent's rows; auto: as null,"
-        " but on another base than the embedded one at least a fiftieth of the numbers that an agent trains",
+        "IVON's effective number of examples, more is less noise; null: tokens learned in its rows; auto: as null, but"
+        " on another base than the embedded one at least a fiftieth of the numbers that an agent trains",
     )
     max_grad_norm: Positive | None = exact(1.0, "gradient norm to which each agent is clipped; null: no clipping")
     lr_scheduler_type: Literal[
