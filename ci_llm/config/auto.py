@@ -13,7 +13,7 @@ from ci_llm.config.own_keys import AUTO, KeysOfEach
 #: The keys that decide what auto stands for.
 FOLLOWED: Final = ("model_name", "dataset_name", "optimizer")
 _EMBEDDED: Final = "embedded"
-_OF_LORA: Final = "usual for LoRA on a base of one's own"
+_OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
 
 
 def settled(config: KeysOfEach) -> tuple[dict[str, Any], dict[str, str]]:

@@ -217,7 +217,7 @@ def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str 
 
 def _source(found: TokenizedRows) -> str:
     """How many rows of which form are from where, in one line."""
-    left_out = f", {count} left out" if (count := len(found.rows) - len(found)) else ""
+    left_out = f", {count} left out" if (count := len(found.rows) - len({*found.row_numbers})) else ""
     cut = f", {found.num_cut} cut at max_seq_length" if found.num_cut else ""
     return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
 
