@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
-from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
+from ci_llm.config.own_keys import AUTO, NAME, OWN_KEYS, names_of, why_common
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
 from ci_llm.config.problems import Problem, by_key, error_of, given_twice, read_values, sound_values, unknown
 from ci_llm.config.yaml_file import read_flow
@@ -166,7 +166,7 @@ def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
 
 
 def read_own(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The validated settings of one agent by key, from its entries.
+    """The validated settings of one agent by key, from its entries; what says auto is that of the run.
 
     Raises:
         ConfigError: everything that is wrong with them, at once.
@@ -180,7 +180,7 @@ def read_own(entries: Sequence[Entry]) -> dict[str, Any]:
     values = own_values(own, problems)
     if problems:
         raise error_of(problems)
-    return dict(next(iter(values["agents"]), {}))
+    return {key: value for key, value in next(iter(values["agents"]), {}).items() if value != AUTO}
 
 
 def _name(entry: Entry, problems: list[Problem]) -> str:

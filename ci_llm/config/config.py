@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.agents import own_values, take_own_entries
+from ci_llm.config.auto import FOLLOWED, settled
 from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS, read_without_effect
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
@@ -69,6 +70,7 @@ def _described(key: str) -> str:
 
 
 IN_PYTHON: Final = "Config(...)"
+AS_BEGUN: Final = "as this run began"
 
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
 DUMPED_IF_SET: Final = (
@@ -106,6 +108,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         sound = sound_values(read_values(given, problems), given, problems)
         super().__init__(**(sound | own_values(own, problems)))
         super().__setattr__("_without_effect", read_without_effect(given))
+        self.settle_auto()
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
             raise error_of(problems)
@@ -116,6 +119,42 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             where="Config",
             hint=f"config.model_copy(update={{{name!r}: ...}}) is a changed copy",
         )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal, and what was given without effect; wherever they are from."""
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self.__dict__ == other.__dict__ and self._without_effect == other._without_effect
+
+    def settle_auto(self, *, recorded: bool = False) -> None:
+        """Put a value in place of auto, before anybody reads the configuration.
+
+        Args:
+            recorded: by a run, whose crowd keeps its rule.
+        """
+        values, reasons = settled(self)
+        if recorded:
+            values.pop("crowd", None)
+        self.__dict__.update(values)
+        self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
+        super().__setattr__("_reasons", reasons)
+
+    def usual(self) -> Config:
+        """The defaults of a run on the same base and data, with the same optimizer: what auto follows."""
+        return Config(**{key: getattr(self, key) for key in FOLLOWED})
+
+    def settled_as(self, before: Config | None) -> Config:
+        """This configuration, in which keys that say auto have the values with which the run began, in `before`.
+
+        What is still open here, the rows themselves decide.
+        """
+        if before is None:
+            return self
+        decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
+        kept = {key: getattr(before, key) for key in decided}
+        found = self.model_copy(update=kept)
+        super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
+        return found
 
     @property
     def run_folder(self) -> Path:
@@ -146,6 +185,14 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         if self.max_new_tokens_eval != "auto":
             return self.max_new_tokens_eval
         return 256 if self.model_name == "embedded" else max(16, 2 * longest)
+
+    def told_auto(self) -> list[str]:
+        """Lines for people: the values that auto stands for, by their reasons."""
+        by_reason: dict[str, list[str]] = {}
+        for key, why in self._reasons.items():
+            if why:
+                by_reason.setdefault(why, []).append(f"{key} {dump_value(getattr(self, key))}")
+        return [f"{', '.join(values)}: {why}" for why, values in by_reason.items()]
 
     def notices(self) -> list[str]:
         """What to log once at the start: settings without effect, and doubtful ones."""

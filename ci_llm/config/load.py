@@ -18,6 +18,8 @@ from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
+#: How runs were that began before a key existed.
+BEFORE: Final = {"pass_per_agent": False, "held_out": "spread", "long_rows": "truncate"}
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,7 @@ def parse_config(text: str, where: str) -> Config:
     given = by_key(known, problems, last_wins=False)
     own = take_own_entries([given], problems)
     config = _build(given, own, problems, recorded=True)
-    # Before the key existed, one pass served all agents.
-    return config if "pass_per_agent" in given else config.model_copy(update={"pass_per_agent": False})
+    return config.model_copy(update={key: value for key, value in BEFORE.items() if key not in given})
 
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
@@ -230,6 +231,7 @@ def _build(
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
     values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
     config = Config.model_construct({*values}, **values, _without_effect=read_without_effect(given))
+    config.settle_auto(recorded=recorded)
     unsound = {*given} - {*values, *NO_EFFECT}
     clashes = find_clashes(config, recorded=recorded)
     problems += [clashing(clash, given) for clash in clashes if not unsound & {*clash.keys}]

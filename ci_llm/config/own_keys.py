@@ -26,6 +26,7 @@ OWN_KEYS: Final = (
     *ORDER_KEYS,
 )
 NAME: Final = "name"
+AUTO: Final = "auto"
 #: Those that say which shape and scale its adapter has: a copy of an agent has the same.
 SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers")
 
@@ -88,11 +89,16 @@ class KeysOfEach(schema.AllKeys):
     """All keys of a run, for all agents together and as each agent has them."""
 
     _without_effect: dict[str, object] = PrivateAttr(default_factory=dict)
+    _reasons: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def without_effect(self) -> Mapping[str, object]:
         """Options that were given and have no effect here, by name; `notices` says why. No key, and never dumped."""
         return self._without_effect
+
+    def is_open(self, key: str) -> bool:
+        """Whether a key still says auto: the rows decide, or nothing can."""
+        return bool(getattr(self, key) == AUTO)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:

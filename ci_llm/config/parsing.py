@@ -302,8 +302,8 @@ _NOUNS: dict[Any, str] = {
 
 
 def expected(field: FieldInfo) -> str:
-    """What the field takes, in words: `a whole number of at least 1, or null`."""
-    null_last = sorted(kinds_of(field), key=lambda kind: kind.type is types.NoneType)
+    """What the field takes, in words: `a whole number of at least 1, or auto, or null`."""
+    null_last = sorted(kinds_of(field), key=lambda kind: (kind.type is types.NoneType, kind.choices == ("auto",)))
     return ", or ".join(_words(kind) for kind in null_last)
 
 
@@ -454,7 +454,7 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
             yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
     for strong, weak in STRONGER.items():
         for source in (file, line):
-            if weak in source and strong in source and not source[strong].is_null:
+            if weak in source and strong in source and not source[strong].is_null and source[strong].text != "auto":
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():
         for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):

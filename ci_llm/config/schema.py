@@ -55,6 +55,19 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates beyond overflow
+# To read, these are numbers: config/auto.py puts one where `auto` is written, run/start/loading.py where rows decide.
+if TYPE_CHECKING:
+    AutoCount = int
+    AutoLength = int
+    AutoRate = float
+    AutoLimit = int | None
+    AutoAmount = float | None
+else:
+    AutoCount = Count | Literal["auto"]
+    AutoLength = Annotated[int, Ge(2)] | Literal["auto"]
+    AutoRate = Positive | Literal["auto"]
+    AutoLimit = Count | Literal["auto"] | None
+    AutoAmount = Positive | Literal["auto"] | None
 # The values of these keys are the modules of a package, so that a new one needs no edit here.
 if TYPE_CHECKING:
     Diversity = str
@@ -145,8 +158,10 @@ class AgentKeys(Keys):
     """The agents: K LoRA adapters on the one base"""
 
     num_agents: Count = exact(4, "number of agents (K) that train together")
-    lora_rank: Count = exact(8, "rank of each adapter")
-    lora_alpha: Count = exact(16, "an adapter is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora")
+    lora_rank: AutoCount = exact("auto", "rank of each adapter; auto: 8 on the embedded base, else 16")
+    lora_alpha: AutoCount = exact(
+        "auto", "an adapter is scaled by alpha / rank; auto: 16 on the embedded base, else 32"
+    )
     lora_dropout: Dropout = exact(0.0, "probability of dropping an input of an adapter; 0: off, which is faster")
     lora_target_modules: Literal["all-linear"] | Names = exact(
         "all-linear", "linear layers that get an adapter: all-linear, or a list of names as in PEFT"
@@ -225,10 +240,20 @@ class DataKeys(Keys):
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
-    max_seq_length: Annotated[int, Ge(2)] = exact(
-        512, "tokens per row; longer rows are truncated, and left out if no answer token remains; the log counts both"
+    held_out: Literal["auto", "drawn", "spread"] = exact(
+        "auto", "rows to evaluate on: drawn by seed, or spread evenly; auto: drawn, but spread for the embedded rows"
     )
-    max_train_samples: Count | None = exact(None, "train on the first n rows; null: on all")
+    max_seq_length: AutoLength = exact(
+        "auto", "tokens per row; auto: 256 on the embedded base, else of the longest row, if the base has the positions"
+    )
+    long_rows: Literal["auto", "split", "truncate", "drop"] = exact(
+        "auto",
+        "rows of more tokens: truncate: the end is cut off; drop: they are left out; split, as auto: plain text is cut"
+        " into blocks, which together teach all of it, and other rows are truncated",
+    )
+    max_train_samples: AutoLimit = exact(
+        None, "train on the first n rows; null: on all; auto: on 100 of the embedded rows, else on all"
+    )
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
 
@@ -236,7 +261,9 @@ class TrainingKeys(Keys):
     """Training: length, batch, optimizer, schedule"""
 
     epochs: Positive = schedule(3.0, "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it")
-    max_train_steps: Count | None = schedule(None, "optimizer steps of the whole run; null: epochs decides")
+    max_train_steps: AutoLimit = schedule(
+        None, "optimizer steps of the whole run; null: epochs decides; auto: 260 on the embedded rows, else null"
+    )
     batch_size: Count = rounding(4, "rows per process and micro-step")
     gradient_accumulation_steps: Count = rounding(
         1, "micro-steps per optimizer step; if not given, that of accelerate launch"
@@ -245,14 +272,18 @@ class TrainingKeys(Keys):
         None, "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps"
     )
     optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
-    learning_rate: Positive = exact(2e-4, "peak learning rate; IVON takes about 1")
+    learning_rate: AutoRate = exact(
+        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else 1"
+    )
     weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4")
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
     adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")
     adam_epsilon: Positive = exact(1e-8, "added to the root of AdamW's second moment")
     ivon_hess_init: Positive = exact(1.0, "IVON's estimate of the Hessian at the start; more is less noise")
-    ivon_ess: Positive | None = exact(
-        None, "IVON's effective number of examples, more is less noise; null: tokens learned in an agent's rows"
+    ivon_ess: AutoAmount = exact(
+        "auto",
+        "IVON's effective number of examples, more is less noise; null: tokens learned in its rows; auto: as null, but"
+        " on another base than the embedded one at least a fiftieth of the numbers that an agent trains",
     )
     max_grad_norm: Positive | None = exact(1.0, "gradient norm to which each agent is clipped; null: no clipping")
     lr_scheduler_type: Literal[
@@ -288,7 +319,11 @@ class EvaluationKeys(Keys):
     """Evaluation"""
 
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
-    eval_samples: Count | None = free(400, "rows of each evaluation; null: all")
+    eval_samples: AutoLimit = free(
+        "auto",
+        "rows of each evaluation; null: all; auto: 400 on the embedded base, else at least 50, and as many as let all"
+        " evaluations read at most a third of the tokens that training reads",
+    )
     generation_eval_samples: Size = free(
         100, "of these, rows for which agents and crowd generate answers at the end; 0: none"
     )

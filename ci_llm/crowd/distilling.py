@@ -114,9 +114,10 @@ def _start(saved: Pretrained, how: Distillation) -> int:
 
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
-    given = tokenize(load_rows(config, "train"), prompter.tokenizer, max_seq_length=config.max_seq_length)
+    rows, length = load_rows(config, "train"), config.max_seq_length
+    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, long_rows=config.long_rows)
     examples = [given[number] for number in range(len(given))]
-    end = _end(examples, config.max_seq_length)
+    end = _end(examples, given.whole_below(length))
     crowd = Crowd.of(saved)
     try:
         prompts = _prompts(prompter, config, how, num_positions(crowd.model))

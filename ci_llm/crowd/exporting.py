@@ -144,7 +144,9 @@ def settings_of(adapter: Adapter) -> LoraSettings:
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
     try:
         rows = load_rows(config, "eval")
-        return tokenize(rows, saved.prompter.tokenizer, max_seq_length=config.max_seq_length)
+        return tokenize(
+            rows, saved.prompter.tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows
+        )
     except DataError as error:
         hint = "--no-score exports without the scores"
         raise DataError(f"no scores: {error.what}", where=error.where, hint=hint) from error

@@ -299,8 +299,8 @@ class Questions:
 
         Args:
             sets: the rows of several sets; `count` then holds for each. None: all rows are one set.
-            max_seq_length: a row of so many tokens may have been cut and is left out, as is a row that leaves the base
-                no position for an answer.
+            max_seq_length: a row of so many tokens may have been cut and is left out (see `TokenizedRows.whole_below`),
+                as is a row that leaves the base no position for an answer.
             metric: a module of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ci_llm import embedded
 from ci_llm.config import Config
@@ -183,7 +183,7 @@ def _choose(num_rows: int, count: int, seed: int, number: int) -> Iterator[int]:
     yield from sorted(permute(at, num_rows, seed=seed, epoch=number) for at in range(count % num_rows))
 
 
-#: Without a split to evaluate on, every tenth row is held out, at most this many. The number must not depend on
+#: Without a split to evaluate on, a tenth of the rows is held out, at most this many. The number must not depend on
 #: `eval_samples`, which may change between two attempts of a run: the training rows would change with it.
 HELD_OUT_AT_MOST = 400
 
@@ -288,7 +288,7 @@ def _training_rows(config: Config, name: str) -> Rows:
         notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
     if held_out:
         reason = "val_set_size" if config.val_set_size else "no split to evaluate on"
-        notes.append(f"{reason}: {len(held_out)} rows are held out for it, evenly spread")
+        notes.append(f"{reason}: {len(held_out)} rows are held out for it, {_how(config)}")
     return _selected(config, training, _where(name, config.dataset_split), numbers, notes)
 
 
@@ -343,19 +343,19 @@ def _eval_split(config: Config, splits: Splits, name: str) -> str | None:
 
 
 def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
-    """Numbers of the rows that training leaves out, evenly spread over the training split.
+    """Numbers of the rows that training leaves out, in order.
 
     If an answer is missing in every one of them, as where each tenth row is empty, only rows with one are counted.
     """
     if config.eval_dataset_names or _eval_split(config, splits, name) is not None:
         return []
     data = splits[config.dataset_split]
-    numbers = _spread(len(data), _num_held_out(config, len(data), name))
+    numbers = _taken(config, len(data), _num_held_out(config, len(data), name))
     if numbers:
         rows = _selected(config, data, _where(name, config.dataset_split), range(len(data)), ())
         if all(rows[number] is None for number in numbers):
             usable = [number for number, row in enumerate(rows) if row is not None]
-            numbers = [usable[at] for at in _spread(len(usable), _num_held_out(config, len(usable), name))]
+            numbers = [usable[at] for at in _taken(config, len(usable), _num_held_out(config, len(usable), name))]
     return numbers
 
 
@@ -377,23 +377,22 @@ def _num_held_out(config: Config, total: int, name: str) -> int:
     return count
 
 
-def _spread_evenly(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
-    """At most `eval_samples` of the rows, evenly spread, and a note about it; several data sets share that number."""
+def _at_most(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+    """At most `eval_samples` of the rows, and a note about it; several data sets share that number."""
     total, limit = len(rows), config.eval_samples
     if limit is not None:
         limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
     if limit is None or limit >= total:
         return rows, []
-    note = f"{limit} of {total} rows, evenly spread"
-    return [rows[number] for number in _spread(total, limit)], [note]
+    return [rows[number] for number in _taken(config, total, limit)], [f"{limit} of {total} rows, {_how(config)}"]
 
 
 def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tuple[Sequence[int], list[str]]:
-    """At most `eval_samples` of the wanted rows, as by `_spread_evenly`.
+    """At most `eval_samples` of the wanted rows.
 
-    If an answer is missing in every one of them, they are spread over the wanted rows that have one.
+    If an answer is missing in every one of them, they are taken out of the wanted rows that have one.
     """
-    numbers, notes = _spread_evenly(config, wanted)
+    numbers, notes = _at_most(config, wanted)
     if not notes:
         return numbers, notes
     rows = _selected(config, data, where, range(len(data)), ())
@@ -402,8 +401,9 @@ def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tu
     usable = [number for number in wanted if rows[number] is not None]
     if not usable:
         return numbers, notes
-    chosen, _ = _spread_evenly(config, usable)
-    return chosen, [f"{len(chosen)} of {len(wanted)} rows, evenly spread over the {len(usable)} that have an answer"]
+    chosen, _ = _at_most(config, usable)
+    how = "drawn from" if config.held_out == "drawn" else "evenly spread over"
+    return chosen, [f"{len(chosen)} of {len(wanted)} rows, {how} the {len(usable)} that have an answer"]
 
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
@@ -413,9 +413,19 @@ def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], not
     return recognised(data.select(numbers), where, notes, named=named, numbers=numbers)
 
 
-def _spread(total: int, count: int) -> list[int]:
-    """`count` different rows out of `total`, evenly spread: files are often sorted."""
+#: Of the permutation by which rows are drawn: no epoch of a training has this number.
+_DRAW: Final = -1
+
+
+def _taken(config: Config, total: int, count: int) -> list[int]:
+    """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
+    if config.held_out == "drawn":
+        return sorted(permute(at, total, seed=config.seed, epoch=_DRAW) for at in range(count))
     return [number * total // count for number in range(count)]
+
+
+def _how(config: Config) -> str:
+    return f"drawn by seed {config.seed}" if config.held_out == "drawn" else "evenly spread"
 
 
 def _where(name: str, split: str) -> str:

@@ -1,8 +1,8 @@
 """A data set as token ids with loss masks: tokenised once, kept as Arrow under its content, memory-mapped.
 
 Only what an assistant says is learned, or all of a plain text; the first token of a row never is, as nothing comes
-before it. Rows too long are cut at the end; rows with nothing left to learn are left out. A `Tally` counts both, for
-the lines and errors that say so.
+before it. Rows too long are cut into blocks, cut at the end or left out; rows with nothing left to learn are left out.
+A `Tally` counts all of these, for the lines and errors that say so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
-from ci_llm.data.rows import Chat, Row, Rows
+from ci_llm.data.rows import Chat, Completion, Row, Rows
 from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,14 @@ class Tally:
     """Counts of rows kept, cut and left out, by reason."""
 
     max_seq_length: int
+    long_rows: str = "truncate"
     rows: int = 0
     kept_rows: int = 0
     cut: int = 0
+    lost: int = 0
+    split: int = 0
+    blocks: int = 0
+    too_long: int = 0
     without_answer: int = 0
     lacking: str = "without an answer"
     answer_too_far: int = 0
@@ -73,15 +78,31 @@ class Tally:
                 continue
             self._look_at(row, whole, encoder)
             self.longest = max(self.longest, len(whole.input_ids))
-            example = Example(whole.input_ids[: self.max_seq_length], whole.supervised[: self.max_seq_length])
-            if not example.supervised.any():
-                self.answer_too_far += 1
-                continue
-            self.kept_rows += 1
-            self.cut += len(whole.input_ids) > self.max_seq_length
-            self.tokens += len(example.input_ids)
-            self.targets += int(example.supervised.sum())
-            yield number, example
+            for example in self._within(row, whole):
+                self.kept_rows += 1
+                self.tokens += len(example.input_ids)
+                self.targets += int(example.supervised.sum())
+                yield number, example
+
+    def _within(self, row: Row, whole: Example) -> Iterator[Example]:
+        """What is kept of a row: examples of at most `max_seq_length` tokens."""
+        count, limit = len(whole.input_ids), self.max_seq_length
+        if count <= limit:
+            yield whole
+        elif self.long_rows == "drop":
+            self.too_long += 1
+        elif self.long_rows == "split" and isinstance(row, Completion) and row.prompt is None:
+            self.split += 1
+            # A block begins with the last token of the one before, which it does not learn: all others follow one.
+            for start in range(0, count - 1, limit - 1):
+                self.blocks += 1
+                yield _part(whole, start, start + limit)
+        elif (cut := _part(whole, 0, limit)).supervised.any():
+            self.cut += 1
+            self.lost += count - limit
+            yield cut
+        else:
+            self.answer_too_far += 1
 
     def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
         """Count answers that are marked, and chats that the template makes hard to learn."""
@@ -98,13 +119,21 @@ class Tally:
         )
         if self.marked:
             yield f"{self.marked} answers are not learned: they are marked by weight 0, train false or training false"
-        if self.cut:
-            yield f"{self.cut} rows cut at max_seq_length {self.max_seq_length}"
+        if self.split:
+            yield (
+                f"{self.split} texts of more than max_seq_length {self.max_seq_length} tokens are cut into"
+                f" {self.blocks} blocks, which together teach all of them"
+            )
         if self._num_left_out:
             yield f"left out: {self._left_out()}"
 
     def warnings(self) -> Iterator[str]:
         """Why agents will not learn what these rows are meant to teach."""
+        if self.cut:
+            yield (
+                f"{self.cut} rows cut at max_seq_length {self.max_seq_length}: {self.lost} of"
+                f" {self.tokens + self.lost} tokens are never seen; the longest row has {self.longest}"
+            )
         if self.endless:
             follows = f"{self.end!r}, which follows, is no special token" if self.end.strip() else "nothing follows"
             yield (
@@ -124,7 +153,7 @@ class Tally:
             evaluated: the rows are to evaluate on.
         """
         columns = ", ".join(rows.form.columns.values())
-        if self.answer_too_far:
+        if self.answer_too_far or self.too_long:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
         elif self.hidden_tools:
             hint = "take a base or a chat_template that shows calls of tools"
@@ -137,16 +166,24 @@ class Tally:
 
     @property
     def _num_left_out(self) -> int:
-        return self.without_answer + self.answer_too_far + self.hidden_tools
+        return self.without_answer + self.answer_too_far + self.too_long + self.hidden_tools
 
     def _left_out(self) -> str:
         reasons = {
             self.lacking: self.without_answer,
             f"whose answer begins after max_seq_length {self.max_seq_length}": self.answer_too_far,
+            f"of more than max_seq_length {self.max_seq_length} tokens": self.too_long,
             "whose tools the chat template cannot show": self.hidden_tools,
         }
         told = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
         return f"{self._num_left_out} of {self.rows} rows: {told}"
+
+
+def _part(whole: Example, start: int, end: int) -> Example:
+    """Some tokens of a row, of which the first is not learned."""
+    learned = whole.supervised[start:end].copy()
+    learned[:1] = False
+    return Example(whole.input_ids[start:end], learned)
 
 
 def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
@@ -165,7 +202,7 @@ def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 7
+FORMAT = 8
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -240,6 +277,20 @@ class TokenizedRows:
         return int(self._facts["cut"])
 
     @property
+    def num_tokens(self) -> int:
+        """Of all rows together."""
+        return int(self._facts["tokens"])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, as it is kept."""
+        return int(self._facts["longest"])
+
+    def whole_below(self, max_seq_length: int) -> int:
+        """Rows of fewer tokens are whole: where none is cut, those of `max_seq_length` are as well."""
+        return max_seq_length + bool(self._facts["whole"])
+
+    @property
     def description(self) -> list[str]:
         """What was found and what became of it, for people; the last line shows a row and its loss mask."""
         return [*self.rows.description, *self._facts["lines"]]
@@ -257,8 +308,9 @@ class TokenizedRows:
         ]
 
     def num_in(self, others: TokenizedRows) -> int:
-        """How many of these rows have the same token ids as one of the others."""
-        return int(np.isin(self._digests, others._digests).sum())
+        """How many of these rows have the same token ids as one of the others, in all of their blocks."""
+        numbers = np.array(self.row_numbers)
+        return len(np.unique(numbers)) - len(np.unique(numbers[~np.isin(self._digests, others._digests)]))
 
     def require_below(self, count: int) -> None:
         """Refuse tokens that the base has no embedding for.
@@ -322,6 +374,7 @@ def tokenize(
     max_seq_length: int,
     cache_folder: Path | None = None,
     train_on_prompt: bool = False,
+    long_rows: str = "truncate",
     evaluated: bool = False,
     main_process_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
@@ -332,6 +385,7 @@ def tokenize(
         cache_folder: made if it is missing; may be shared by runs, processes and machines. None: that in the cache of
             `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
+        long_rows: what becomes of longer rows: truncate, drop or split; see the key of this name.
         evaluated: the rows are to evaluate on, for messages.
         main_process_first: a context that the main process enters and leaves before the others enter it.
 
@@ -341,12 +395,12 @@ def tokenize(
     """
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
-    content += ["train_on_prompt"] * train_on_prompt
+    content += [*["train_on_prompt"] * train_on_prompt, long_rows]
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
     with main_process_first or nullcontext():
         if not _is_whole(path):
-            _write(path, rows, encoder, max_seq_length, evaluated=evaluated)
+            _write(path, rows, encoder, Tally(max_seq_length, long_rows), evaluated=evaluated)
     return TokenizedRows(rows, path)
 
 
@@ -375,8 +429,7 @@ def _content(example: Example) -> bytes:
     return example.input_ids.tobytes() + example.supervised.tobytes()
 
 
-def _write(path: Path, rows: Rows, encoder: Encoder, max_seq_length: int, *, evaluated: bool) -> None:
-    tally = Tally(max_seq_length)
+def _write(path: Path, rows: Rows, encoder: Encoder, tally: Tally, *, evaluated: bool) -> None:
     kept = tally.kept(rows, encoder)
     first = next(kept, None)
     if first is None:
@@ -439,6 +492,8 @@ def _batches(
         f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
     ]
     facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
+    facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length)}
+    facts["whole"] = not tally.cut + tally.split
     facts["warnings"] = [*tally.warnings()]
     yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
 

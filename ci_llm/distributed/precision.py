@@ -9,9 +9,9 @@ from typing import Final, Protocol
 
 import torch
 
+from ci_llm.config.own_keys import AUTO
 from ci_llm.errors import ModelError
 
-AUTO: Final = "auto"
 #: What `auto` becomes, by key: where bf16 is faster, and elsewhere.
 CHOICES: Final = {"mixed_precision": ("bf16", "no"), "model_dtype": ("bf16", "fp32")}
 #: The words of `model_dtype` and `mixed_precision`, and what they mean.

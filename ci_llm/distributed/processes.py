@@ -27,6 +27,7 @@ from torch import distributed as dist
 
 from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, read_launch
 from ci_llm.config import Config
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import free_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN
@@ -81,7 +82,7 @@ class Processes:
                 join(self.launch, _backend(on_cpu))
             self.accelerator = Accelerator(
                 cpu=on_cpu,
-                mixed_precision="no" if config.mixed_precision == precision.AUTO else config.mixed_precision,
+                mixed_precision="no" if config.mixed_precision == AUTO else config.mixed_precision,
                 log_with=list(log_with) or None,
                 project_dir=project_dir,
                 kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
@@ -156,7 +157,7 @@ class Processes:
         Raises:
             ModelError: the device does not support the precision of the checkpoint.
         """
-        if precision.AUTO not in (config.mixed_precision, config.model_dtype):
+        if AUTO not in (config.mixed_precision, config.model_dtype):
             return config, ""
         speed = precision.slowest(self.gather_object(precision.speed_of_bf16()))
         settled = config.model_copy(update=precision.chosen(config, speed, before))

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import psutil
 from transformers import AutoConfig, PreTrainedConfig
@@ -133,6 +133,10 @@ class Measured:
     token_generated_s: float = 0.0
 
 
+#: Tokens of a row where neither rows nor configuration say how many there are.
+UNSEEN: Final = 512
+
+
 @dataclass
 class CheckContext:
     """What a check finds from the checks before it, and leaves to those after it.
@@ -148,7 +152,7 @@ class CheckContext:
     shape: Shape = field(init=False)  # architecture
     rows: Sequence[Rows] = ()  # of every agent; data
     eval_rows: Sequence[Rows] = field(init=False)  # of every agent; data
-    examples: Sequence[TokenizedRows] = field(init=False)  # of every agent; template
+    examples: Sequence[TokenizedRows] = ()  # of every agent; template
     eval_examples: EvaluationRows = field(init=False)  # template
     lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
@@ -159,7 +163,7 @@ class CheckContext:
     program_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
 
     def __post_init__(self) -> None:
-        longest = self.config.max_seq_length
+        longest = UNSEEN if self.config.is_open("max_seq_length") else self.config.max_seq_length
         self.lengths = Lengths(longest, 0.0, longest, learned=0.5, sampled=False)
 
     def __enter__(self) -> CheckContext:
@@ -177,8 +181,12 @@ class CheckContext:
 
     @property
     def num_rows(self) -> list[int]:
-        """Rows to train on: of all agents, or of each that has its own. Those that are left out later count."""
-        return [len(rows) for rows in (self.rows if self.config.has_own_rows else self.rows[:1])]
+        """Rows to train on: of all agents, or of each that has its own. Those that are left out later count, and a long
+        text counts as the blocks of those that were looked at."""
+        found = [len(rows) for rows in self.rows]
+        for number, seen in enumerate(self.examples):
+            found[number] = found[number] * max(len(seen), len(seen.rows)) // len(seen.rows)
+        return found if self.config.has_own_rows else found[:1]
 
     @property
     def num_eval_rows(self) -> int:

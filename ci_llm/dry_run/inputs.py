@@ -6,28 +6,27 @@ Disk and time follow from measurements of the toy run if there are any; else the
 from __future__ import annotations
 
 import shutil
-import time
+import sys
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import opened_by, require_positions
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.distributed.precision import AUTO, autocast_dtype
 from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_shape
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
-from ci_llm.run.setup import steps_of
 from ci_llm.run.start import cost_model
+from ci_llm.run.start.counting import eval_samples_of, steps_of
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -46,6 +45,9 @@ def architecture(context: CheckContext) -> str:
 def data(context: CheckContext) -> str:
     """The data set is there, has columns that can be used, and rows to train on and to evaluate on."""
     context.rows = load_rows_of_each(context.config, "train")
+    if context.config.is_open("eval_samples"):
+        samples = eval_samples_of(context.config, [*map(len, context.rows)], context.rows_per_step)
+        context.config = context.config.model_copy(update={"eval_samples": samples})
     context.eval_rows = load_rows_of_each(context.config, "eval")
     found = dict.fromkeys(rows.description[0] for rows in context.rows)
     return f"{'; '.join(found)}; {context.num_eval_rows} to evaluate on"
@@ -57,11 +59,16 @@ def template(context: CheckContext) -> str:
     if not context.shape.offline:
         use_chat_template(tokenizer, context.config.chat_template)
     wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.num_processes)
-    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes)
+    longest = (context.shape.positions or sys.maxsize) if context.config.is_open("max_seq_length") else None
+    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
+    if longest is not None:
+        seen = max(examples.longest for examples in context.examples)
+        context.config = context.config.model_copy(update={"max_seq_length": seen})
     if not context.shape.offline:
         context.lengths = _lengths(context.examples)
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
-    return "\n".join(line for found in different.values() for line in _description(context, wanted, *found))
+    lines = [line for found in different.values() for line in _description(context, wanted, *found)]
+    return "\n".join([*lines, *(f"auto: {line}" for line in context.config.told_auto())])
 
 
 def _description(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
@@ -128,6 +135,7 @@ def tokenized(
         tokenizer,
         max_seq_length=max_seq_length or context.config.max_seq_length,
         train_on_prompt=context.config.train_on_prompt,
+        long_rows=context.config.long_rows,
         evaluated=evaluated,
         cache_folder=context.scratch / "tokens",
         main_process_first=context.processes.main_process_first(),
@@ -186,7 +194,8 @@ def _micro_batch(context: CheckContext) -> str:
 
 def batch(context: CheckContext) -> str:
     """One micro-batch fits: into the positions of the base, and into the memory of this machine."""
-    require_positions(context.shape.config, context.config.max_seq_length)
+    if not context.config.is_open("max_seq_length"):
+        require_positions(context.shape.config, context.config.max_seq_length)
     found, device = context.trace, context.processes.device
     if found is None:
         return f"{_micro_batch(context)} fit the base's positions; memory is not estimated"
@@ -218,11 +227,6 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
         where=f"batch_size: {context.config.batch_size}, model_name: {context.config.model_name}",
         hint=" or ".join(hints),
     )
-
-
-#: Training reaches about this share of the speed of bare matrix products.
-EFFICIENCY = 0.5
-SIDE = {"cpu": 768, "cuda": 4096}
 
 
 def space(context: CheckContext) -> str:
@@ -287,23 +291,8 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     if found is None:
         return None, "this architecture cannot be traced"
     flops = found.flops * tokens / (context.micro_batch * context.longest_tokens)
-    speed = EFFICIENCY * _flops_per_s(context)
+    speed = cost_model.flops_per_s(context.config, context.shape.config, context.processes.device)
     return flops / (speed * context.processes.num_processes), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
-
-
-def _flops_per_s(context: CheckContext) -> float:
-    """The speed of a matrix product in the precision of the forward pass, on the device of this process."""
-    device = context.processes.device
-    config = context.config
-    dtype = autocast_dtype(config.mixed_precision) or cost_model.base_dtype(config, context.shape.config, device)
-    side = SIDE[device.type]
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        (matrix @ matrix)[0, 0].item()  # waits for the device
-        times.append(time.perf_counter() - start)
-    return 2.0 * side**3 / min(times)
 
 
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:

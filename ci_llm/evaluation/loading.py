@@ -233,7 +233,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         prompter,
         crowd,
         count or len(tokenized),
-        config.max_seq_length,
+        tokenized.whole_below(config.max_seq_length),
         metric=request.metric or "exact_match",
         sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 else None,
     )
@@ -265,7 +265,7 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
 
 def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
     try:
-        return tokenize(rows, prompter.tokenizer, max_seq_length=config.max_seq_length)
+        return tokenize(rows, prompter.tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows)
     except DataError as error:
         if any(row is not None for row in rows):
             what = error.what.replace("to learn from", "to evaluate")

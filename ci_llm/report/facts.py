@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ci_llm.checkpoints.folders import committed
 from ci_llm.config import Config, groups, parse_config
+from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.durable import read_json
 from ci_llm.core.run_folder import SWEEP, Failure, earliest_failure, read_failures, read_recovery
@@ -497,7 +498,7 @@ def _read_size(folder: Path) -> dict[str, int]:
 
 def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
     """Group by group: title, and for each key its value as YAML, and whether it differs from the default."""
-    defaults = Config()
+    defaults = config.usual().model_copy(update={key: Config.model_fields[key].default for key in FOLLOWED})
     for title, keys in groups().items():
         values = ((key, getattr(config, key), getattr(defaults, key)) for key in keys)
         yield title, [(key, dump_value(value), value != default) for key, value, default in values]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
+from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.load import IN_CALL
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.imports import set_library_defaults
@@ -100,7 +101,8 @@ def _words_for_a_shell(config: Config) -> tuple[str, ...]:
     """The words that give `ci-llm train` this configuration, for the commands that a run proposes."""
     # As mappings: lists of values per key would lose the agents' names.
     agents = [f"agents={dump_value(config.agents)}"] if config.agents else []
-    changes = Config().diff(config.model_copy(update={"agents": ()}))
+    followed = [change for change in Config().diff(config.usual()) if change.key in FOLLOWED]
+    changes = [*followed, *config.usual().diff(config.model_copy(update={"agents": ()}))]
     return ("--config", os.devnull, *(f"{change.key}={as_typed(change.new)}" for change in changes), *agents)
 
 

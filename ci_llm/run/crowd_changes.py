@@ -26,8 +26,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.context import Run
-from ci_llm.run.setup import lengths_of, steps_of
+from ci_llm.run.setup import lengths_of
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
+from ci_llm.run.start.counting import steps_of
 from ci_llm.run.start.loading import rows_and_plan
 from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.members import (
@@ -131,7 +132,12 @@ def make_due_changes(run: Run) -> None:
     members, sources = before.after(run.state.step, run.config)
     if members is not before:
         steps = steps_of(run.config, lengths_of(run.checkpoint.rows), run.state.rows_per_step)
-        run.total_steps = members.total_steps(run.config, steps)
+        planned, run.total_steps = run.total_steps, members.total_steps(run.config, steps)
+        if run.total_steps != planned:
+            agents = f"{len(members.folders)} of {run.config.num_agents} agents"
+            logger.info(
+                f"crowd     {agents} take the agent-steps of all: {run.total_steps} steps in place of {planned}"
+            )
         run.learning.total_steps = run.total_steps
         run.status.update(total_steps=run.total_steps)
         replace_crowd(run, members, sources)

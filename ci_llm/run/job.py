@@ -197,7 +197,7 @@ def run_among(
             _record_refusal(config, processes, manager, log, error)
             raise
         before = None if start.source is None else start.source.config
-        config = settle_precision(config, processes, before)
+        config = settle_precision(config.settled_as(before), processes, before)
         run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
         run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)

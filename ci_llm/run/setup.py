@@ -6,9 +6,8 @@ Everything that can be refused is refused before the first file is written.
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.start import agent_settings, loading
+from ci_llm.run.start import agent_settings, counting, loading
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluation import Evaluator, StopVote
@@ -108,8 +107,11 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    loaded = (loaded or loading.load(config, processes)).for_agents(config.num_agents)
+    loaded = (loaded or loading.load(config, processes, before)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
+    config = config.model_copy(update=loaded.settled)
+    for line in config.told_auto():
+        logger.info(f"auto      {line}")
     if before is not None and config.max_new_tokens_eval == "auto":  # auto keeps what the run began with
         config = config.model_copy(update={"max_new_tokens_eval": before.max_new_tokens_eval})
     config = settle(config, rows, processes, before)
@@ -135,7 +137,7 @@ def assemble(
 ) -> Run:
     """The run at step 0, of parts that are ready."""
     rows_per_step = config.rows_per_step(processes.num_processes)
-    steps = steps_of(config, lengths_of(rows), rows_per_step)
+    steps = counting.steps_of(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
     rows_now, plan = loading.rows_and_plan(config, rows, members, rows_per_step)
     total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
@@ -200,21 +202,6 @@ def _first_state(config: Config, rows_per_step: int, members: Members | None) ->
 def lengths_of(rows: TrainingRows) -> list[int]:
     """The number of rows of every agent that has its own, or of all."""
     return [len(own) for own in rows.each] if isinstance(rows, AgentRows) else [len(rows)]
-
-
-def steps_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
-    """The length of a run. Epochs are those of the agent with the most rows: all take their steps together.
-
-    It is that of a crowd that does not branch; `Members.total_steps` has the other.
-
-    Args:
-        num_rows: see `lengths_of`.
-        rows_per_step: of all agents, or of each; those of step 1 for good.
-    """
-    steps_per_epoch = max(-(-number // rows_per_step) for number in num_rows)
-    # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
-    by_epochs = math.ceil(round(config.epochs * steps_per_epoch, 6))
-    return config.max_train_steps or max(1, by_epochs)
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:

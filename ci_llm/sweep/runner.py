@@ -27,15 +27,15 @@ from ci_llm.core.run_status import RunStatus, keep_status
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.checks import size
+from ci_llm.dry_run.checks import duration, size
 from ci_llm.errors import CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.report import write_page
 from ci_llm.run.end.shutdown import command_line, end_at_once, reason_of
 from ci_llm.run.job import meet, run_among
-from ci_llm.run.setup import steps_of
 from ci_llm.run.start.beginning import place_of_attempt
-from ci_llm.run.start.cost_model import USABLE, Untraceable, trace_longest
+from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, trace_longest
+from ci_llm.run.start.counting import steps_of
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.curves import Curves
@@ -69,6 +69,20 @@ def trials_per_pass(
             hint=f"agents_per_pass={max(fit, 1)}, or auto",
         )
     return int(wanted)
+
+
+def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Processes) -> str:
+    """How long a sweep will train, for people."""
+    [rows] = loaded.rows
+    lengths, shape, batch = Lengths.of(sampled([rows])), load_architecture(config.model_name), config.batch_size
+    try:
+        found = trace_longest(config, shape, processes.device, batch, lengths)
+    except Untraceable as error:
+        return f"how long it takes is not estimated: {error}"
+    steps, per_step = plan.agent_steps, min(config.rows_per_step(processes.num_processes), len(rows))
+    flops = found.flops * steps * per_step * lengths.mean / (batch * lengths.longest_in_batch(batch))
+    seconds = flops / flops_per_s(config, shape, processes.device) / processes.num_processes
+    return f"about {duration(seconds)} of training and its evaluations beside: {steps} steps of one agent each"
 
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
@@ -190,8 +204,7 @@ class SweepRunner:
         """What would be trained."""
         processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
-            self._settle_precision(processes)
-            steps, per_pass = self._plan(load(self._reading.config, processes), processes)
+            steps, per_pass = self._plan(self._load(processes), processes)
             keys = self._reading.keys
             warmup = self._reading.warmup_steps(steps)
             return HalvingPlan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
@@ -219,8 +232,7 @@ class SweepRunner:
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
         """Hold the folder, keep its status, and train."""
-        self._settle_precision(processes)
-        loaded = load(self._reading.config, processes)
+        loaded = self._load(processes)
         sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
         processes.require_same_folder(self._folder)
         store = CheckpointStore(self._folder)
@@ -257,13 +269,16 @@ class SweepRunner:
             if line := self._last_act():
                 self._say(line)
 
-    def _settle_precision(self, processes: Processes) -> None:
-        """Choose a precision where the configuration says auto; a sweep keeps what it began with. A collective."""
+    def _load(self, processes: Processes) -> Loaded:
+        """Base and rows, once keys that say auto are settled; a sweep keeps what it began with. A collective."""
         record = processes.on_main(lambda: read_record(self._folder))
-        config, line = processes.settle_precision(self._reading.config, None if record is None else record.config)
-        self._reading = replace(self._reading, config=config)
+        before = None if record is None else record.config
+        config, line = processes.settle_precision(self._reading.config.settled_as(before), before)
         if line:
             self._say(f"precision {line}")
+        loaded = load(config, processes, before)
+        self._reading = replace(self._reading, config=config.model_copy(update=loaded.settled))
+        return loaded
 
     def _plan(self, loaded: Loaded, processes: Processes) -> tuple[int, int]:
         """The steps of a whole run, and the trials of a pass. A collective."""
@@ -274,7 +289,8 @@ class SweepRunner:
 
     def _train(self, sweep: Sweep, processes: Processes, loaded: Loaded, status: RunStatus) -> str | None:
         """Train pack after pack; returns the reason of a stop."""
-        for line in described(sweep.standings.plan, self._reading):
+        cost = processes.on_main(partial(time_needed, self._reading.config, sweep.standings.plan, loaded, processes))
+        for line in (*described(sweep.standings.plan, self._reading), cost):
             self._say(f"sweep     {line}")
         if note := choice_by_test_rows("the best trial", loaded.eval_rows):
             self._say(f"sweep     {note}")

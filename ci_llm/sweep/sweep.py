@@ -22,11 +22,10 @@ from typing import Any, Final, TypeVar
 
 from ci_llm.cluster.launch import accelerate_settings
 from ci_llm.config import Config, parse_config
-from ci_llm.config.own_keys import NAME, SHAPE_KEYS, from_plain
+from ci_llm.config.own_keys import AUTO, NAME, SHAPE_KEYS, from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
-from ci_llm.distributed.precision import AUTO, CHOICES
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
 from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
 
@@ -146,9 +145,9 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
     for key, value in reading.keys.model_dump().items():
         if value != (before := getattr(record.keys, key)) and key != "agents_per_pass":
             odd.append(f"{key} was {before}, is {value}")
-    changes = record.config.diff(reading.config)
-    # The record has the precision that was chosen for auto.
-    changes = [each for each in changes if each.kind != "free" and not (each.key in CHOICES and each.new == AUTO)]
+    changes = record.config.diff(reading.config.settled_as(record.config))
+    # The record has what was chosen for auto.
+    changes = [each for each in changes if each.kind != "free" and each.new != AUTO]
     odd += [f"{each.key} was {each.old}, is {each.new}" for each in changes]
     if odd:
         raise BadInput(

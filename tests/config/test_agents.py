@@ -75,7 +75,7 @@ def test_the_file_takes_both_forms(tmp_path: Path) -> None:
     assert config.agents == ({"name": "slow", "learning_rate": 1e-4, "lora_rank": 2}, {"lora_rank": 4})
     assert config.agent_names == ["slow", "agent1"]
     assert [own.weight_decay for own in config.each_agent] == [0.1, 0.1]
-    assert [own.learning_rate for own in config.each_agent] == [1e-4, 2e-4]
+    assert [own.learning_rate for own in config.each_agent] == [1e-4, 8e-3]  # that of the embedded base
     assert config.of_agent(1).num_agents == 1
 
 
@@ -132,7 +132,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
             ["diversity joint compares agents on the same rows", "set diversity to none"],
         ),
         ("agents: [{num_agents: 2}]", ["num_agents cannot differ", "the length of the list"]),
-        ("agents: [{lr: -1}]", ["learning_rate (written lr) is '-1', but takes a number above 0"]),
+        ("agents: [{lr: -1}]", ["learning_rate (written lr) is '-1', but takes a number above 0, or auto"]),
         ("agents: [{lr: 1, learning_rate: 2}]", ["learning_rate (as lr and learning_rate) is given twice"]),
         ("agents: [{name: a, name: b}]", ["name is given twice"]),
         ("agents: [{name: a}, {name: a}]", ["2 agents are called a"]),

@@ -13,7 +13,8 @@ from ci_llm.errors import ConfigError
 
 
 def changed(config: Config) -> dict[str, Any]:
-    return {change.key: change.new for change in Config().diff(config)}
+    """What was given, and not what keys that say auto become by it."""
+    return {change.key: change.new for change in Config().diff(config) if change.key not in config._reasons}
 
 
 def refusal(*arguments: str) -> ConfigError:
@@ -205,12 +206,12 @@ def test_an_option_without_effect_is_no_key_and_is_answered_once_with_the_reason
     given = Config(**{name: value})
     for config in (
         load_config(None, [f"{name}={written(value)}"]),
-        load_config(None, [f"--{name.replace('_', '-')}", written(value), "lr=2e-4"]),
+        load_config(None, [f"--{name.replace('_', '-')}", written(value), "lr=8e-3"]),
         load_config(tmp_path / "c.yaml"),
         given,
         given.model_copy(update={"seed": 42}),
         read_call({name: value}, {}).config,
-        read_call(given, {"learning_rate": 2e-4}).config,
+        read_call(given, {"learning_rate": 8e-3}).config,
         read_call(None, {name: value}).config,
     ):
         assert config.notices() == [f"{name} has no effect: {NO_EFFECT[name]}"]
@@ -314,7 +315,11 @@ def test_names_of_others_work_in_python_too() -> None:
         ({"batch_size": "04"}, "batch_size is '04', but takes a whole number of at least 1", "write 4"),
         ({"batch_size": 0}, "batch_size is '0', but takes a whole number of at least 1", "the default is 4"),
         ({"num_agents": True}, "num_agents is 'true', but takes a whole number of at least 1", "the default is 4"),
-        ({"lr": float("nan")}, "learning_rate (written lr) is 'nan', but takes a number above 0", "the default is"),
+        (
+            {"lr": float("nan")},
+            "learning_rate (written lr) is 'nan', but takes a number above 0, or auto",
+            "the default is",
+        ),
         ({"seed": object()}, "seed is a object, but takes a whole number of at least 0", "the default is 42"),
         ({"sed": 1}, "sed is no key", "did you mean seed?"),
         ({"lr": 1e-3, "learning_rate": 1e-3}, "learning_rate (as lr and learning_rate) is given twice", "keep one"),
@@ -375,10 +380,18 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("batch_size: 0x10", "batch_size is '0x10', but takes a whole number of at least 1", "the default is 4"),
     ("K: 0", "num_agents (written K) is '0', but takes a whole number of at least 1", "the default is 4"),
     ("K: -1", "num_agents (written K) is '-1', but takes a whole number of at least 1", "the default is 4"),
-    ("lr: 0", "learning_rate (written lr) is '0', but takes a number above 0", "the default is 0.0002"),
-    ("lr: -1e-4", "learning_rate (written lr) is '-1e-4', but takes a number above 0", "the default is 0.0002"),
-    ("lr: 1e-4x", "learning_rate (written lr) is '1e-4x', but takes a number above 0", "the default is 0.0002"),
-    ("lr: .nan", "learning_rate (written lr) is '.nan', but takes a number above 0", "the default is 0.0002"),
+    ("lr: 0", "learning_rate (written lr) is '0', but takes a number above 0, or auto", 'the default is "auto"'),
+    (
+        "lr: -1e-4",
+        "learning_rate (written lr) is '-1e-4', but takes a number above 0, or auto",
+        'the default is "auto"',
+    ),
+    (
+        "lr: 1e-4x",
+        "learning_rate (written lr) is '1e-4x', but takes a number above 0, or auto",
+        'the default is "auto"',
+    ),
+    ("lr: .nan", "learning_rate (written lr) is '.nan', but takes a number above 0, or auto", 'the default is "auto"'),
     ("lambda_sw: [1e-4]", "lambda_sw is ['1e-4'], but takes a number of at least 0", "it cannot differ between agents"),
     ("epochs: 0", "epochs is '0', but takes a number above 0", "the default is 3"),
     ("epochs: three", "epochs is 'three', but takes a number above 0", "the default is 3"),

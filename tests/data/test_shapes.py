@@ -371,7 +371,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
     (tmp_path / "data").mkdir()
-    config = Config(dataset_name=shape.write(tmp_path / "data"), **shape.keys)
+    config = Config(dataset_name=shape.write(tmp_path / "data"), held_out="spread", **shape.keys)
     rows, evaluated = load_rows(config, "train"), load_rows(config, "eval")
     found = tokenize(rows, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")
     assert len(found) == shape.num_rows

@@ -19,7 +19,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 
-from ci_llm.config import Config
+from ci_llm.config import Config, parse_config
 from ci_llm.data.columns import NamedColumns, find_form
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
@@ -376,7 +376,9 @@ def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: 
 def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> None:
     name = _numbered(50, tmp_path)
     usual = _questions(Config(dataset_name=name), "train")
-    assert _questions(Config(dataset_name=name, eval_samples=2, seed=7), "train") == usual
+    assert _questions(Config(dataset_name=name, eval_samples=2), "train") == usual
+    spread = Config(dataset_name=name, held_out="spread")
+    assert _questions(spread, "train") == _questions(spread.model_copy(update={"seed": 7}), "train")
     limited = Config(dataset_name=name, max_train_samples=3)
     assert _questions(limited, "train") == usual[:3]
     assert _questions(limited, "eval") == _questions(Config(dataset_name=name), "eval")
@@ -393,7 +395,7 @@ def _each_tenth_empty(count: int, path: Path) -> str:
 def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
     settings: dict[str, Any], held_out: int, tmp_path: Path
 ) -> None:
-    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), **settings)
+    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), held_out="spread", **settings)
     training, evaluated = _questions(config, "train"), _questions(config, "eval")
     assert len(evaluated) == held_out
     assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
@@ -402,12 +404,12 @@ def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
 def test_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
     name = _each_tenth_empty(200, tmp_path)
     for settings in ({"eval_split": "train"}, {"eval_dataset_name": name}):
-        config = Config(dataset_name=name, eval_samples=20, **settings)
+        config = Config(dataset_name=name, eval_samples=20, held_out="spread", **settings)
         assert None not in _questions(config, "eval")
         assert len(_questions(config, "eval")) == 20
         lines = load_rows(config, "eval").description
         assert "20 of 200 rows, evenly spread over the 180 that have an answer" in lines
-        usual = Config(dataset_name=name, eval_samples=15, **settings)
+        usual = Config(dataset_name=name, eval_samples=15, held_out="spread", **settings)
         assert _questions(usual, "eval") == [f"q{n * 200 // 15}" for n in range(15) if n * 200 // 15 % 10]
     empty = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
     assert list(load_rows(empty.model_copy(update={"eval_split": "train", "eval_samples": 5}), "eval")) == [None] * 5
@@ -415,7 +417,7 @@ def test_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_non
 
 def test_held_out_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
     rows = [{"question": f"q{number}", "answer": "a" if number // 10 % 2 else ""} for number in range(120)]
-    config = Config(dataset_name=_parquet(Dataset.from_list(rows), tmp_path), eval_samples=6)
+    config = Config(dataset_name=_parquet(Dataset.from_list(rows), tmp_path), eval_samples=6, held_out="spread")
     assert _questions(config, "eval") == [f"q{number}" for number in range(10, 120, 20)]
 
 
@@ -440,7 +442,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
         ({}, 0, "none"),
         ({"eval_split": "train"}, 40, "all"),
         ({"eval_split": "train", "eval_samples": 10}, 10, "all"),
-        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9}, 3, "some"),
+        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9, "held_out": "spread"}, 3, "some"),
         ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
     ],
 )
@@ -455,9 +457,39 @@ def test_rows_that_are_trained_on_are_told_from_those_held_out(
 
 
 def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
-    config = Config(dataset_name=_numbered(40, tmp_path), eval_split="train", eval_samples=4)
+    config = Config(dataset_name=_numbered(40, tmp_path), eval_split="train", eval_samples=4, held_out="spread")
     assert _questions(config, "eval") == ["q0", "q10", "q20", "q30"]
     assert len(_questions(config, "train")) == 40
+
+
+def test_rows_to_evaluate_on_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    """Every tenth row is of another kind: evenly spread rows are all of it, or none."""
+    name = _numbered(400, tmp_path)
+    for keys in ({}, {"eval_split": "train", "eval_samples": 40}):
+        drawn = [_questions(Config(dataset_name=name, seed=seed, **keys), "eval") for seed in (1, 2, 1)]
+        assert drawn[0] == drawn[2] != drawn[1]
+        for questions in drawn:
+            numbers = [int(str(question)[1:]) for question in questions]
+            assert len({*numbers}) == 40
+            assert numbers == sorted(numbers)
+            assert 0 < sum(number % 10 == 0 for number in numbers) < 20
+    fewer = Config(dataset_name=name, seed=1, eval_split="train", eval_samples=20)
+    assert {*_questions(fewer, "eval")} < {*drawn[0]}
+    assert (
+        "40 rows are held out for it, drawn by seed 1"
+        in load_rows(Config(dataset_name=name, seed=1), "train").description[-1]
+    )
+
+
+def test_an_older_run_keeps_the_rows_that_it_held_out(tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(60, tmp_path))
+    lines = [line for line in config.dump().splitlines() if not line.startswith(("held_out", "long_rows"))]
+    before = parse_config("\n".join(lines), "config.yaml")
+    assert (before.held_out, before.long_rows) == ("spread", "truncate")
+    assert _questions(before, "eval") == [f"q{number}" for number in range(0, 60, 10)]
+    resumed = config.settled_as(before)
+    assert before.diff(resumed) == []
+    assert _questions(resumed, "eval") == _questions(before, "eval") != _questions(config, "eval")
 
 
 @pytest.mark.parametrize("name", EVAL_SPLITS)
@@ -747,7 +779,7 @@ def test_a_bad_row_keeps_its_number_when_others_are_held_out(tmp_path: Path) -> 
     name = str(tmp_path / "rows.jsonl")
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="has no role") as caught:
-        list(load_rows(Config(dataset_name=name), "train"))
+        list(load_rows(Config(dataset_name=name, held_out="spread"), "train"))
     assert caught.value.where == f"{name}, split train, row 17 (counted from 0)"
 
 

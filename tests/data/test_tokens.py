@@ -20,7 +20,7 @@ from ci_llm.config import Config
 from ci_llm.core import durable
 from ci_llm.data import tokens
 from ci_llm.data.columns import NamedColumns
-from ci_llm.data.encoder import Encoder
+from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Rows
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
@@ -127,7 +127,9 @@ def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, t
     assert found.row_numbers == [0, 3, 4]
     lines = "\n".join(found.description)
     assert "5 rows of question + answer from here" in lines
-    assert "1 rows cut at max_seq_length 40" in lines
+    assert "1 rows cut at max_seq_length 40: 89 of 168 tokens are never seen; the longest row has 226" in "\n".join(
+        found.warnings
+    )
     assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in lines
     count = sum(len(example.input_ids) for example in found)
     targets = sum(int(example.supervised.sum()) for example in found)
@@ -385,3 +387,67 @@ def test_what_was_read_is_mapped_anew_before_it_is_much(
     assert len(mapped) == 1 + 26 // 7
     told = [tokenizer.decode(example.input_ids) for example in examples]
     assert told == [f"<bos>text {number}<eos>" for number in (*range(25), 24)]
+
+
+TEXTS = [{"text": "once upon a time " * 12}, {"text": "two"}, {"text": "Ann has 3 pens and buys 4. " * 7}]
+
+
+def test_a_long_text_is_cut_into_blocks_that_together_teach_all_of_it_once(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    whole = tokenize(rows(TEXTS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    found = tokenize(rows(TEXTS), tokenizer, max_seq_length=16, long_rows="split", cache_folder=tmp_path)
+    for number in range(len(TEXTS)):
+        blocks = [found[at] for at, row in enumerate(found.row_numbers) if row == number]
+        joined = [*blocks[0].input_ids, *(token for block in blocks[1:] for token in block.input_ids[1:])]
+        assert joined == whole[number].input_ids.tolist()  # a block begins with the token that the last one ended with
+        assert all(2 <= len(block.input_ids) <= 16 for block in blocks)
+        assert all(block.supervised.tolist() == [False] + [True] * (len(block.input_ids) - 1) for block in blocks)
+        assert [tokenizer.eos_token_id in block.input_ids for block in blocks] == [False] * (len(blocks) - 1) + [True]
+    assert found.num_targets == whole.num_targets
+    assert (found.num_cut, found.longest, found.whole_below(16)) == (0, 16, 16)
+    assert (whole.longest, whole.whole_below(500), whole.num_tokens) == (
+        max(map(length, whole)),
+        501,
+        sum(map(length, whole)),
+    )
+    blocks = len(found) - 1
+    assert f"2 texts of more than max_seq_length 16 tokens are cut into {blocks} blocks" in "\n".join(found.description)
+    assert found.num_in(found) == 3
+    other = tokenize(rows(TEXTS[1:]), tokenizer, max_seq_length=16, long_rows="split", cache_folder=tmp_path)
+    assert (found.num_in(other), other.num_in(found)) == (2, 2)
+
+
+def length(example: Example) -> int:
+    return len(example.input_ids)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 15, 16])
+def test_the_last_block_is_never_a_token_alone(extra: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    text = [{"text": " ".join(["two"] * (29 + extra))}]
+    whole = tokenize(rows(text), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    found = tokenize(rows(text), tokenizer, max_seq_length=16, long_rows="split", cache_folder=tmp_path)
+    assert len(found) == -(-(length(whole[0]) - 1) // 15)
+    assert found.num_targets == whole.num_targets
+
+
+def test_what_becomes_of_long_rows_is_as_asked_and_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    def made(long_rows: str, raw: list[dict[str, Any]]) -> TokenizedRows:
+        return tokenize(rows(raw), tokenizer, max_seq_length=40, long_rows=long_rows, cache_folder=tmp_path)
+
+    assert [length(example) for example in made("split", ROWS)] == [
+        length(example) for example in made("truncate", ROWS)
+    ]
+    cut = made("truncate", TEXTS)
+    assert [length(example) for example in cut] == [40, length(cut[1]), 40]
+    (told,) = cut.warnings
+    whole = tokenize(rows(TEXTS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert told.startswith(
+        f"2 rows cut at max_seq_length 40: {whole.num_tokens - cut.num_tokens} of {whole.num_tokens} tokens"
+    )
+    dropped = made("drop", TEXTS)
+    assert dropped.row_numbers == [1]
+    assert "left out: 2 of 3 rows: 2 of more than max_seq_length 40 tokens" in "\n".join(dropped.description)
+    with pytest.raises(DataError) as caught:
+        made("drop", TEXTS[:1])
+    assert str(caught.value.hint).startswith(f"raise max_seq_length (the longest row has {whole.longest} tokens)")

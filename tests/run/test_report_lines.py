@@ -96,6 +96,16 @@ def test_rows_to_evaluate_on_that_are_cut_are_counted(tmp_path: Path) -> None:
     assert lines[-1] == "data      to evaluate on: 3 rows of question + answer from here, 2 cut at max_seq_length"
 
 
+def test_the_blocks_of_a_text_are_no_rows_that_are_left_out(tmp_path: Path) -> None:
+    raw = ListedRows([{"text": "Ann has 3 pens. " * 20}, {"text": ""}])
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    rows = tokenize(recognised(raw, "here"), tokenizer, max_seq_length=20, long_rows="split", cache_folder=tmp_path)
+    assert len(rows) > 2
+    with log_lines() as lines:
+        describe_rows(Config(), [], EvaluationRows.of([rows]))
+    assert lines[-1] == f"data      to evaluate on: {len(rows)} rows of text from here, 1 left out"
+
+
 @pytest.mark.parametrize(("length", "counted", "warned"), [(40, 2, False), (9, 3, True), (400, 0, False)])
 def test_rows_that_leave_no_place_for_an_answer_are_counted_and_none_left_is_warned_about(
     length: int, counted: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -71,6 +71,10 @@ def optimizer_of(config: Config, crowd: Crowd, rows: TrainingRows) -> torch.opti
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=fused)
 
 
+#: Of IVON, at most: with fewer tokens to learn, its noise drowns what a base knows that has many numbers to train.
+NUMBERS_PER_EXAMPLE: Final = 50
+
+
 def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, one per agent."""
     groups: list[dict[str, Any]] = [
@@ -80,7 +84,11 @@ def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[d
     if config.optimizer == "ivon":
         each = rows.each if isinstance(rows, AgentRows) else [rows] * crowd.num_agents
         for group, own_rows in zip(groups, each, strict=True):
-            group["ess"] = config.ivon_ess or own_rows.num_targets
+            group["ess"] = config.ivon_ess
+            if config.ivon_ess is None or config.is_open("ivon_ess"):
+                (row,) = group["params"]
+                least = row.numel() // NUMBERS_PER_EXAMPLE if config.is_open("ivon_ess") else 0
+                group["ess"] = max(own_rows.num_targets, least)
     return groups
 
 

@@ -10,6 +10,7 @@ activations would fit.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,13 +29,14 @@ from ci_llm.base.load import load_architecture, load_error
 from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
+from ci_llm.config.own_keys import AUTO
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.distributed.precision import AUTO, DTYPES, autocast_dtype
+from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
 from ci_llm.lora.passes import Part
@@ -281,6 +283,23 @@ def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 #: Share of the free memory that an estimate may fill: the rest is for its error.
 USABLE: Final = 0.8
+
+
+#: Training reaches about this share of the speed of bare matrix products.
+EFFICIENCY: Final = 0.5
+_SIDE: Final = {"cpu": 768, "cuda": 4096}
+
+
+def flops_per_s(config: Config, shape: PreTrainedConfig, device: torch.device) -> float:
+    """Operations per second that training will reach, by a matrix product in the precision of the forward pass."""
+    dtype = autocast_dtype(config.mixed_precision) or base_dtype(config, shape, device)
+    side, times = _SIDE[device.type], []
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    for _ in range(4):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    return EFFICIENCY * 2.0 * side**3 / min(times)
 
 
 def settle(config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None) -> Config:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ci_llm.base.load import Base, load_architecture, load_base, require_positions
+from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
@@ -20,6 +21,7 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput
+from ci_llm.run.start.counting import LEAST, eval_samples_of, num_tokens, tokens_of_evaluation
 from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.state import TrainState
 
@@ -32,11 +34,13 @@ class Loaded:
 
     Attributes:
         rows, eval_rows: of every agent; those that share a data set have one object.
+        settled: what the rows say of keys that said auto.
     """
 
     base: Base
     rows: list[TokenizedRows]
     eval_rows: list[TokenizedRows]
+    settled: Mapping[str, int]
 
     def for_agents(self, count: int) -> Loaded:
         """The same for so many agents, where it was loaded for one."""
@@ -45,15 +49,24 @@ class Loaded:
         )
 
 
-def load(config: Config, processes: Processes) -> Loaded:
+def load(config: Config, processes: Processes, before: Config | None = None) -> Loaded:
     """Load base and rows; logs what it found. A collective.
+
+    Args:
+        before: the settings with which the run began, if it goes on.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
-    require_positions(load_architecture(config.model_name), config.max_seq_length)
+    shape, settled = load_architecture(config.model_name), dict[str, int]()
+    if not config.is_open("max_seq_length"):
+        require_positions(shape, config.max_seq_length)
+    per_step = config.rows_per_step(processes.num_processes)
     # First of all: a missing file costs no loading of the base.
-    found = load_rows_of_each(config, "train"), load_rows_of_each(config, "eval")
+    found = load_rows_of_each(config, "train")
+    if config.is_open("eval_samples"):
+        settled["eval_samples"] = eval_samples_of(config, [*map(len, found)], per_step)
+    asked = load_rows_of_each(config.model_copy(update=settled), "eval")
     base = open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
@@ -61,9 +74,36 @@ def load(config: Config, processes: Processes) -> Loaded:
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
-    rows = _tokenized(config, base, processes, found[0], evaluated=False)
-    eval_rows = _tokenized(config, base, processes, found[1], evaluated=True)
-    return Loaded(base, rows, _with_copies_counted(eval_rows, rows))
+    if config.is_open("max_seq_length"):
+        settled["max_seq_length"] = positions_of(shape) or sys.maxsize
+    while True:
+        config = config.model_copy(update=settled)
+        rows = _tokenized(config, base, processes, found, evaluated=False)
+        eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
+        if not _narrowed(settled, config, rows, eval_rows, per_step, before):
+            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled)
+        asked = load_rows_of_each(config.model_copy(update=settled), "eval")
+
+
+def _narrowed(
+    settled: dict[str, int],
+    config: Config,
+    rows: Sequence[TokenizedRows],
+    eval_rows: Sequence[TokenizedRows],
+    rows_per_step: int,
+    before: Config | None,
+) -> bool:
+    """Whether less has to be read than these rows; `settled` then says how much, and else how much was."""
+    if "eval_samples" in settled:
+        allowed, taken = tokens_of_evaluation(config, rows, rows_per_step), num_tokens(eval_rows)
+        if taken > allowed and (samples := settled["eval_samples"]) > LEAST:
+            settled["eval_samples"] = max(LEAST, min(samples - 1, samples * allowed // taken))
+            return True
+    if "max_seq_length" in settled:
+        longest = max(own.longest for own in (*rows, *eval_rows))
+        settled["max_seq_length"] = before.max_seq_length if before else longest
+        return longest > settled["max_seq_length"]
+    return False
 
 
 def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[TokenizedRows]) -> list[TokenizedRows]:
@@ -177,7 +217,7 @@ def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str 
 
 def _source(found: TokenizedRows) -> str:
     """How many rows of which form are from where, in one line."""
-    left_out = f", {count} left out" if (count := len(found.rows) - len(found)) else ""
+    left_out = f", {count} left out" if (count := len(found.rows) - len({*found.row_numbers})) else ""
     cut = f", {found.num_cut} cut at max_seq_length" if found.num_cut else ""
     return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
 
@@ -213,6 +253,7 @@ def _tokenized(
             rows,
             base.tokenizer,
             max_seq_length=config.max_seq_length,
+            long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
             evaluated=evaluated,
             main_process_first=processes.main_process_first(),

@@ -332,7 +332,8 @@ class Evaluator:
 
     def _questions(self, rows: TokenizedRows, count: int) -> Questions:
         assert self._crowd.prompter is not None
-        return Questions.of(rows, self._crowd.prompter, self._crowd, count, self._config.max_seq_length)
+        whole_below = rows.whole_below(self._config.max_seq_length)
+        return Questions.of(rows, self._crowd.prompter, self._crowd, count, whole_below)
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
         config, prompter = self._config, self._crowd.prompter

@@ -1,0 +1,60 @@
+"""The values that `auto` stands for, and why: rates, ranks and lengths follow the base, rows and epochs the data.
+
+What can be said only of loaded rows is left `auto` here: `run/start/loading.py` decides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ci_llm.config.own_keys import AUTO, KeysOfEach
+
+#: The keys that decide what auto stands for.
+FOLLOWED: Final = ("model_name", "dataset_name", "optimizer")
+_EMBEDDED: Final = "embedded"
+_OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
+
+
+def settled(config: KeysOfEach) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the keys that say auto, with `agents` if one of them says it, and the reason for each key.
+
+    A reason that is empty need not be told.
+    """
+    open_keys = {key: found for key, *found in _rules(config) if getattr(config, key) == AUTO}
+    values = {key: value for key, (value, _) in open_keys.items()}
+    if any(AUTO in own.values() for own in config.agents):
+        values["agents"] = tuple(_own(config, k) for k in range(len(config.agents)))
+    return values, {key: why for key, (_, why) in open_keys.items()}
+
+
+def _own(config: KeysOfEach, agent: int) -> dict[str, Any]:
+    rules = {key: value for key, value, _ in _rules(config.of_agent(agent))}
+    return {key: rules[key] if value == AUTO else value for key, value in config.agents[agent].items()}
+
+
+def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, why) of every key that may say auto."""
+    on_embedded, ivon = c.model_name == _EMBEDDED, c.optimizer == "ivon"
+    why = "measured on the embedded base" if on_embedded else _OF_LORA
+    rate, rate_of_ivon = (8e-3, 2.0) if on_embedded else (2e-4, 1.0)
+    yield "learning_rate", rate_of_ivon if ivon else rate, why
+    yield "ivon_ess", None if on_embedded else AUTO, ""
+    yield "lora_rank", 8 if on_embedded else 16, why
+    yield "lora_alpha", 16 if on_embedded else 32, why
+    yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
+    counted = "all evaluations together read at most a third as many tokens as training does, but 50 rows at least"
+    yield "eval_samples", 400 if on_embedded else AUTO, why if on_embedded else counted
+    few = {*c.all_dataset_names} == {_EMBEDDED}
+    why = "the embedded rows show what a crowd gains from few" if few else "every row is learned"
+    yield "max_train_samples", 100 if few else None, why
+    by_epochs = not few or "epochs" in c.model_fields_set
+    yield "max_train_steps", None if by_epochs else 260, f"epochs {c.epochs:g} decides" if by_epochs else why
+    yield "held_out", "spread" if few else "drawn", ""
+    yield "long_rows", "split", ""
+    if not on_embedded:
+        yield (
+            "crowd",
+            "fixed",
+            "auto lets one agent stay alone by a rule that was measured on the embedded base only",
+        )

@@ -1,0 +1,213 @@
+"""`auto`: rates, ranks and lengths follow the base, rows and epochs the data; a run keeps what it began with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import ci_llm
+from ci_llm import embedded
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
+from ci_llm.config import Config, load_config, parse_config
+from ci_llm.run.start.agent_settings import optimizer_groups
+from ci_llm.run.start.counting import eval_samples_of
+from tests.run.test_call import StopAt
+
+ROOT = Path(__file__).parents[2]
+POSITIONS = 96
+#: What configs.yaml said before it said auto.
+NUMBERS: dict[str, Any] = {
+    "lora_rank": 8,
+    "lora_alpha": 16,
+    "max_train_samples": 100,
+    "max_seq_length": 256,
+    "max_train_steps": 260,
+    "learning_rate": 8e-3,
+    "eval_samples": 400,
+}
+QUICK: dict[str, Any] = {"num_agents": 2, "report_to": "none", "write_report": False, "generation_eval_samples": 0}
+
+
+@pytest.fixture(scope="module")
+def own_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of few positions with the tokenizer of the embedded base."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def questions(path: Path, count: int, words: int = 3) -> Path:
+    rows = [{"question": f"Ann has {n % 9} pens" + " and 2" * words, "answer": f"{n % 9}"} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def edited(path: Path, **lines: object) -> Path:
+    """The shipped configuration with these lines edited."""
+    text = (ROOT / "configs.yaml").read_text()
+    for key, value in lines.items():
+        text, found = re.subn(rf"^{key}: *\S+", f"{key}: {value}", text, flags=re.MULTILINE)
+        assert found == 1
+    path.write_text(text)
+    return path
+
+
+def recorded(checkpoint: Path) -> Config:
+    return parse_config((checkpoint / "config.yaml").read_text(), "config.yaml")
+
+
+def values(config: Config, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in keys}
+
+
+def test_on_the_embedded_base_and_rows_auto_is_what_the_file_said_before() -> None:
+    found = load_config(ROOT / "configs.yaml")
+    assert values(found, NUMBERS) == NUMBERS
+    assert (found.held_out, found.long_rows, found.crowd) == ("spread", "split", "fixed")
+    assert not re.search(rf"^({'|'.join(NUMBERS)}): *[\d.]", (ROOT / "configs.yaml").read_text(), re.MULTILINE)
+
+
+def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path: Path) -> None:
+    file = edited(tmp_path / "my.yaml", dataset_name="my.jsonl")
+    rows = {"max_train_samples": None, "max_train_steps": None}
+    assert values(load_config(file), NUMBERS) == NUMBERS | rows
+    usual = {"lora_rank": 16, "lora_alpha": 32, "learning_rate": 2e-4}
+    file = edited(tmp_path / "my.yaml", model_name=own_base)
+    assert values(load_config(file), usual) == usual
+    assert load_config(file).max_train_samples == 100
+    config = load_config(file, ["dataset_name=my.jsonl", "lora_rank=[4,auto]", "agents=[{},{learning_rate: auto}]"])
+    assert [own.lora_rank for own in config.each_agent] == [4, 16]
+    assert [own.learning_rate for own in config.each_agent] == [2e-4, 2e-4]
+    assert load_config(ROOT / "configs.yaml", ["epochs=2"]).max_train_steps is None
+    (tmp_path / "both.yaml").write_text("epochs: 2\nmax_train_steps: auto\n")
+    assert load_config(tmp_path / "both.yaml").max_train_steps is None
+
+
+def test_a_config_that_is_handed_on_still_says_auto(own_base: Path) -> None:
+    """A call with another base does not inherit the numbers of the embedded one."""
+    given = Config(seed=3)
+    assert given.learning_rate == 8e-3
+    found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
+    assert (found.learning_rate, found.lora_rank, found.seed) == (2e-4, 16, 3)
+
+
+def test_the_rule_of_an_auto_crowd_is_for_the_base_that_it_was_measured_on(own_base: Path) -> None:
+    assert Config(crowd="auto").crowd == "auto"
+    config = Config(crowd="auto", model_name=str(own_base))
+    assert config.crowd == "fixed"
+    assert any(line.startswith('crowd "fixed": auto lets one agent') for line in config.told_auto())
+    begun = config.model_copy(update={"crowd": "auto"})
+    assert config.settled_as(begun).crowd == "auto"
+
+
+def test_the_rate_and_the_noise_of_ivon_follow_the_base(own_base: Path) -> None:
+    found = Config(optimizer="ivon")
+    assert (found.learning_rate, found.ivon_ess) == (2, None)
+    own = Config(optimizer="ivon", model_name=str(own_base), num_agents=2, agents=[{"lora_rank": 1}, {}])
+    assert (own.learning_rate, own.is_open("ivon_ess"), own.notices()) == (1, True, [])
+    rows: Any = SimpleNamespace(num_targets=7)
+    agents = SimpleNamespace(rows=[torch.zeros(50), torch.zeros(5_000)])
+    crowd: Any = SimpleNamespace(agents=agents, num_agents=2)
+    assert [group["ess"] for group in optimizer_groups(own, crowd, rows)] == [7, 100]
+    for given, ess in ((None, 7), (3.0, 3.0)):
+        config = own.model_copy(update={"ivon_ess": given})
+        assert [group["ess"] for group in optimizer_groups(config, crowd, rows)] == [ess, ess]
+
+
+@pytest.mark.slow
+def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_path: Path) -> None:
+    rows = questions(tmp_path / "rows.jsonl", 31)
+    file = edited(tmp_path / "my.yaml", model_name=own_base)
+    result = ci_llm.train(file, dataset_name=str(rows), output_dir=tmp_path / "run", **QUICK)
+    assert result.step == 9  # 3 epochs of 28 rows in steps of 12
+    config = recorded(result.folder / "final_checkpoint")
+    told = (result.folder / "training.log").read_text()
+    [longest] = {int(found) for found in re.findall(r"the longest row has (\d+)", told)}
+    assert values(config, NUMBERS) == {
+        "lora_rank": 16,
+        "lora_alpha": 32,
+        "max_train_samples": None,
+        "max_seq_length": longest,
+        "max_train_steps": None,
+        "learning_rate": 2e-4,
+        "eval_samples": 50,
+    }
+    assert (config.held_out, config.long_rows) == ("drawn", "split")
+    assert json.loads((result.folder / "final_checkpoint" / "agent1" / "adapter_config.json").read_text())["r"] == 16
+    assert result.metrics["n"] == 3
+    for line in (
+        "auto      learning_rate 0.0002, lora_rank 16, lora_alpha 32: usual for LoRA",
+        f"auto      max_seq_length {longest}: the longest row",
+        "auto      eval_samples 50: all evaluations together read at most a third",
+        "auto      max_train_samples null: every row is learned",
+        "auto      max_train_steps null: epochs 3 decides",
+        "3 rows are held out for it, drawn by seed 42",
+    ):
+        assert line in told
+
+
+@pytest.mark.slow
+def test_on_the_embedded_base_auto_has_the_bits_of_the_numbers(tmp_path: Path) -> None:
+    few = QUICK | {"max_train_steps": 2, "pass_per_agent": False, "num_workers": 0, "eval_steps": None}
+    auto = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "auto", **few).folder / "final_checkpoint"
+    given = NUMBERS | {"held_out": "spread", "long_rows": "truncate"} | few
+    plain = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "numbers", **given).folder / "final_checkpoint"
+    assert compare(load_checkpoint(auto), load_checkpoint(plain)).identical
+    changes = recorded(plain).diff(recorded(auto))
+    assert {change.key for change in changes} == {"output_dir", "long_rows"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_values_that_it_began_with(own_base: Path, tmp_path: Path) -> None:
+    """Its file said numbers, and says auto now; or it says auto, and rows decided."""
+    rows = str(questions(tmp_path / "rows.jsonl", 31))
+    common = QUICK | {"model_name": str(own_base), "dataset_name": rows, "batch_size": 8, "num_workers": 0}
+    old = {"learning_rate": 8e-3, "lora_rank": 8, "lora_alpha": 16, "max_seq_length": 23, "held_out": "spread"}
+    for name, begun in {"numbers": old, "auto": {}}.items():
+        whole = ci_llm.train(common | begun, output_dir=tmp_path / f"{name} whole")
+        stopped = ci_llm.train(common | begun, output_dir=tmp_path / name, callbacks=[StopAt(3)])
+        assert stopped.status == "interrupted"
+        resumed = ci_llm.train(common, output_dir=tmp_path / name)
+        assert (resumed.status, resumed.step) == ("completed", whole.step)
+        parts = [load_checkpoint(each.folder / "final_checkpoint") for each in (whole, resumed)]
+        assert compare(*parts).identical
+        config = recorded(resumed.folder / "final_checkpoint")
+        assert values(config, begun) == begun
+    assert "as this run began" in (tmp_path / "auto" / "training.log").read_text()
+
+
+@pytest.mark.slow
+def test_rows_beyond_the_positions_of_the_base_are_cut_and_it_is_said(own_base: Path, tmp_path: Path) -> None:
+    one = questions(tmp_path / "one.jsonl", 1, words=200)
+    with pytest.raises(ci_llm.CiLlmError, match=f"whose answer begins after max_seq_length {POSITIONS}"):
+        ci_llm.train(QUICK, model_name=str(own_base), dataset_name=str(one), output_dir=tmp_path / "none")
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "Ann has 3 pens and buys 4. " * 60}) + "\n")
+    result = ci_llm.train(
+        QUICK, model_name=str(own_base), dataset_name=str(text), output_dir=tmp_path / "run", epochs=1
+    )
+    config, told = recorded(result.folder / "final_checkpoint"), (result.folder / "training.log").read_text()
+    assert config.max_seq_length == POSITIONS
+    assert re.search(rf"1 texts of more than max_seq_length {POSITIONS} tokens are cut into \d+ blocks", told)
+    assert result.step > 1
+
+
+def test_evaluations_are_counted_by_what_training_reads() -> None:
+    config = Config(model_name="own", eval_steps=100, batch_size=10)
+    assert eval_samples_of(config, [10_000], 10) == 333  # 30,000 rows, 30 evaluations
+    assert eval_samples_of(config, [30], 10) == 50
+    assert eval_samples_of(config.model_copy(update={"eval_steps": None}), [1_000], 10) == 1_000
+    assert eval_samples_of(config.model_copy(update={"max_train_steps": 200}), [15], 10) == 250  # 100 epochs
