@@ -175,8 +175,11 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(keys: Mapping[str, str], folder: Path) -> Path:
-    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is.
+def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
+    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is, another goes on.
+
+    Args:
+        config: the file that the keys are laid over.
 
     Returns:
         the final checkpoint.
@@ -190,7 +193,7 @@ def train(keys: Mapping[str, str], folder: Path) -> Path:
     settings = [
         f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()
     ]
-    done = call("train", "--config", str(CONFIG), *settings)
+    done = call("train", "--config", str(config), *settings)
     if done.returncode:
         raise RuntimeError(f"training into {folder} ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr}")
     return final
