@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ci_llm.base.load import load_base
 from ci_llm.cli.main import main as ci_llm
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.core.durable import read_json
@@ -171,6 +172,14 @@ def everyone(saved: Pretrained, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -
 def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
     """One adapter on the base of a saved crowd, on all rows that a configuration evaluates on."""
     return _measured(saved, settings_of(adapter), [adapter.tensors], rows, at_a_time)[0]
+
+
+def untrained(model_name: str, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
+    """A base without agents, on all rows that a configuration evaluates on."""
+    base = load_base(model_name)
+    crowd = Crowd(base.model, LoraSettings(num_agents=1, rank=1, alpha=1), base.name, base.pad_id)
+    crowd.choose_route()
+    return scored(crowd.eval(), batches(rows, base.tokenizer, at_a_time))[0]  # what has learned nothing is the base
 
 
 def _measured(

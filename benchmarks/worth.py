@@ -3,9 +3,9 @@
     python -m benchmarks.worth --dataset DATA --base BASE --folder F --hours 8
 
 DATA has a split to train on and one to test on, BASE is a folder of Transformers. Each arm trains in a run folder of
-its own and is judged on the same test rows by teacher forcing: NLL in nats per answer token, and the share of rows whose
-whole answer greedy decoding reproduces. A seed draws its training rows and all that is random; rows for validation,
-which choose rates, steps and the best agent, are neither trained on nor tested on.
+its own and is judged on the same test rows by teacher forcing: NLL in nats per answer token, and the share of rows
+whose whole answer greedy decoding reproduces. A seed draws its training rows and all that is random; rows for
+validation, which choose rates, steps and the best agent, are neither trained on nor tested on.
 
 An arm that is done is a line of `worth.jsonl`, with scores of every row and no path: the file can be carried to another
 machine, and the same command goes on there. A started arm is a run folder below F, which resumes. With `--hours` no arm
@@ -47,24 +47,21 @@ import torch
 import xxhash
 
 from benchmarks.crowd import Results, over_rows, over_seeds, train
-from benchmarks.crowd_answers import Answers, Measured, alone, batches, beside_each_other, everyone, scored
+from benchmarks.crowd_answers import Answers, Measured, alone, beside_each_other, everyone, untrained
 from benchmarks.record import surroundings
-from ci_llm.base.load import load_base
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import write_bytes
-from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.merge_methods import Distillation
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
-from ci_llm.lora.layer import LoraSettings
 
 K, ROWS_PER_STEP, RANK = 4, 16, 16
 #: The rule, which decides what README may promise; `verdict` applies it.
 RULE: Final = (
-    "If no crowd beats the best single agent of the same compute in NLL with its interval above zero in a regime, README"
-    " does not promise it there."
+    "If no crowd beats the best single agent of the same compute in NLL with its interval above zero in a regime,"
+    " README does not promise it there."
 )
 RATES: Final = ("5e-4", "1e-3", "2e-3", "4e-3")
 SEED_OF_RATES, ROWS_OF_RATES = 7, 256
@@ -110,7 +107,9 @@ class Arm:
         """The names of its lines in the table."""
         if self.name == "distilled":
             return ["distilled", "distilled, own labels"]
-        return [self.name] if self.is_crowd is not True else [f"{self.name}: {of}" for of in ("agents", "best", "crowd")]
+        return (
+            [self.name] if self.is_crowd is not True else [f"{self.name}: {of}" for of in ("agents", "best", "crowd")]
+        )
 
 
 def _crowd(**keys: str) -> Callable[[Regime, Mapping[str, str]], dict[str, str]]:
@@ -286,7 +285,7 @@ class Study:
         began, chosen = time.monotonic(), dict[str, str]()
         answers: Answers = {}
         if arm is BASE:
-            answers = {"base": self._base()}
+            answers = {"base": untrained(str(self.base), self._rows_of(self.rows.test), AT_A_TIME)}
         elif arm is TUNING:
             chosen = self._choose(regime)
         else:
@@ -331,13 +330,6 @@ class Study:
         three = beside_each_other(measured, nll.index(min(nll)))
         return dict(zip(arm.ways, three.values(), strict=True))
 
-    def _base(self) -> Measured:
-        base = load_base(str(self.base), device="cpu")
-        crowd = Crowd(base.model, LoraSettings(num_agents=1, rank=1, alpha=1), base.name, base.pad_id)
-        crowd.choose_route()
-        rows = batches(self._rows_of(self.rows.test), base.tokenizer, AT_A_TIME)
-        return scored(crowd.eval(), rows)[0]  # an agent that has learned nothing is the base
-
     def _rows_of(self, file: Path) -> Config:
         return Config(eval_dataset_name=str(file), eval_samples=None, max_seq_length=512)
 
@@ -347,7 +339,11 @@ class Study:
         for kind, factor in (("short", 1), ("long", K)):
             steps = regime.steps * factor
             every = {"eval_steps": str(steps if factor == 1 else steps // LOOKS), "eval_samples": "null"}
-            keys = {**_crowd(learning_rate=_LIST_OF_RATES)(regime, {"short": ""}), "max_train_steps": str(steps), **every}
+            keys = {
+                **_crowd(learning_rate=_LIST_OF_RATES)(regime, {"short": ""}),
+                "max_train_steps": str(steps),
+                **every,
+            }
             run = self._trained(replace(TUNING, name=f"rates {kind}"), regime, keys).parent
             metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             best = {
@@ -410,10 +406,7 @@ def table(lines: Sequence[Line], base: Way | None) -> str:
     shown = {**({"base": base} if base else {}), **ways}
     out = [f"| | seeds | exact match | NLL | less NLL than {best or 'one agent'}, over rows |", "|---|---|---|---|---|"]
     for name, way in shown.items():
-        if best is None or name in ("base", best):
-            gain = None
-        else:
-            gain = way.gain_over(ways[best])
+        gain = None if best is None or name in ("base", best) else way.gain_over(ways[best])
         cells = [name, str(len(way.seeds)), over_seeds(way.results.exact_match, ".3f")]
         cells += [over_seeds(way.results.mean_nll, ".4f"), f"{gain[0]:+.4f} ± {gain[1]:.4f}" if gain else ""]
         out.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
@@ -444,7 +437,10 @@ def page(study: Study, regimes: Sequence[Regime]) -> str:
     """All tables, the rule applied to each, and what was not run."""
     rates, tuned = study.rates, study.rates is not UNTUNED
     told = "chosen on validation rows" if tuned else "of a first look, not chosen on this data set"
-    out = [f"{study.rows.name} on {study.base.name}. {RULE}", f"Rates {told}: {rates['short']}; {rates['long']} for 4x."]
+    out = [
+        f"{study.rows.name} on {study.base.name}. {RULE}",
+        f"Rates {told}: {rates['short']}; {rates['long']} for 4x.",
+    ]
     bases = [line for line in study.lines if line.arm == BASE.name]
     base = ways_of(bases[-1:]).get("base")
     missing = [] if base else ["base"]
