@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ci_llm.base.gguf import gguf_file, kept_folder
 from ci_llm.core.memory import free_host_memory
 from ci_llm.errors import LaunchError
 
@@ -45,7 +47,10 @@ def _count_parameters(model_name: str) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", cache), "hub")).expanduser()
     snapshots = (hub / f"models--{model_name.replace('/', '--')}").glob("snapshots/*")
-    folders = [Path(model_name)] if Path(model_name).is_dir() else snapshots
+    if file := gguf_file(model_name):
+        folders: Iterable[Path] = [kept_folder(file)]
+    else:
+        folders = [Path(model_name)] if Path(model_name).is_dir() else snapshots
     return max((sum(map(_numbers, folder.glob("*.safetensors"))) for folder in folders), default=0)
 
 

@@ -1,4 +1,4 @@
-"""The frozen base model with its tokenizer, loaded from a hub id or a folder, and the fingerprint of its weights.
+"""The frozen base model with its tokenizer, from a hub id, a folder or a GGUF file, and the fingerprint of its weights.
 
 No code of a model's folder is executed.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -29,13 +29,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from ci_llm.base.gguf import gguf_file, plain_folder
+from ci_llm.base.progress import weights_counted
 from ci_llm.base.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
 from ci_llm.base.sharded import ShardedLayers, gathered, is_sharded
 from ci_llm.core.remote import may_be_on_hub
-from ci_llm.core.work import counted
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
@@ -85,10 +85,16 @@ def short_name(name: str) -> str:
     return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
 
 
-def _opened_by(model_name: str) -> str:
-    """What `from_pretrained` opens, from any folder: that of a relative path would look like a hub id elsewhere."""
+def opened_by(model_name: str) -> str:
+    """What `from_pretrained` opens, from any folder: that of a relative path would look like a hub id elsewhere.
+
+    Raises:
+        ModelError: it means a GGUF file that cannot be read.
+    """
     if model_name == "embedded":
         return str(BASE_FOLDER)
+    if file := gguf_file(model_name):
+        return str(plain_folder(file))
     return str(Path(model_name).absolute()) if Path(model_name).is_dir() else model_name
 
 
@@ -102,7 +108,7 @@ def load_base(
     """Load a causal language model.
 
     Args:
-        model_name: hub id, folder, or `embedded` for the base shipped with this package.
+        model_name: hub id, folder, GGUF file, or `embedded` for the base shipped with this package.
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
         device: where the model goes.
         quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None: as they are.
@@ -111,7 +117,7 @@ def load_base(
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
     """
-    name = _opened_by(model_name)
+    name = opened_by(model_name)
     config = load_architecture(model_name)
     dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
@@ -119,7 +125,7 @@ def load_base(
     if layers is not None:
         how["distributed_config"] = {}
     try:
-        with _weights_counted():
+        with weights_counted():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model, found = _loading_class(config, layers).from_pretrained(
                 name,
@@ -167,26 +173,6 @@ def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> An
     return type(architecture.__name__, (architecture,), {**steps, "__module__": architecture.__module__})
 
 
-@contextmanager
-def _weights_counted() -> Iterator[None]:
-    """Without the progress bars of Transformers; what they count goes to the run's log."""
-    shown, hook = transformers_logging.is_progress_bar_enabled(), transformers_logging.set_tqdm_hook(_count_weights)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(hook)
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-def _count_weights(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """In place of a bar of Transformers: the weights that it loads count as work, which a run's log shows."""
-    if len(arguments) == 1 and options.get("desc") == "Loading weights":
-        return counted(arguments[0], "load", len(arguments[0]), "weights")
-    return bar(*arguments, **options)
-
-
 def _require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a base without the files of its tokenizer: Transformers makes one of some families that knows no word."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -221,7 +207,7 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
     Raises:
         ModelError: the base is not found, not readable, or no causal language model.
     """
-    name = _opened_by(model_name)
+    name = opened_by(model_name)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except _UNREADABLE as error:

@@ -113,7 +113,7 @@ class Keys(BaseModel):
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: PathText = free("embedded", "base model: embedded, a hub id, or a folder")
+    model_name: PathText = free("embedded", "base model: embedded, a hub id, a folder, or a GGUF file")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
         None,
         "precision of the frozen base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"

@@ -1,4 +1,4 @@
-"""Resources on other machines: object stores by their URLs, and the Hugging Face hub, which may be unreachable.
+"""Resources on other machines, object stores by their URLs and the Hugging Face hub, and where their copies lie here.
 
 A URL is shown without secrets. One quick request to the hub shows whether it is reachable; if not, only its local cache
 is used. Without this, every name costs half a minute of retries, with a line each, before it is an error.
@@ -58,7 +58,7 @@ OFFLINE: Final = "HF_HUB_OFFLINE"
 TIMEOUT_S: Final = 5.0
 _ID: Final = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _CHECKPOINT: Final = re.compile(r"/(checkpoint_step_\d+|final_checkpoint)$")
-_FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml)(\.(gz|bz2|xz|zst))?")
+_FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml|gguf)(\.(gz|bz2|xz|zst))?")
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -154,3 +154,10 @@ def _refuse_path(name: str, error: Exception) -> None:
     if (above := Path(name).parent).is_dir():
         hint = f"give a folder that exists: ls {above}"
         raise BadInput("there is no such folder", where=name, hint=hint) from error
+
+
+def cache_folder(of: str) -> Path:
+    """Where copies lie that can be made again: in `CI_LLM_CACHE`, or below `XDG_CACHE_HOME`, or `~/.cache`."""
+    if given := os.environ.get("CI_LLM_CACHE"):
+        return Path(given, of).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ci_llm", of).absolute()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ci_llm.base.load import require_positions
+from ci_llm.base.load import opened_by, require_positions
 from ci_llm.core.memory import free_memory
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
@@ -85,7 +85,7 @@ def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
     if name == "embedded" or context.shape.offline:
         return AutoTokenizer.from_pretrained(BASE_FOLDER)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(opened_by(name), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the base's tokenizer cannot be loaded: {first_line(error)}",

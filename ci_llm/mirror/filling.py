@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
+from ci_llm.core.remote import cache_folder
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
 from ci_llm.mirror.head import UNFILLED, UNKNOWN_RUN, Entry, Found, Head, Token, is_checkpoint, read_token, write_token
 from ci_llm.mirror.objects import open_objects
@@ -70,7 +70,7 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
 
 
 def _bring(reader: MirrorReader, entry: Entry) -> Path:
-    folder = cache_folder() / Path(entry.record).stem / entry.name
+    folder = cache_folder("mirrors") / Path(entry.record).stem / entry.name
     with contextlib.suppress(DamagedCheckpoint):
         verify_folder(folder)
         return folder
@@ -81,13 +81,6 @@ def _bring(reader: MirrorReader, entry: Entry) -> Path:
 def write_opened(opened: Opened, folder: Path) -> None:
     """Commit a checkpoint that was read as a folder of its own. Raises CheckpointError: the disk refuses it."""
     write_files_as(folder, opened.manifest, {name: FileImage((data,)) for name, data in opened.files.items()})
-
-
-def cache_folder() -> Path:
-    """Where copies of mirrors lie: `CI_LLM_CACHE`, or below `XDG_CACHE_HOME`, or `~/.cache`."""
-    if given := os.environ.get("CI_LLM_CACHE"):
-        return Path(given, "mirrors")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ci_llm", "mirrors")
 
 
 def fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str] = ()) -> Found:

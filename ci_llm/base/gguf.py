@@ -1,0 +1,198 @@
+"""A GGUF file as a base: dequantised once into a plain folder of Transformers, in a cache keyed by the file's digest.
+
+Nothing in the file is executed: its numbers are read, and its chat template is rendered in Transformers' sandbox, as
+that of every tokenizer. Torch and Transformers are imported only where a file is converted.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import struct
+from functools import cache
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+from safetensors import SafetensorError
+
+from ci_llm.core.durable import PARTIAL, locked, make_folders, new_folder, read_chunks, remove_tree
+from ci_llm.core.remote import cache_folder
+from ci_llm.errors import ModelError, first_line
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+#: What reading a damaged or foreign file raises. RuntimeError is left out: it also stands for exhausted memory.
+_UNREADABLE: Final = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(ImportError, NotImplementedError, struct.error),
+)
+#: `tokenizer.ggml.pre` of vocabularies that llama.cpp cuts at every digit first, which Transformers leaves out.
+_SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+
+
+def gguf_file(model_name: str) -> Path | None:
+    """The GGUF file that the name of a base means: a file, or the only one in a folder without config.json; else None.
+
+    Raises:
+        ModelError: the folder holds several.
+    """
+    path = Path(model_name)
+    if not path.is_dir():
+        return path if path.suffix.lower() == ".gguf" else None
+    found = sorted(path.glob("*.gguf")) if not (path / "config.json").exists() else []
+    if len(found) > 1:
+        raise ModelError(
+            f"the folder holds {len(found)} GGUF files and no config.json",
+            where=f"model_name: {model_name}",
+            hint=f"name one of them, as model_name={found[0]}; the parts of a split model are put together by "
+            "llama-gguf-split --merge",
+        )
+    return found[0] if found else None
+
+
+def plain_folder(file: Path) -> Path:
+    """The folder with the dequantised model of a GGUF file and its tokenizer, for `from_pretrained`; made if missing.
+
+    Any number of processes may call this at once: one converts, and the others wait for it.
+
+    Raises:
+        ModelError: there is no such file, it cannot be read as a base, or the cache's disk refuses the folder.
+    """
+    folder = kept_folder(file)
+    if not folder.is_dir():
+        try:
+            make_folders(folder.parent)
+            with locked(folder.parent / "lock", create=True, required=False):
+                if not folder.is_dir():
+                    _convert(file, folder)
+        except (OSError, SafetensorError) as error:
+            raise _no_room(file, folder, first_line(error)) from error
+    _say_once(file, folder)
+    return folder
+
+
+def kept_folder(file: Path) -> Path:
+    """Where the folder of a GGUF file is once it has been made. Raises ModelError: the file cannot be read."""
+    try:
+        found = file.resolve(strict=True)
+        state = found.stat()
+        digest = _digest(found, (state.st_ino, state.st_size, state.st_mtime_ns))
+    except OSError as error:
+        what = f"the GGUF file cannot be read: {error.strerror}"
+        raise ModelError(what, where=f"model_name: {file}", hint="give the path of a GGUF file") from error
+    return cache_folder("bases") / digest / file.stem
+
+
+@cache
+def _digest(file: Path, _state: tuple[int, ...]) -> str:
+    digest = xxhash.xxh3_128()
+    for chunk in read_chunks(file):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+@cache
+def _say_once(file: Path, folder: Path) -> None:
+    """In every process: another one than that which logs may have made the folder."""
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
+    logger.info(f"model     {file.name} is dequantised in {folder}, {size:.2f} GB, which later starts use")
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Make the folder, whole or not at all. The caller holds the lock: other drafts are of killed processes."""
+    from ci_llm.base.progress import weights_counted
+
+    for draft in folder.parent.glob(f".*{PARTIAL}"):
+        remove_tree(draft)
+    with weights_counted():
+        try:
+            needed = _bytes_when_dense(file)
+            if (free := shutil.disk_usage(folder.parent).free) < needed:
+                raise _no_room(file, folder, f"it takes {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free")
+            model, tokenizer = _read(file)
+        except _UNREADABLE as error:
+            reason = first_line(error) if isinstance(error, (OSError, ValueError, ImportError)) else repr(error)
+            raise ModelError(
+                f"the GGUF file cannot be read as a base: {reason}",
+                where=f"model_name: {file}",
+                hint="compare its size and digest with those of its source; of an architecture that Transformers"
+                " cannot read from GGUF take the Transformers folder of the same model",
+            ) from error
+        with new_folder(folder) as draft:
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+
+
+def _no_room(file: Path, folder: Path, why: str) -> ModelError:
+    return ModelError(
+        f"the GGUF file cannot be dequantised into its folder: {why}",
+        where=f"model_name: {file}, dequantised into {folder}",
+        hint="set CI_LLM_CACHE to a folder with space and the right to write",
+    )
+
+
+def _bytes_when_dense(file: Path) -> int:
+    """Of the numbers of a file in fp32. Raises ValueError and others of `_UNREADABLE`: it is no whole GGUF file."""
+    from transformers.integrations.gguf import GgufHeader
+
+    header, size = GgufHeader.from_file(str(file)), file.stat().st_size
+    end = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
+    if not 0 < end <= size:
+        raise ValueError(f"it has {size:,} bytes, and its tensors end at byte {end:,}")
+    numbers: int = sum(prod(tensor.shape) for tensor in header.tensors)
+    return 4 * numbers
+
+
+def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The dense model and the tokenizer.
+
+    Raises:
+        ModelError: weights are missing. Others of `_UNREADABLE`: see there.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # Transformers also reads what lies beside the file, such as an adapter: so the file lies alone.
+    with TemporaryDirectory() as alone:
+        Path(alone, "base.gguf").symlink_to(file.absolute())
+        opened: dict[str, Any] = {"gguf_file": "base.gguf", "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(alone, **opened)
+        _split_digits(tokenizer, file)
+        dense, whole = GgufConfig(dequantize=True), {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = AutoModelForCausalLM.from_pretrained(
+            alone, dtype="float32", quantization_config=dense, **whole, **opened
+        )
+    if absent := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
+        raise ValueError(f"{len(absent)} weights are missing or of another shape, the first is {min(absent)}")
+    # Transformers refuses to save a model that it knows as quantised, as if its numbers still were.
+    for key in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, key):
+            delattr(model.config, key)
+    model.hf_quantizer, model.is_quantized, model.name_or_path = None, False, file.stem
+    return model.to(_smallest_exact(model)), tokenizer
+
+
+def _smallest_exact(model: PreTrainedModel) -> torch.dtype:
+    """Of 16 bits, if no number changes: those of files in F16 and BF16. Most numbers of quantised files need fp32."""
+    import torch
+
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
+            return dtype
+    return torch.float32
+
+
+def _split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Cut text at every digit first, where llama.cpp does so for the vocabulary of this file."""
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    if read_gguf_metadata(str(file))[0].get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
