@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ci_llm.base.gguf import gguf_file, plain_folder
 from ci_llm.base.load import load_base
 from ci_llm.cli.main import main as ci_llm
 from ci_llm.config import Config, load_config, parse_config
@@ -172,6 +173,12 @@ def everyone(saved: Pretrained, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -
 def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
     """One adapter on the base of a saved crowd, on all rows that a configuration evaluates on."""
     return _measured(saved, settings_of(adapter), [adapter.tensors], rows, at_a_time)[0]
+
+
+def folder_of(model: Path | str) -> str:
+    """What `from_pretrained` opens: a folder, or that of the dequantised model of a GGUF file."""
+    file = gguf_file(str(model))
+    return str(plain_folder(file) if file else model)
 
 
 def untrained(model_name: str, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:

@@ -1,14 +1,14 @@
 """Trials of a real base in one job that is killed again and again: the bits of the winner, its gain, and the time.
 
-    make proof                     on the real base, which is fetched; SMALL=1 for its small form
-    python -m benchmarks.proof --base FOLDER_OR_GGUF --dataset DATA [--small] [--folder F]
+    make proof [SMALL=1] [BASE=FOLDER_OR_GGUF]     on SmolLM2-135M-Instruct, which is fetched, or on another base
+    python -m benchmarks.proof [--small] [--base FOLDER_OR_GGUF] [--dataset DATA] [--folder F]
 
 Agents of one job are trials, a learning rate times a rank. Three trainings are made:
 
 undisturbed   the job alone
-killed        the same job with a mirror in a bucket, killed by SIGKILL at random moments, about every minute. After the
-              second kill its disk is wiped, and the next attempt fills it from the bucket; after the third its folder
-              has moved
+killed        the same job with a mirror in a bucket, killed by SIGKILL at random moments: about every minute, or where
+              that is longer in the time of two checkpoints. After the second kill its disk is wiped, and the next
+              attempt fills it from the bucket; after the third its folder has moved
 alone         the trial that won, in a run of its own
 
 At the end the SHA-256 of every agent of the first two must be equal, and that of the winner in all three; the exit code
@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ import torch
 from scipy import stats
 
 from benchmarks.crowd import over_rows
-from benchmarks.crowd_answers import Measured, everyone, untrained
+from benchmarks.crowd_answers import Measured, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.checkpoints.folders import committed
 from ci_llm.config import Config
@@ -67,7 +67,7 @@ class Form:
     Attributes:
         rows: in a step of one trial.
         validation, test: rows that choose the winner, and rows that compare it with the base.
-        kill_every_s: seconds between two kills, in the mean.
+        kill_every_s: seconds between two kills in the mean, at least.
         rivals: runs of SFTTrainer; fewer than trials are multiplied.
     """
 
@@ -91,7 +91,7 @@ class Form:
 
 
 FULL = Form((5e-4, 1e-3, 2e-3, 4e-3), (8, 16), steps=32, rows=16, validation=100, test=300, rivals=8)
-SMALL = Form((1e-3, 4e-3), (4, 8), steps=10, rows=8, validation=40, test=100)
+SMALL = Form((1e-3, 4e-3), (4, 8), steps=12, rows=8, validation=40, test=100)
 
 
 class Job:
@@ -164,11 +164,16 @@ def _number(file: Path) -> int:
 
 
 class Killer:
-    """SIGKILL at random moments, a wiped disk, a moved folder."""
+    """SIGKILL at random moments, a wiped disk, a moved folder.
 
-    def __init__(self, job: Job, form: Form, seed: int) -> None:
+    Args:
+        step_s: seconds of a step of the undisturbed job, its start included.
+    """
+
+    def __init__(self, job: Job, form: Form, seed: int, step_s: float) -> None:
         self._job, self._form, self._dice = job, form, random.Random(seed)
-        self.kills, self._every_s, self._began = 0, form.kill_every_s, time.monotonic()
+        self._least_s = self._every_s = max(form.kill_every_s, 2 * SAVE_STEPS * step_s)
+        self.kills, self._began = 0, time.monotonic()
 
     def run(self, address: str) -> float:
         """Until the job has completed; seconds on the clock.
@@ -185,7 +190,7 @@ class Killer:
                 self._job.check(code)
                 self._tell(f"attempt {self.kills + 1} has completed")
                 break
-            self._every_s = self._form.kill_every_s if self._job.step > before else 2 * self._every_s
+            self._every_s = self._least_s if self._job.step > before else 2 * self._every_s
             self._after()
         if self.kills < MOVED_AT:
             sys.exit(f"the job completed after {self.kills} kills, before its disk was wiped and moved")
@@ -313,7 +318,7 @@ def trained(form: Form, base: str, rows: Path, folder: Path, seed: int) -> Proof
     plain, killed = (Job(form, base, rows, form.trials, folder / name) for name in ("undisturbed", "killed"))
     seconds = {"undisturbed": plain.finish()}
     print(f"{seconds['undisturbed']:6.0f} s  the undisturbed job has completed; now the killed one", flush=True)
-    killer = Killer(killed, form, seed)
+    killer = Killer(killed, form, seed, seconds["undisturbed"] / form.steps)
     with s3_server() as address:
         seconds["killed"] = killer.run(address)
     scores = killed.scores()
@@ -360,6 +365,8 @@ def main() -> int:
     parser.add_argument("--base", help="a folder of Transformers or a GGUF file (default: SmolLM2, fetched)")
     parser.add_argument("--dataset", type=Path, default=ROWS, help="train.jsonl and test.jsonl (default: docstrings)")
     parser.add_argument("--small", action="store_true", help="the small form, whatever the processor can do")
+    parser.add_argument("--steps", type=int, help="other than those of the form")
+    parser.add_argument("--rows", type=int, help="of a step, other than those of the form")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--folder", type=Path, help="where the runs stay; a temporary one by default")
     options = parser.parse_args()
@@ -367,10 +374,12 @@ def main() -> int:
     small = options.small or not fast
     print("the small form" if small else "the full form", end="")
     print("" if fast else ", because this processor does not multiply bf16")
-    base = options.base or str(_fetched())
+    form = SMALL if small else FULL
+    form = replace(form, steps=options.steps or form.steps, rows=options.rows or form.rows)
+    base = folder_of(options.base or _fetched())
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()
-        proven = prove(SMALL if small else FULL, base, options.dataset, folder, options.seed)
+        proven = prove(form, base, options.dataset, folder, options.seed)
     print("\nproven: the same bytes" if proven else "\nNOT proven: bytes differ, or the disk was never refilled")
     return 0 if proven else 1
 
@@ -381,7 +390,7 @@ def _fetched() -> Path:
     try:
         return real_base()
     except NotFetchedError as error:
-        sys.exit(f"there is no real base: {error}")
+        sys.exit(f"there is no real base: {error}; or give one, BASE=FOLDER")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def conversations(file: Path) -> Dataset:
 def main() -> None:
     """Trains, and keeps nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="a folder of Transformers, or a GGUF file")
+    parser.add_argument("--model", required=True, help="a folder of Transformers")
     parser.add_argument("--rows", type=Path, required=True, help="a file of questions and answers")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True, help="rows per step")
@@ -38,10 +38,7 @@ def main() -> None:
     parser.add_argument("--lora_rank", type=int, required=True)
     options = parser.parse_args()
     bf16 = bool(surroundings()["bf16_units"])
-    path = Path(options.model)
-    where = {"gguf_file": path.name} if path.is_file() else {}
-    folder = path.parent if path.is_file() else path
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if bf16 else torch.float32, **where)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if bf16 else torch.float32)
     rank = options.lora_rank
     with tempfile.TemporaryDirectory() as scratch:
         arguments = SFTConfig(
@@ -53,7 +50,7 @@ def main() -> None:
             model,
             arguments,
             train_dataset=conversations(options.rows),
-            processing_class=AutoTokenizer.from_pretrained(folder, **where),
+            processing_class=AutoTokenizer.from_pretrained(options.model),
             peft_config=peft.LoraConfig(
                 r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
             ),

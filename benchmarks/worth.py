@@ -2,10 +2,10 @@
 
     python -m benchmarks.worth --dataset DATA --base BASE --folder F --hours 8
 
-DATA has a split to train on and one to test on, BASE is a folder of Transformers. Each arm trains in a run folder of
-its own and is judged on the same test rows by teacher forcing: NLL in nats per answer token, and the share of rows
-whose whole answer greedy decoding reproduces. A seed draws its training rows and all that is random; rows for
-validation, which choose rates, steps and the best agent, are neither trained on nor tested on.
+DATA has a split to train on and one to test on, BASE is a folder of Transformers or a GGUF file. Each arm trains in a
+run folder of its own and is judged on the same test rows by teacher forcing: NLL in nats per answer token, and the
+share of rows whose whole answer greedy decoding reproduces. A seed draws its training rows and all that is random; rows
+for validation, which choose rates, steps and the best agent, are neither trained on nor tested on.
 
 An arm that is done is a line of `worth.jsonl`, with scores of every row and no path: the file can be carried to another
 machine, and the same command goes on there. A started arm is a run folder below F, which resumes. With `--hours` no arm
@@ -47,7 +47,7 @@ import torch
 import xxhash
 
 from benchmarks.crowd import Results, over_rows, over_seeds, train
-from benchmarks.crowd_answers import Answers, Measured, alone, beside_each_other, everyone, untrained
+from benchmarks.crowd_answers import Answers, Measured, alone, beside_each_other, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import write_bytes
@@ -467,7 +467,7 @@ def main() -> None:
     names = [arm.name for arm in ARMS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", type=Path, required=True, help="a folder of rows with their splits")
-    parser.add_argument("--base", type=Path, required=True, help="a folder of Transformers")
+    parser.add_argument("--base", type=Path, required=True, help="a folder of Transformers, or a GGUF file")
     parser.add_argument("--folder", type=Path, required=True, help="of rows, runs and, by default, results")
     parser.add_argument("--results", type=Path, help="the file of results (default: worth.jsonl in the folder)")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256], help="training rows (default: 64 256)")
@@ -480,7 +480,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = options.folder.resolve()
     file = options.results or folder / "worth.jsonl"
-    study = Study(options.dataset.resolve(), options.base.resolve(), folder, file, options.eval_rows)
+    base = Path(folder_of(options.base)).resolve()
+    study = Study(options.dataset.resolve(), base, folder, file, options.eval_rows)
     regimes = [Regime(rows, seed) for rows in options.rows for seed in options.seeds]
     until = time.monotonic() + options.hours * 3600
     for arm, regime in [] if options.show else planned(regimes, options.arms):
