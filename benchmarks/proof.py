@@ -270,8 +270,9 @@ def _spread(values: torch.Tensor) -> str:
 
 
 def rivals(form: Form, base: str, rows: Path) -> float | None:
-    """Seconds of SFTTrainer for all trials, one after the other, its starts included; None without TRL."""
-    if importlib.util.find_spec("trl") is None:
+    """Seconds of SFTTrainer for all trials one after the other, its starts included; None without it or if none is
+    wanted."""
+    if form.rivals == 0 or importlib.util.find_spec("trl") is None:
         return None
     began, chosen = time.monotonic(), form.trials[: form.rivals]
     model = BASE_FOLDER if base == "embedded" else base

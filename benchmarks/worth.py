@@ -409,7 +409,7 @@ def table(lines: Sequence[Line], base: Way | None) -> str:
         gain = None if best is None or name in ("base", best) else way.gain_over(ways[best])
         cells = [name, str(len(way.seeds)), over_seeds(way.results.exact_match, ".3f")]
         cells += [over_seeds(way.results.mean_nll, ".4f"), f"{gain[0]:+.4f} ± {gain[1]:.4f}" if gain else ""]
-        out.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+        out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
 
