@@ -185,7 +185,7 @@ def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
         the final checkpoint.
 
     Raises:
-        RuntimeError: the training failed; with the end of its output.
+        RuntimeError: the training failed or was interrupted; with the end of its output.
     """
     final = folder / "final_checkpoint"
     if (folder / "evaluation.json").exists() and final.exists():
@@ -194,7 +194,7 @@ def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
         f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()
     ]
     done = call("train", "--config", str(config), *settings)
-    if done.returncode:
+    if done.returncode or not final.exists():
         raise RuntimeError(f"training into {folder} ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr}")
     return final
 
