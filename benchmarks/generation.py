@@ -108,8 +108,13 @@ def measure(size: str, prompts: Sequence[list[int]], tokens: int) -> Costs:
 def on_real_base(model: str, questions: Sequence[str], tokens: int, precision: str) -> str:
     """A table in markdown: medians over the questions, of which the first warms up, in seconds of the processor."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    turns = [[{"role": "user", "content": question}] for question in questions]
-    inputs = [tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
+    chats = tokenizer.chat_template is not None
+    inputs = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+        if chats
+        else tokenizer(question)["input_ids"]
+        for question in questions
+    ]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     plain, own, tuned = (AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval() for _ in range(3))
     adapter = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")

@@ -145,8 +145,9 @@ def measure(case: Case, names: Sequence[str]) -> dict[str, list[tuple[float, flo
         here, there = context.Pipe()
         context.Process(target=work, args=(name, case, there), daemon=True).start()
         there.close()  # so that the end of the process is seen
-        here.recv()
         pipes[name], found[name] = here, []
+    for pipe in pipes.values():
+        pipe.recv()  # all are ready
     for number in range(case.rounds):
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
             pipes[name].send(number)
