@@ -17,7 +17,8 @@ MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/d
 # Where `make test` notes what is skipped.
 SKIPPED := build/skipped.jsonl
 
-.PHONY: install install-dev train real test nodeless campaign test-slurm check fast lint docs coverage mutation bench clean
+.PHONY: install install-dev train real proof test nodeless campaign test-slurm check fast lint docs coverage mutation bench
+.PHONY: clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -98,6 +99,10 @@ mutation: install-dev
 # The ratios of a step, written to build/bench.json and compared with benchmarks/recorded.json; under 15 minutes.
 bench: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.record
+
+# Trials of a real base in one job that is killed about every minute, and the same bytes: docs/proof.md. SMALL=1: its small form.
+proof: install-dev
+	$(BIN)/python -m benchmarks.proof $(if $(SMALL),--small) $(if $(BASE),--base $(BASE))
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -175,14 +175,17 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(keys: Mapping[str, str], folder: Path) -> Path:
-    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is.
+def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
+    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is, another goes on.
+
+    Args:
+        config: the file that the keys are laid over.
 
     Returns:
         the final checkpoint.
 
     Raises:
-        RuntimeError: the training failed; with the end of its output.
+        RuntimeError: the training failed or was interrupted; with the end of its output.
     """
     final = folder / "final_checkpoint"
     if (folder / "evaluation.json").exists() and final.exists():
@@ -190,8 +193,8 @@ def train(keys: Mapping[str, str], folder: Path) -> Path:
     settings = [
         f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()
     ]
-    done = call("train", "--config", str(CONFIG), *settings)
-    if done.returncode:
+    done = call("train", "--config", str(config), *settings)
+    if done.returncode or not final.exists():
         raise RuntimeError(f"training into {folder} ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr}")
     return final
 

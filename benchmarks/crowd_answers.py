@@ -1,4 +1,4 @@
-"""The ways in which trained agents answer, measured on a split of the embedded task: for `benchmarks.crowd`.
+"""The ways in which trained agents answer, measured by teacher forcing: for `benchmarks.crowd` and `worth`.
 
 Legend: K agents, S targets, n rows.
 """
@@ -14,7 +14,10 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from ci_llm.base.gguf import gguf_file, plain_folder
+from ci_llm.base.load import load_base
 from ci_llm.cli.main import main as ci_llm
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.core.durable import read_json
@@ -60,7 +63,7 @@ def answers_of(name: str, split: str = "test") -> Way:
 
     def measure(checkpoint: Path, _: Path) -> Answers:
         saved = open_pretrained(checkpoint, "cpu")
-        return {name: {**_together(saved, split)[-1], "agents": float(len(saved.agents))}}
+        return {name: {**everyone(saved, embedded(split))[-1], "agents": float(len(saved.agents))}}
 
     return measure
 
@@ -68,8 +71,18 @@ def answers_of(name: str, split: str = "test") -> Way:
 def crowd_answers(checkpoint: Path, _: Path) -> Answers:
     """The mean of the agents, the agent that was best on the validation split, and the crowd."""
     saved = open_pretrained(checkpoint, "cpu")
-    *agents, crowd = _together(saved, "test")
-    best = best_agent(_together(saved, "validation")[:-1])
+    best = best_agent(everyone(saved, embedded("validation"))[:-1])
+    return beside_each_other(everyone(saved, embedded("test")), best)
+
+
+def beside_each_other(measured: Sequence[Measured], best: int) -> Answers:
+    """The mean of the agents, one of them, and the crowd.
+
+    Args:
+        measured: K agents, then the crowd.
+        best: the number of the agent that was best on the validation rows.
+    """
+    *agents, crowd = measured
     mean: Any = {key: np.mean([one[key] for one in agents], axis=0).tolist() for key in ("right", "nll", "ece")}
     return {
         f"agents, mean of {len(agents)}": {**agents[0], **mean},
@@ -95,10 +108,10 @@ def merges(crowd: str | None, methods: Mapping[str, str]) -> Way:
         saved = open_pretrained(checkpoint, "cpu")
         together: Answers = {}
         if crowd is not None:
-            together[crowd] = {**_together(saved, "test")[-1], "agents": float(len(saved.agents))}
+            together[crowd] = {**everyone(saved, embedded("test"))[-1], "agents": float(len(saved.agents))}
         agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
         for method, name in methods.items():
-            together[name] = _alone(saved, merged(saved.base.model, agents, merge_of(method)))
+            together[name] = alone(saved, merged(saved.base.model, agents, merge_of(method)), embedded("test"))
         return together
 
     return measure
@@ -109,7 +122,8 @@ def distillates(checkpoint: Path, _: Path) -> Answers:
     saved = open_pretrained(checkpoint, "cpu")
     assert saved.run_config is not None
     student, control = distil(saved, parse_config(saved.run_config, "config.yaml"), Distillation(learning_rate=2e-3))
-    return {"distilled": _alone(saved, student), "distilled, own labels": _alone(saved, control)}
+    rows = embedded("test")
+    return {"distilled": alone(saved, student, rows), "distilled, own labels": alone(saved, control, rows)}
 
 
 def escalation(_: Path, run: Path) -> Answers:
@@ -146,17 +160,37 @@ def _ask(run: Path, split: str, *options: str) -> list[dict[str, Any]]:
 # Teacher forcing
 
 
-def _together(saved: Pretrained, split: str) -> list[Measured]:
-    """K agents, then the crowd."""
-    return _measured(saved, saved.settings, saved.agents, split)
+def embedded(split: str) -> Config:
+    """The configuration that evaluates on all rows of a split of the embedded task."""
+    return load_config(CONFIG, [f"eval_split={split}", "eval_samples=null"])
 
 
-def _alone(saved: Pretrained, adapter: Adapter) -> Measured:
-    return _measured(saved, settings_of(adapter), [adapter.tensors], "test")[0]
+def everyone(saved: Pretrained, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> list[Measured]:
+    """K agents, then the crowd, on all rows that a configuration evaluates on."""
+    return _measured(saved, saved.settings, saved.agents, rows, at_a_time)
+
+
+def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
+    """One adapter on the base of a saved crowd, on all rows that a configuration evaluates on."""
+    return _measured(saved, settings_of(adapter), [adapter.tensors], rows, at_a_time)[0]
+
+
+def folder_of(model: Path | str) -> str:
+    """What `from_pretrained` opens: a folder, or that of the dequantised model of a GGUF file."""
+    file = gguf_file(str(model))
+    return str(plain_folder(file) if file else model)
+
+
+def untrained(model_name: str, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
+    """A base without agents, on all rows that a configuration evaluates on."""
+    base = load_base(model_name)
+    crowd = Crowd(base.model, LoraSettings(num_agents=1, rank=1, alpha=1), base.name, base.pad_id)
+    crowd.choose_route()
+    return scored(crowd.eval(), batches(rows, base.tokenizer, at_a_time))[0]  # what has learned nothing is the base
 
 
 def _measured(
-    saved: Pretrained, settings: LoraSettings, agents: Sequence[Mapping[str, Tensor]], split: str
+    saved: Pretrained, settings: LoraSettings, agents: Sequence[Mapping[str, Tensor]], rows: Config, at_a_time: int
 ) -> list[Measured]:
     """These agents on the base, which is without agents before and after."""
     crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.pad_id)
@@ -164,21 +198,18 @@ def _measured(
         for k, tensors in enumerate(agents):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
         crowd.choose_route()
-        return scored(crowd.eval(), _batches(saved, load_config(CONFIG, [f"eval_split={split}", "eval_samples=null"])))
+        return scored(crowd.eval(), batches(rows, saved.prompter.tokenizer, at_a_time))
     finally:
         crowd.detach()
 
 
-def _batches(saved: Pretrained, config: Config) -> list[Batch]:
-    """All rows of the split, in order."""
+def batches(config: Config, tokenizer: PreTrainedTokenizerBase, at_a_time: int) -> list[Batch]:
+    """All rows that a configuration evaluates on, in order."""
     with tempfile.TemporaryDirectory() as scratch:
         rows = tokenize(
-            load_rows(config, "eval"),
-            saved.prompter.tokenizer,
-            max_seq_length=config.max_seq_length,
-            cache_folder=Path(scratch),
+            load_rows(config, "eval"), tokenizer, max_seq_length=config.max_seq_length, cache_folder=Path(scratch)
         )
-        parts = [range(at, min(at + ROWS_AT_A_TIME, len(rows))) for at in range(0, len(rows), ROWS_AT_A_TIME)]
+        parts = [range(at, min(at + at_a_time, len(rows))) for at in range(0, len(rows), at_a_time)]
         return [pack([rows[number] for number in part], part) for part in parts]
 
 

@@ -1,6 +1,7 @@
 """An answer of K agents: this program, K sequential agents with a cache each, and the original's way without one.
 
     python -m benchmarks.generation [--size 15M] [--tokens 64] [--prompts 3]
+    python -m benchmarks.generation --model BASE --dataset DATA [--precision bf16]
 
 A random Llama in fp32 on one CPU thread with K = 4 LoRA agents on all projections. Every prompt is continued by three
 programs in turn, which choose the same tokens: the most probable one under the mean of the agents' distributions.
@@ -8,6 +9,10 @@ programs in turn, which choose the same tokens: the most probable one under the 
 ours             all agents in one batch with one cache, as `Crowd.generate_ids`
 K caches         one PEFT model, `set_adapter` for one agent after the other at every token, each with its own cache
 original's way   the same without any cache: K full passes over the whole text at every token
+
+With `--model`, a folder of Transformers or a GGUF file, its answers to questions of DATA are measured instead: plain
+`generate` of Transformers, one adapter of PEFT in it, and the crowd; tokens per second after the first token, and the
+time to the first one. Adapters have learned nothing, which costs what any others cost.
 """
 
 from __future__ import annotations
@@ -21,12 +26,17 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.crowd_answers import folder_of
 from benchmarks.gsm8k import VOCABULARY
-from benchmarks.step import ALPHA, PROJECTIONS, RANK, SIZES, K, random_base
+from benchmarks.step import ALPHA, LOSSES_AGREE_TO, PROJECTIONS, RANK, SIZES, K, random_base
 from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
+from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
+from ci_llm.data.rows import Chat
+from ci_llm.data.sources import load_rows
 from ci_llm.lora.layer import LoraSettings
 
 OURS, CACHES, ORIGINAL = "ours", "K caches", "original's way"
@@ -95,6 +105,51 @@ def measure(size: str, prompts: Sequence[list[int]], tokens: int) -> Costs:
     return {name: listed[1:] for name, listed in costs.items()}
 
 
+def on_real_base(model: str, questions: Sequence[str], tokens: int, precision: str) -> str:
+    """A table in markdown: medians over the questions, of which the first warms up, in seconds of the processor."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = tokenizer.chat_template is not None
+    inputs = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+        if chats
+        else tokenizer(question)["input_ids"]
+        for question in questions
+    ]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    plain, own, tuned = (AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval() for _ in range(3))
+    adapter = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    tuned = peft.get_peft_model(tuned, adapter).eval()
+    crowd = Crowd(own, LoraSettings(K, rank=RANK, alpha=ALPHA, target_modules=tuple(PROJECTIONS)), "real").eval()
+
+    def by_transformers(asked: Any, prompt: list[int], count: int) -> None:
+        ids = torch.tensor([prompt])
+        fixed = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        found = asked.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **fixed)
+        assert found.shape[1] == len(prompt) + count
+
+    def by_crowd(prompt: list[int], count: int) -> None:
+        assert len(crowd.generate_ids([prompt], Decoding(count)).crowd[0]) == count
+
+    ways = {
+        "plain Transformers": lambda *given: by_transformers(plain, *given),
+        "one adapter of PEFT": lambda *given: by_transformers(tuned, *given),
+        f"the crowd of {K}": by_crowd,
+    }
+    costs = take_turns(
+        {
+            (name, count): lambda prompt, way=way, count=count: way(prompt, count)  # type: ignore[misc]
+            for name, way in ways.items()
+            for count in (1, tokens)
+        },
+        inputs,
+    )
+    lines = [f"| {tokens} new tokens | tokens per second | first token, s |", "|---|---|---|"]
+    for name in ways:
+        first, every = (median_cost(costs[name, count][1:]).cpu_s for count in (1, tokens))
+        lines.append(f"| {name} | {(tokens - 1) / (every - first):.1f} | {first:.3f} |")
+    return "\n".join(lines)
+
+
 def table(costs: Costs, tokens: int) -> str:
     """In markdown; ratios are medians over prompts."""
     lines = [f"| {tokens} new tokens | CPU s | wall s | CPU time of ours |", "|---|---|---|---|"]
@@ -110,8 +165,18 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="15M")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=3, help="and one that warms up")
+    parser.add_argument("--model", help="a real base instead")
+    parser.add_argument("--dataset", help="with --model: questions and answers")
+    parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="with --model (default: fp32)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.model:
+        if not options.dataset:
+            parser.error("--model needs a --dataset")
+        rows = load_rows(Config(eval_dataset_name=options.dataset), "eval")
+        questions = [str(row.question) for row in rows if isinstance(row, Chat)][: options.prompts + 1]
+        print(on_real_base(folder_of(options.model), questions, options.tokens, options.precision))
+        return
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(1, VOCABULARY, (options.prompts + 1, PROMPT_TOKENS), generator=generator).tolist()
     print(table(measure(options.size, drawn, options.tokens), options.tokens))

@@ -74,13 +74,12 @@ def sft_cpu_s(base: PreTrainedModel, rows: Dataset, settings: dict[str, Any], fo
         max_grad_norm=MAX_NORM,
         completion_only_loss=True,
         gradient_checkpointing=False,
-        bf16=False,
         use_cpu=True,
         report_to=[],
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
-        **settings,
+        **{"bf16": False, **settings},
     )
     lora = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
     tokenizer = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)  # for its padding; the rows are tokens

@@ -315,8 +315,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
     parser.add_argument("--trunk", action="store_true", help="measure adapters in the upper half of the layers as well")
     parser.add_argument("--parts", action="store_true", help="measure also what lies between ours and the others")
+    parser.add_argument("--model", help="a real base instead, with --dataset of questions and answers: `real_step.py`")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.model:
+        from benchmarks.crowd_answers import folder_of
+        from benchmarks.real_step import Case, report
+
+        if not options.dataset:
+            parser.error("--model needs a --dataset")
+        for rows in options.rows:
+            case = Case(folder_of(options.model), str(options.dataset), rows, options.rounds + 1, options.precision)
+            print(report(case), flush=True)
+        return
     print(f"{options.size}, K = {options.agents}, rank {RANK}, {options.precision}, one thread;")
     print(f"medians of {options.rounds} batches, ratios of CPU time paired by batch: median (lowest to highest)\n")
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")

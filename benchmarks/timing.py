@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Cost:
 Costs = dict[str, list[Cost]]
 
 
-def take_turns(variants: Mapping[str, Callable[[T], object]], inputs: Sequence[T]) -> Costs:
+def take_turns(variants: Mapping[Name, Callable[[T], object]], inputs: Sequence[T]) -> dict[Name, list[Cost]]:
     """The cost of every variant on every input, in the order of the inputs."""
-    names, costs = list(variants), {name: [] for name in variants}
+    names = list(variants)
+    costs: dict[Name, list[Cost]] = {name: [] for name in variants}
     for number, item in enumerate(inputs):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):

@@ -1,0 +1,56 @@
+"""`make proof` in the smallest form, on the embedded base: that the script itself stays alive, and that it can fail."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import proof
+from benchmarks.proof import MOVED_AT, Form, Job, Proof, prove
+from tests.support.story_rows import write_stories
+
+#: The kills come at quarters of the steps, so that the test depends on no clock.
+TINY = Form((2e-3, 8e-3), (4,), steps=12, rows=4, validation=8, test=8, kill_every_s=3600.0, rivals=0)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_wiped_and_moved_ends_with_the_bytes_of_an_undisturbed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stories = write_stories(tmp_path / "stories", 40)
+    assert prove(TINY, "embedded", stories, tmp_path, seed=0)
+    shown = capsys.readouterr().out
+    assert shown.count("kill -9") == MOVED_AT
+    assert "the disk is wiped; only the bucket has the run" in shown
+    assert "the folder has moved to elsewhere/killed" in shown
+    assert "2 of 2 agents are the same file" in shown
+    files = [*tmp_path.glob("**/final_checkpoint/agent*/adapter_model.safetensors")]
+    assert len(files) == 5  # two agents undisturbed, two killed, the winner alone
+    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    assert len(digests) == 2
+    assert all(digest in shown for digest in digests & {*shown.split()})
+
+
+def test_a_proof_with_another_byte_does_not_hold() -> None:
+    found = Proof({}, {"undisturbed": ["a", "b"], "killed": ["a", "b"], "alone": ["b"]}, [0.5, 0.4], Path(), 3, 1)
+    assert found.holds
+    assert not replace(found, scores=[0.4, 0.5]).holds  # another trial has won, and its run alone is missing
+    assert not replace(found, fills=0).holds
+    for name in ("undisturbed", "killed"):
+        assert not replace(found, digests={**found.digests, name: ["a", "c"]}).holds
+
+
+def test_a_job_that_fails_by_itself_is_no_proof(tmp_path: Path) -> None:
+    job = Job(TINY, "embedded", tmp_path, TINY.trials, tmp_path / "run")
+    job.log.write_text("error: something")
+    job.check(0)
+    with pytest.raises(SystemExit, match="something"):
+        job.check(2)
+
+
+def test_trials_have_seeds_and_so_the_same_bits_alone() -> None:
+    assert len(proof.FULL.trials) == proof.FULL.rivals == 8
+    assert {trial["seed"] for trial in proof.FULL.trials} == {proof.SEED}
