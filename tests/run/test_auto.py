@@ -98,7 +98,7 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
 
 def test_a_config_that_is_handed_on_still_says_auto(own_base: Path) -> None:
     """A call with another base does not inherit the numbers of the embedded one."""
-    given = Config(seed=3)
+    given = Config(seed=3, learning_rate="auto")
     assert given.learning_rate == 8e-3
     found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
     assert (found.learning_rate, found.lora_rank, found.seed) == (2e-4, 16, 3)
