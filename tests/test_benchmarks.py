@@ -233,10 +233,8 @@ def test_the_crowd_of_the_best_trials_is_held_against_that_of_equals() -> None:
 
 
 def test_the_controls_have_the_crowds_size_and_compute() -> None:
-    text = crowd.CONFIG.read_text(encoding="utf-8")
-    assert "num_agents: 4 " in text
-    assert "lora_rank: 8\n" in text
-    assert "max_train_steps: 260 " in text
+    config = load_config(crowd.CONFIG, [])
+    assert (config.num_agents, config.lora_rank, config.max_train_steps) == (4, 8, 260)
     assert (crowd.RANK.keys["lora_rank"], crowd.STEPS.keys["max_train_steps"]) == ("32", "1040")
     rates = [crowd.STEPS.settings(rows)["learning_rate"] for rows in (40, 120, 400, 1500, 20_000)]
     assert rates == ["4e-3", "2e-3", "4e-3", "4e-3", "4e-3"]

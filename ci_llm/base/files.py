@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from ci_llm.base.gguf import gguf_file, kept_folder
 from ci_llm.core.memory import free_host_memory
-from ci_llm.errors import LaunchError
+from ci_llm.errors import LaunchError, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.config import Config
@@ -45,8 +45,9 @@ def require_memory(config: Config, copies: int) -> None:
 
 def _count_parameters(model_name: str) -> int:
     """Numbers of a base in its safetensors files; 0 where none are on this disk."""
-    if file := gguf_file(model_name):
-        return _numbers(kept_folder(file))
+    with suppress(ModelError):  # loading it fails as well, and says why
+        if file := gguf_file(model_name):
+            return _numbers(kept_folder(file))
     if (folder := Path(model_name)).is_dir():
         return _numbers(folder)
     with suppress(ValueError):  # no name of the hub

@@ -252,7 +252,8 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
             " calibration has learned weights from it, aggregator dirichlet is the uniform mean, as probability is"
         )
     for key in ("ivon_ess", "ivon_hess_init"):
-        if c.optimizer != "ivon" and key in c.model_fields_set and getattr(c, key) != type(c).model_fields[key].default:
+        default = type(c).model_fields[key].default
+        if c.optimizer != "ivon" and key in c.model_fields_set and getattr(c, key) not in (default, None):
             yield f"{key} has no effect: optimizer is {c.optimizer}"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"

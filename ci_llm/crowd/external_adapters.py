@@ -341,7 +341,7 @@ def _what_else(folder: Path) -> tuple[str, str]:
     if folder.is_dir() and is_base(str(folder)):
         return "this is a base and no checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
     return (
-        "there is neither a checkpoint nor a base at this path" + ("" if folder.exists() else ": it does not exist"),
+        "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
         "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint; evaluate,"
         f" generate and chat also take a base: a folder with {BASE_FILE} and its weights, a hub id, or a GGUF file",
     )

@@ -165,7 +165,7 @@ def test_what_is_no_run_is_refused(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     told = refused(capsys, "somebody/crowd", "hello")
     assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in told
-    assert "there is neither a checkpoint nor a base at this path" in refused(capsys, tmp_path, "hello")
+    assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
     (tmp_path / "file").write_text("")
     assert "this is no folder" in refused(capsys, tmp_path / "file", "hello")
     assert "not the URL of a mirror" in refused(capsys, "ftp://bucket/run", "hello")

@@ -96,7 +96,7 @@ def test_processes_that_do_not_come_up_are_ended_and_this_one_runs_alone(
     assert [agent.poll() for agent in agents] == [-signal.SIGKILL]
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "launch    starting 3 processes, by torch.distributed.run --nproc-per-node=3"
-    assert said[1].startswith("launch    3 processes do not come up, ")
+    assert said[1].startswith("launch    the 3 processes do not come up (")
 
 
 def test_a_stop_before_they_are_up_ends_them_and_leaves_a_status(

@@ -134,7 +134,7 @@ def test_on_the_file_s_own_tensors_it_gives_the_probabilities_of_peft(
 @pytest.mark.parametrize("architecture", SETTINGS)
 def test_llama_cpp_itself_gives_the_probabilities_of_peft(architecture: str, tmp_path: Path) -> None:
     """On a base in fp32: with quantised weights llama.cpp rounds activations to 8 bits, with an adapter or without."""
-    llama_cpp = pytest.importorskip("xllamacpp", reason="pip install xllamacpp: llama.cpp's server as a Python package")
+    llama_cpp = pytest.importorskip("xllamacpp", reason="there is no llama.cpp; pip install xllamacpp")
     run = saved_crowd(tmp_path, architecture, Kind.F32)
     for form in ("peft", "gguf"):
         words = ["export", str(run), "--agent", "1", "--no-score", "--format", form, "--to", str(tmp_path / form)]

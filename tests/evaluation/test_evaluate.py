@@ -18,7 +18,7 @@ from ci_llm.core.durable import read_json
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import METRICS, answer_reader
-from ci_llm.crowd.scoring import score
+from ci_llm.crowd.scoring import Questions, score
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
@@ -399,7 +399,9 @@ def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, caps
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is neither a checkpoint nor a base at this path" in refusal(capsys, tmp_path)
+    told = refusal(capsys, tmp_path)
+    assert "there is no checkpoint at this path" in told
+    assert "evaluate, generate and chat also take a base" in told
     assert "there is no such folder" in refusal(capsys, tmp_path / "missing")
     assert "not the URL of a mirror" in refusal(capsys, "ftp://bucket/run")
 
@@ -443,7 +445,7 @@ def test_agents_with_data_of_their_own_are_asked_the_rows_of_all_and_that_is_sai
     job: Any = SimpleNamespace(
         tokenized=SimpleNamespace(rows=rows, description=["2 rows", "a template", "tokens", "an example"]),
         request=SimpleNamespace(choice=Choice(None, None, None, {})),
-        questions=SimpleNamespace(left_out=0),
+        questions=Questions([], [], [], str, frozenset()),
         config=Config(num_agents=2, agents=({"dataset_name": "a.jsonl"}, {"dataset_name": "b.jsonl"})),
     )
     assert any("each agent answers the rows of all agents" in line for line in _lines(job))
