@@ -144,7 +144,7 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
 
 def _refuse_path(name: str, error: Exception) -> None:
     """Raises BadInput: the name begins with a folder that exists here, so that it was hardly meant for the hub."""
-    if (above := Path(name).parent).is_dir():
+    if "/" in name and (above := Path(name).parent).is_dir():
         hint = f"give a folder that exists: ls {above}"
         raise BadInput("there is no such folder", where=name, hint=hint) from error
 
