@@ -203,7 +203,9 @@ def test_a_shard_that_is_missing_or_of_another_checkpoint_is_named(
         hurt.unlink()
     else:
         shutil.copy(world.directory / "checkpoint_step_1" / shard, hurt)
-    with pytest.raises(DamagedCheckpoint, match=f"missing: {shard}" if fate == "missing" else f"{shard} has another digest in"):
+    with pytest.raises(
+        DamagedCheckpoint, match=f"missing: {shard}" if fate == "missing" else f"{shard} has another digest in"
+    ):
         load_checkpoint(hurt.parent)
     with CheckpointManager(world.directory) as manager:
         assert manager.latest_step() == 1
