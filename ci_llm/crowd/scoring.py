@@ -527,10 +527,9 @@ def rows_record(scores: Scores, answers: AnswerScores | None) -> dict[str, list[
 
     The NLL is a ratio; it is linearised as in `Scores.nll_gain`.
     """
-    tokens = scores.tokens.double()
-    nll = scores.nll[:-1].double() / tokens.mean()
+    weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
     right = scores.right[:-1] if answers is None else answers.right[:-2]
-    by_row = nll - nll.mean(1, keepdim=True) * (tokens / tokens.mean() - 1)
+    by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
     return {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
 
 

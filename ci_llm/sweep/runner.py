@@ -332,12 +332,11 @@ class SweepRunner:
 
     def _say_boundary(self, sweep: Sweep, rung: int) -> None:
         """Say whether the rows of a rung tell the trials at its boundary apart."""
-        metric = sweep.standings.plan.metric
         if not self._launch.is_main_process or (pair := sweep.standings.boundary(rung)) is None:
             return
         try:
-            ahead, behind = (_of_rows(sweep, trial)[metric][trial.place] for trial in pair)
-            line = describe_boundary(rung, *pair, (ahead, behind), metric)
+            rows = [_of_rows(sweep, trial) for trial in pair]
+            line = describe_boundary(rung, *pair, rows, sweep.standings.plan.metric)
         except (OSError, ValueError, KeyError) as error:  # a record of an older release, or a damaged one
             line = f"rung {rung + 1}: whether its rows tell trials apart is not known ({error!r})"
         self._say(f"sweep     {line}")
@@ -355,11 +354,10 @@ class SweepRunner:
             self._say(f"the failure could not be written down: {refusal}")
 
 
-def _of_rows(sweep: Sweep, trial: Trial) -> Mapping[str, Any]:
-    """What each row adds to the scores of the segment that a trial was trained in last."""
+def _of_rows(sweep: Sweep, trial: Trial) -> Any:
+    """What each row adds to the score of a trial, in the segment that it was trained in last."""
     text = (sweep.segment_folder(trial.segment or 0) / "evaluation.json").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = json.loads(text)["of_rows"]
-    return found
+    return json.loads(text)["of_rows"][sweep.standings.plan.metric][trial.place]
 
 
 class _Follow:

@@ -216,9 +216,7 @@ class Standings:
         return "pruned"
 
 
-def describe_boundary(
-    rung: int, ahead: Trial, behind: Trial, rows: tuple[Sequence[float], Sequence[float]], metric: str
-) -> str:
+def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Sequence[float]], metric: str) -> str:
     """A line for people at the end of a rung: whether its rows tell the trials at its boundary apart.
 
     Args:
