@@ -522,6 +522,17 @@ def _has_question(row: Example) -> bool:
     return bool(last_answer(row).start > 1)
 
 
+def rows_record(scores: Scores, answers: AnswerScores | None) -> dict[str, list[list[float]]]:
+    """`of_rows` of `evaluation.json`, [K][n] by metric: what each row adds to an agent's mean.
+
+    The NLL is a ratio; it is linearised as in `Scores.nll_gain`.
+    """
+    weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
+    right = scores.right[:-1] if answers is None else answers.right[:-2]
+    by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
+    return {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
+
+
 def merge_records(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> dict[str, Any]:
     """The content of `evaluation.json`, with the scores of generated answers if there are any.
 

@@ -38,7 +38,7 @@ from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
-from ci_llm.evaluation.sureness import sureness_record
+from ci_llm.evaluation.sureness import LEAST_OF_EACH, sureness_record
 from ci_llm.report.scores import surest_first
 from ci_llm.report.scores import table as table_of
 
@@ -416,9 +416,11 @@ def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
     """How far the numbers that say how sure the crowd is can be trusted, line by line."""
     if (sure := evaluation.record.get("sureness")) is None:
         return
-    area = "" if sure["auroc"] is None else f"{sure['auroc']:.3f} AUROC of wrong answers, "
+    right, wrong = sure["right"], sure["rows"] - sure["right"]
+    are_few = sure["auroc"] is None or min(right, wrong) < LEAST_OF_EACH
+    area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure['auroc']:.3f} AUROC of wrong answers"
     yield (
-        f"{sure['by']}: {area}{sure['calibration_error']:.3f} calibration error"
+        f"{sure['by']}, {right} right and {wrong} wrong: {area}, {sure['calibration_error']:.3f} calibration error"
         f" ({sure['calibration_error_by_chance']:.3f} by chance alone),"
         f" {sure['exact_match_at_coverage']:.3f} right of the surest {sure['coverage']:.0%}"
     )

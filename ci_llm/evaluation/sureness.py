@@ -20,6 +20,8 @@ COVERAGE: Final = 0.8
 DRAWS: Final = 200
 #: The price in agents that escalation is shown at.
 AGENTS_PER_PROMPT: Final = 1.6
+#: Right answers, and as many wrong ones, below which people are shown no AUROC.
+LEAST_OF_EACH: Final = 10
 
 
 def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
@@ -75,6 +77,8 @@ def sureness_record(
     order = numbers if fits else [row["signals"][0] for row in rows]
     record: dict[str, Any] = {
         "by": "probability_right" if fits else "confidence",
+        "rows": len(rows),
+        "right": int(right.sum()),
         "auroc": auroc(order, right),
         "calibration_error": calibration_error(numbers, right),
         "calibration_error_by_chance": honest_error(numbers),

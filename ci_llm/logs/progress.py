@@ -56,10 +56,12 @@ class Speed:
         self._last: tuple[int, float] = (0, 0.0)
         self._marks: deque[tuple[float, int, int]] = deque()  # seconds of training, step, tokens
         self._rested_s, self._rests_since = 0.0, 0.0
+        self._pause_s, self._evaluation_s = 0.0, 0.0  # since the last step; of the last pause between two steps
 
     def mark(self, position: Position) -> None:
         """Take the position after a step."""
         now = self._clock()
+        self._pause_s, self._evaluation_s = 0.0, self._pause_s or self._evaluation_s
         self._first = self._first or (position.step, now)
         self._last = position.step, now
         self._marks.append((now - self._rested_s, position.step, position.tokens))
@@ -72,7 +74,9 @@ class Speed:
 
     def go_on(self) -> None:
         """The end of a pause."""
-        self._rested_s += self._clock() - self._rests_since
+        pause_s = self._clock() - self._rests_since
+        self._rested_s += pause_s
+        self._pause_s += pause_s if self._first else 0.0  # before the first position, rows were read
 
     def rates(self) -> tuple[float, float] | None:
         """Steps and tokens per second; None before two steps."""
@@ -86,10 +90,17 @@ class Speed:
         return timedelta(seconds=int(self._clock() - self._first[1]) if self._first else 0)
 
     def left(self, total: int) -> timedelta | None:
-        """Until step `total`, at the pace of this attempt so far; None before two steps."""
+        """Until the end: the steps at the pace of this attempt so far, and a last evaluation like the one before.
+
+        None before two steps; after the last step also when no evaluation was seen, or the last one takes longer.
+        """
         if self._first is None or (steps := self._last[0] - self._first[0]) <= 0:
             return None
-        return left_of(total - self._last[0], steps, self._last[1] - self._first[1])
+        trained = left_of(total - self._last[0], steps, self._last[1] - self._first[1])
+        if trained is not None:
+            return trained + timedelta(seconds=round(self._evaluation_s))
+        left_s = round(self._evaluation_s - (self._clock() - self._last[1]))
+        return timedelta(seconds=left_s) if left_s > 0 else None
 
 
 class ProgressLines:
@@ -140,8 +151,10 @@ class ProgressLines:
 
 
 def left_of(parts_left: int, done: int, seconds: float) -> timedelta | None:
-    """The time for the parts that are left, at the pace of those that are done; None while there is no pace."""
-    return timedelta(seconds=round(parts_left * seconds / done)) if done > 0 and seconds > 0 else None
+    """The time for the parts that are left, at the pace of those that are done; None without a pace, or a part left."""
+    return (
+        timedelta(seconds=round(parts_left * seconds / done)) if done > 0 and seconds > 0 and parts_left > 0 else None
+    )
 
 
 def means(steps: Sequence[Sequence[float]]) -> list[float]:

@@ -143,7 +143,7 @@ class Reading:
         now: unix seconds of the look.
         loss, losses: in nats per target token, the mean over agents and each agent: means since the line before.
         losses_step: the step of that line.
-        left_s: seconds until the last step, at the present speed; evaluations and saves count.
+        left_s: seconds until the last step, at the present speed; evaluations and saves count. None after that step.
         scores: of the last evaluation.
         points: of the curve, in order.
         slurm_job: the id of the job of the present attempt.
@@ -251,7 +251,7 @@ class RunReader:
             learning_rate=number(training.get("train/learning_rate")),
             tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
             steps_per_s=steps_per_s,
-            left_s=left if status.status == "running" and left is not None and math.isfinite(left) else None,
+            left_s=left if status.status == "running" and left and math.isfinite(left) else None,
             scores=_result(self.folder) if status.status == "completed" else _scores(self._tail.evaluation),
             points=self._tail.points,
             slurm_job=str(place["slurm_job"]) if "slurm_job" in place else None,

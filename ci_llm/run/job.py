@@ -20,7 +20,7 @@ from ci_llm.config import Config
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
-from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records
+from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
 from ci_llm.distributed.process_group import ends_if_stopped
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import DamagedCheckpoint, ProgressLost
@@ -516,6 +516,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         **({"names": config.agent_names} if config.agents else {}),
         **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
         **({"folders": run.crowd.names} if run.state.members else {}),
+        **({"of_rows": rows_record(scores, answers)} if config.schedule_steps else {}),  # a sweep compares them
         **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
         "step": step,
         "last_step": run.state.step,

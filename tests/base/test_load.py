@@ -76,6 +76,16 @@ def test_a_base_that_is_not_whole_is_refused(damage: Callable[[Path], None], mes
     assert caught.value.where == f"model_name: {folder}"
 
 
+@pytest.mark.parametrize("inside", ["", "agent0"])
+def test_adapters_that_are_given_as_the_base_are_named(inside: str, tmp_path: Path) -> None:
+    (tmp_path / inside).mkdir(exist_ok=True)
+    (tmp_path / inside / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError) as caught:
+        load_base(str(tmp_path))
+    assert caught.value.what == "these are adapters and no base"
+    assert f"init_from={tmp_path}" in str(caught.value.hint)
+
+
 def test_the_name_of_a_folder_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters name their base: `models/phi` would be a repository of the hub to whoever opens them elsewhere."""
     monkeypatch.chdir(folder.parent)

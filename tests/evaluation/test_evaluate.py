@@ -502,7 +502,7 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     }
     assert main(["evaluate", str(run), "--calibrate", "--batch-size", "1"]) == 0
     told = capsys.readouterr()
-    assert "\nprobability_right: " in told.out
+    assert "\nprobability_right, " in told.out
     for phase in ("learning weights", "learning the temperature"):
         assert f"{phase} row 4 of 14\n" in told.err
     [row] = lines(run / "predictions.jsonl")[:1]

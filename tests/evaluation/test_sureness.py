@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, Logistic
-from ci_llm.evaluation.evaluate import failed_rows
+from ci_llm.evaluation.evaluate import failed_rows, sureness_lines
 from ci_llm.evaluation.sureness import at_coverage, auroc, calibration_error, honest_error, sureness_record
 
 #: Right with the probability that the first signal is.
@@ -59,8 +60,20 @@ def test_the_record_of_answers() -> None:
     rows = [row(0.9, True, [True, False]), row(0.2, False, [False, False])]
     plain = sureness_record(rows, None, "probability", abstain_below=0.5)
     assert (plain["by"], plain["auroc"], plain["exact_match_at_coverage"]) == ("confidence", 1, 0.5)
+    assert (plain["rows"], plain["right"]) == (2, 1)
     assert plain["abstention"] == {"below": 0.5, "answered": 0.5, "exact_match": 1}
     assert sureness_record(rows, None, "probability", abstain_below=0.95)["abstention"]["exact_match"] is None
+
+
+@pytest.mark.parametrize(("right", "wrong", "shown"), [(2, 1, False), (10, 9, False), (9, 10, False), (10, 10, True)])
+def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool) -> None:
+    """`AUROC 1.000` was said of three rows."""
+    rows = [row(0.9, True, [True])] * right + [row(0.2, False, [False])] * wrong
+    record = {"sureness": sureness_record(rows, None, "probability")}
+    [line] = sureness_lines(SimpleNamespace(record=record, calibrated=None))  # type: ignore[arg-type]
+    assert line.startswith(f"confidence, {right} right and {wrong} wrong: ")
+    assert ("1.000 AUROC of wrong answers" in line) == shown
+    assert ("no AUROC below 10 of each" in line) != shown
 
 
 def test_long_answers_are_ranked_by_what_their_confidence_no_longer_shows() -> None:

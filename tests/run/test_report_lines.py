@@ -132,7 +132,9 @@ def test_an_evaluation_gives_the_crowd_and_the_mean_of_its_agents() -> None:
     right = torch.tensor([[True, False], [False, False], [True, True]])
     nll = torch.tensor([[1.0, 3.0], [3.0, 5.0], [0.5, 1.5]], dtype=torch.float64)
     scores = Scores(right, nll, torch.tensor([1, 3]))
-    assert describe_scores(1200, scores) == "evaluate  step 1200: crowd nll 0.500, exact 1.000; agents 1.500, 0.250"
+    assert describe_scores(1200, scores) == (
+        "evaluate  step 1200, on 2 rows: crowd nll 0.500, exact 1.000; agents nll 1.500, exact 0.250"
+    )
 
 
 def test_a_right_answer_and_who_else_has_it() -> None:

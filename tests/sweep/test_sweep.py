@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_what_a_sweep_leaves(undisturbed: Path) -> None:
     said = (undisturbed / "log").read_text()
     assert "4 trials by sampler grid, compared by nll: 4 to step 4, 2 to step 8" in said
     assert "sweep     the best trial is chosen on the rows of split test; " in said
+    for rung in (1, 2):
+        assert re.search(rf"sweep     rung {rung}, on 4 rows: trial \d is ahead of trial \d, but so few rows", said)
     for part in ("trial  status", "completed", "longer     ci-llm train", "init_from=run/best", "crowd      ci-llm"):
         assert part in said
 

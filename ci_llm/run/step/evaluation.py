@@ -19,6 +19,7 @@ from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
@@ -377,13 +378,15 @@ class Evaluator:
 
 
 def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_match") -> str:
-    """A line for people: the crowd, and the mean of its agents; of free text the NLL alone."""
+    """A line for people: the crowd, and the mean of its agents; of free text the NLL alone. Few rows are counted."""
     *agents, exact = scores.exact_match
     *agents_nll, nll = scores.mean_nll
+    rows = scores.right.shape[1]
+    where = f"evaluate  step {step}{f', on {rows} rows' if rows < LEAST_ROWS else ''}:"
     if judged_by == "nll":
-        return f"evaluate  step {step}: crowd nll {nll:.3f}; agents {fmean(agents_nll):.3f}"
+        return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
-    return f"evaluate  step {step}: {crowd}; agents {fmean(agents_nll):.3f}, {fmean(agents):.3f}"
+    return f"{where} {crowd}; agents nll {fmean(agents_nll):.3f}, exact {fmean(agents):.3f}"
 
 
 def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> str:
