@@ -198,7 +198,7 @@ def test_a_folder_that_is_no_run_is_one_message(server: ForkServer, tasks: Path,
     words += ["--model_args", f"pretrained={tmp_path}"]
     assert server.run(run_harness, tmp_path / "log", words=words) == [2]
     told = (tmp_path / "log").read_text()
-    assert "error: there is no checkpoint at this path" in told
+    assert "error: there is neither a checkpoint nor a base at this path" in told
     assert "Traceback" not in told
 
 
