@@ -400,7 +400,7 @@ def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up
     with pytest.raises(BadInput, match=r"there is no such folder\n  where: runs/nothing\n.*ls runs"):
         Crowd.from_pretrained("runs/nothing")
     for path in (Path("someone/nothing"), "ci_llm_output/final_checkpoint", "run"):
-        with pytest.raises(BadInput, match="there is no checkpoint at this path: it does not exist"):
+        with pytest.raises(BadInput, match="there is neither a checkpoint nor a base at this path: it does not exist"):
             Crowd.from_pretrained(path)
 
 

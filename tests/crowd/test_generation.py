@@ -512,7 +512,7 @@ def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path)
 
 
 def test_a_folder_without_a_crowd(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="there is no checkpoint at this path"):
+    with pytest.raises(BadInput, match="there is neither a checkpoint nor a base at this path"):
         Crowd.from_pretrained(tmp_path / "nowhere")
     with CheckpointManager(tmp_path, async_save=False) as manager:
         manager.save(0, {"weights": {"w": torch.zeros(2)}})

@@ -368,7 +368,7 @@ OTHERS = {
     of_the_original: ("a checkpoint of the first CI-LLM", "ci-llm checkpoints import"),
     an_adapter: ("PEFT adapters", "init_from="),
     pruned: ("there is no checkpoint_step_1 in this run: it holds 2, 6", "for its newest"),
-    lambda folder: folder: ("there is no checkpoint at this path", "RUN/final_checkpoint"),
+    lambda folder: folder: ("there is neither a checkpoint nor a base at this path", "RUN/final_checkpoint"),
 }
 
 

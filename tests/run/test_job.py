@@ -274,7 +274,7 @@ def test_a_run_that_is_longer_than_it_should_be_says_so(run: Path, capsys: pytes
         (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
         (["max_train_samples=10"], "max_train_samples was 20, is 10"),
         (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
-        (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),
+        (["resume_from_checkpoint=nowhere"], "there is neither a checkpoint nor a base at this path"),
         (["restart_from=5"], "this run has no step 5: it holds 4, 6"),
     ],
 )
@@ -457,7 +457,7 @@ def test_another_base_on_a_resume_is_named(run: Path, tmp_path: Path, capsys: py
 def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: Path) -> None:
     ours, theirs = (Crowd.from_pretrained(folder) for folder in (finished, finished / "final_checkpoint"))
     assert torch.equal(ours.agents.weights, theirs.agents.weights)
-    with pytest.raises(BadInput, match="there is no checkpoint at this path"):
+    with pytest.raises(BadInput, match="there is neither a checkpoint nor a base at this path"):
         Crowd.from_pretrained(tmp_path)
 
 
