@@ -1,4 +1,4 @@
-"""A single committed folder, at any path and without a lease: found, read, written, compared with another."""
+"""A single committed folder, at any path and without a lease: read, written, compared with another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.folders import FINAL, Opened, committed, is_named_checkpoint, open_folder
+from ci_llm.checkpoints.folders import Opened, open_folder
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest
 from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
 from ci_llm.checkpoints.store import commit, refuse_run, require_space
@@ -36,20 +36,6 @@ class Checkpoint:
 def decode(opened: Opened) -> Checkpoint:
     """The checkpoint in a folder that was read. Raises DamagedCheckpoint: the files do not have their form."""
     return Checkpoint(read_snapshot(opened.manifest.forms, opened.files), opened.manifest, opened.folder)
-
-
-def find_checkpoint(place: Path, *, final_first: bool = False) -> Path | None:
-    """The committed folder that `place` means, unread: itself, or the newest of a run's folder; None: it is neither.
-
-    Args:
-        final_first: of a run's folder its `final_checkpoint`, if it has one: the result, where `place` is to be used.
-    """
-    if (place / MANIFEST).is_file() or (is_named_checkpoint(place) and place.is_dir()):
-        return place
-    line = [folder for _, folder in committed(place)]
-    if final_first and place / FINAL in line:
-        return place / FINAL
-    return line[0] if line else None
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:

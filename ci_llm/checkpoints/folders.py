@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ci_llm.checkpoints.manifest import STEP_FOLDER, Manifest, read_folder, read_manifest
+from ci_llm.checkpoints.manifest import MANIFEST, STEP_FOLDER, Manifest, read_folder, read_manifest
 from ci_llm.core.durable import Filesystem, commit_folder, make_folders
 from ci_llm.core.run_folder import is_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -62,6 +62,20 @@ def committed(directory: Path) -> list[tuple[int, Path]]:
     with contextlib.suppress(DamagedCheckpoint):
         found.append((read_manifest(directory / FINAL).step, directory / FINAL))
     return sorted(found, key=lambda each: (-each[0], each[1].name))
+
+
+def find_checkpoint(place: Path, *, final_first: bool = False) -> Path | None:
+    """The committed folder that `place` means, unread: itself, or the newest of a run's folder; None: it is neither.
+
+    Args:
+        final_first: of a run's folder its `final_checkpoint`, if it has one: the result, where `place` is to be used.
+    """
+    if (place / MANIFEST).is_file() or (is_named_checkpoint(place) and place.is_dir()):
+        return place
+    line = [folder for _, folder in committed(place)]
+    if final_first and place / FINAL in line:
+        return place / FINAL
+    return line[0] if line else None
 
 
 def folders_of(directory: Path, step: int) -> list[Path]:

@@ -16,9 +16,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from ci_llm.core.imports import importing
+from ci_llm.core.imports import importing, plugin_names
 from ci_llm.core.run_folder import SWEEP
-from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
+from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
@@ -103,17 +103,35 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
     Raises:
         BadInput: a value is out of range.
     """
-    from ci_llm.crowd.asking import GenerationOptions
-    from ci_llm.crowd.decoding import Decoding
-
     sampling = {name: value for name in SAMPLING if (value := getattr(call, name)) is not None}
     if sampling.get("temperature") == 0:
         sampling = {}
     choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
     choices |= {"do_sample": bool(sampling), **sampling}
     policy = {"abstain_below": call.abstain_below, "agents_per_prompt": call.agents_per_prompt}
-    GenerationOptions(Decoding(**choices), **policy)  # refuses a bad value before the model is loaded
+    _require_in_range(call, is_drawn=bool(sampling))
     return {**choices, **{name: value for name, value in policy.items() if value is not None}}
+
+
+def _require_in_range(call: argparse.Namespace, *, is_drawn: bool) -> None:
+    """Refuse what `GenerationOptions` would, by the names of options, and before torch is imported."""
+    aggregators = plugin_names("ci_llm.crowd.aggregators", first="probability")
+    given = {name: value for name, value in vars(call).items() if value is not None}
+    cost = given.get("agents_per_prompt")
+    requirements = {
+        "--max-new-tokens must be at least 1": call.max_new_tokens >= 1,
+        "--batch-size must be at least 1": given.get("batch_size", 1) >= 1,
+        "--temperature must be at least 0; 0 takes the most probable token": given.get("temperature", 1) >= 0,
+        "--top-p must be above 0 and at most 1": 0 < given.get("top_p", 1) <= 1,
+        "--top-k must be at least 1": given.get("top_k", 1) >= 1,
+        f"--aggregator must be {' or '.join(aggregators)}": call.aggregator in aggregators,
+        "--stop: a stop string is empty": "" not in call.stop,
+        "--abstain-below must be a probability, from 0 to 1": 0 <= given.get("abstain_below", 0) <= 1,
+        "--agents-per-prompt must be at least 1: one agent always answers": cost is None or cost >= 1,
+        "--agents-per-prompt takes the most probable tokens: leave sampling out": cost is None or not is_drawn,
+    }
+    if broken := [text for text, holds in requirements.items() if not holds]:
+        raise ConfigError("; ".join(broken), where="command line", hint="change the values named")
 
 
 def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:
@@ -121,78 +139,93 @@ def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:
     return tuple(text.replace(r"\n", "\n").replace(r"\t", "\t") for text in call.stop)
 
 
-def require_run(path: str, base_model: str | None) -> None:
+def require_run(path: str, base_model: str | None, *, takes_base: bool = True) -> None:
     """Refuse what can be seen to hold no crowd, and find out whether the hub can be asked for its base.
 
     Nothing heavy is loaded: refusals are quick, and the libraries read at their import that they are offline.
 
+    Args:
+        takes_base: whether a base alone will do.
+
     Raises:
-        BadInput: there is no such folder, or its run has no checkpoint yet.
+        BadInput: there is no such folder, it holds no crowd, or its run has no checkpoint yet.
     """
     from ci_llm.checkpoints.folders import committed
     from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, may_be_repository
-    from ci_llm.core.run_status import last_status, read_status
+    from ci_llm.core.run_status import last_status
+    from ci_llm.crowd.given_path import is_base, require_checkpoint
 
     if reason := go_offline_if_unreachable(path):
         note(f"the hub is unreachable: {OFFLINE} is set, and only its local cache is used ({reason})")
     if may_be_repository(path):
         return
-    if not Path(path).is_dir():
-        if may_be_on_hub(path) or path == "embedded" or path.lower().endswith(".gguf"):
-            from ci_llm.crowd.external_adapters import is_base
-
-            if is_base(path):
-                return
-        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id; or a base: its"
-        hint += " folder, hub id or GGUF file"
-        what = "this is no folder" if Path(path).exists() else "there is no such folder"
+    place = Path(path)
+    if not place.is_dir():
+        named = may_be_on_hub(path) or path == "embedded" or path.lower().endswith(".gguf")
+        if takes_base and named and is_base(path):
+            return
+        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
+        hint += "; or a base: its folder, hub id or GGUF file" if takes_base else ""
+        what = "this is no folder" if place.exists() else "there is no such folder"
         raise BadInput(what, where=path, hint=hint)
-    if committed(Path(path)) or last_status(path) is None:
-        go_offline_if_base_unreachable(path, base_model)
-        return
-    if (Path(path) / SWEEP).is_file():
-        from ci_llm.crowd.external_adapters import require_checkpoint
+    if not committed(place) and last_status(path) is not None and not (place / SWEEP).is_file():
+        raise _no_checkpoint_yet(path)
+    if not (takes_base and is_base(path)):
+        require_checkpoint(place, path)
+    go_offline_if_base_unreachable(path, base_model)
 
-        require_checkpoint(Path(path), path)  # names the run of the best trial
-    status = read_status(path)
+
+def _no_checkpoint_yet(run: str) -> BadInput:
+    from ci_llm.core.run_status import read_status
+
+    status = read_status(run)
     if status.status == "running":
         what = f"the run is still running, at step {status.step}: no checkpoint is committed yet"
-        raise BadInput(what, where=path, hint=f"wait for its first one; ci-llm checkpoints list {path} shows it")
+        return BadInput(what, where=run, hint=f"wait for its first one; ci-llm checkpoints list {run} shows it")
     what = f"the run is {status.status} at step {status.step}, and left no checkpoint"
-    raise BadInput(what, where=path, hint=status.next_command or "train it again")
+    return BadInput(what, where=run, hint=status.next_command or "train it again")
 
 
 def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     """The crowd of a run or a checkpoint, and its agents' names for people; what is noteworthy goes to stderr.
 
-    A base alone is a crowd without names.
+    A base alone is a crowd without names. Of a run it is the newest crowd that is whole, as a resume would take it;
+    nothing is moved.
 
     Raises:
-        BadInput: there is none, it is damaged, or its base is not found.
+        BadInput: there is none, all are damaged, or its base is not found.
     """
+    from ci_llm.checkpoints.folders import committed
     from ci_llm.core.remote import may_be_repository
-    from ci_llm.crowd.external_adapters import is_base, require_checkpoint
+    from ci_llm.crowd.given_path import is_base, require_checkpoint
 
-    folder: Path | str = path
+    folders: list[Path | str] = [path]
     if not (alone := is_base(path)) and not may_be_repository(path):
-        folder = require_checkpoint(Path(path), path, final_first=True)
-        _note_if_unfinished(folder)
-    note(f"{folder}: loading..." if sys.stderr.isatty() else None)
+        first = require_checkpoint(Path(path), path, final_first=True)
+        folders = [first, *(folder for _, folder in committed(Path(path)) if folder != first)]
+    note(f"{folders[0]}: loading..." if sys.stderr.isatty() else None)
     with importing():
         from ci_llm.crowd.crowd import Crowd
         from ci_llm.crowd.pretrained import given_names, open_base, open_pretrained
-
-    try:
-        saved = open_base(path) if alone else open_pretrained(folder, base_model=base_model)
+    damage: DamagedCheckpoint | None = None
+    for folder in folders:
+        try:
+            saved = open_base(path) if alone else open_pretrained(folder, base_model=base_model)
+        except DamagedCheckpoint as error:
+            damage = damage or error
+            continue
+        except ModelError as error:
+            if alone:
+                raise
+            hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
+            raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
+        note(f"{damage.what}; {Path(folder).name} answers in its place" if damage else None)
+        if isinstance(folder, Path):
+            _note_if_unfinished(folder)
         return Crowd.of(saved), given_names(saved.meta)
-    except DamagedCheckpoint as error:
-        hint = f"ci-llm checkpoints verify {folder} checks it whole; ci-llm checkpoints list shows the others"
-        raise BadInput(error.what, where=str(folder), hint=hint) from error
-    except ModelError as error:
-        if alone:
-            raise
-        hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
-        raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
+    assert damage is not None
+    hint = f"ci-llm checkpoints verify {folders[0]} checks it whole; ci-llm checkpoints list shows the others"
+    raise BadInput(damage.what, where=str(folders[0]), hint=hint) from damage
 
 
 def lines_of(stream: TextIO) -> Iterator[str]:

@@ -362,7 +362,7 @@ def _checkpoint(path: Path | str) -> Path:
     Raises:
         BadInput: it is neither.
     """
-    from ci_llm.checkpoints.checkpoint import find_checkpoint
+    from ci_llm.checkpoints.folders import find_checkpoint
     from ci_llm.mirror.filling import local_copy
 
     if isinstance(path, str):

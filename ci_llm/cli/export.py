@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.asking import go_offline_if_base_unreachable
+from ci_llm.cli.asking import require_run
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import agent_number, make_parser
 from ci_llm.crowd.merge_methods import DENSITY, DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
@@ -46,7 +46,7 @@ def export(words: Sequence[str]) -> int:
     call = _parser().parse_args(words)
     merge = _checked(call)
     call.run = located(call.run)
-    go_offline_if_base_unreachable(call.run, call.base_model)
+    require_run(call.run, call.base_model, takes_base=False)
     from ci_llm.crowd.exporting import prepare
 
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cli import asking
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
-from ci_llm.errors import BadInput, ConfigError
+from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
@@ -51,10 +51,10 @@ def generate(words: Sequence[str]) -> int:
     call = parser.parse_args(words)
     if call.tokens and not call.json:
         raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
+    choices = asking.choices_of(call)
     call.run = located(call.run)
     asking.require_run(call.run, call.base_model)
     prompts = list(_prompts(call))
-    choices = asking.choices_of(call)
     if call.agents and call.agents_per_prompt is not None:
         what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
         raise ConfigError(what, where="command line", hint=hint)
@@ -105,8 +105,6 @@ def _asked(
     from ci_llm.crowd.generation import stop_strings_of
 
     stops = stop_strings_of(asking.stop_strings(call))
-    if call.batch_size < 1:
-        raise BadInput("batch_size must be at least 1", where="--batch-size", hint="leave it out for 16")
     crowd, names = asking.open_run(call.run, call.base_model)
     options = options_of(crowd, stops, **choices)
     return names, answers(crowd, prompts, options, call.batch_size, include_agents=include_agents)

@@ -216,7 +216,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(
             f"the configuration cannot be read: {reason}",
             where=str(path),
-            hint=f"did you mean {path.with_name(near)}?" if near else "name an existing YAML file by --config FILE",
+            hint=f"did you mean {path.with_name(near)}?" if near else "name an existing YAML file",
         ) from error
 
 

@@ -32,7 +32,7 @@ from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.external_adapters import META, SAVED, require_checkpoint
+from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
 from ci_llm.crowd.model import CrowdModel, default_names
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manifest import read_manifest, verify_folder
 from ci_llm.core.remote import OFFLINE, why_unreachable
 from ci_llm.core.run_folder import PushRecord, keep_push, last_push
-from ci_llm.crowd.external_adapters import require_checkpoint
+from ci_llm.crowd.given_path import require_checkpoint
 from ci_llm.crowd.pretrained import FILES, weights_fingerprint
 from ci_llm.errors import BadInput, CheckpointError, first_line
 from ci_llm.mirror.objects import backoff_s

@@ -13,6 +13,8 @@ from functools import partial
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import opened_by, require_positions
+from ci_llm.base.quantized import stored_quantization
+from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
@@ -175,10 +177,11 @@ def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
     return f"\n{key}=auto becomes {str(settled).lower()} on this machine"
 
 
-def _traced(context: CheckContext) -> cost_model.Trace:
+def _traced(context: CheckContext, config: Config | None = None) -> cost_model.Trace:
+    """What a micro-step costs, by default with the configuration of the run."""
     shape, processes = context.shape.config, context.processes
     return cost_model.trace_longest(
-        context.config, shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
+        config or context.config, shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
     )
 
 
@@ -217,9 +220,11 @@ def batch(context: CheckContext) -> str:
 
 def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
     assert context.trace is not None
-    room = free - context.trace.base_bytes - context.trace.agents_bytes
-    fit = int(context.micro_batch * room / max(context.trace.activation_bytes, 1))
-    hints = [f"batch_size={fit}"] if fit >= 1 else ["a smaller base, or a machine with more memory"]
+    hints = ["a smaller base, or a machine with more memory"]
+    if (fit := _rows_that_fit(context, context.trace, free)) >= 1:
+        hints = [f"batch_size={fit}"]
+    elif (smaller := _in_nf4(context)) and (fit := _rows_that_fit(context, smaller, free)) >= 1:
+        hints = ["quantization=nf4" + (f" batch_size={fit}" if fit < context.micro_batch else "")]
     if not context.config.use_gradient_checkpointing:
         hints.append("use_gradient_checkpointing=true")
     return ConfigError(
@@ -227,6 +232,20 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
         where=f"batch_size: {context.config.batch_size}, model_name: {context.config.model_name}",
         hint=" or ".join(hints),
     )
+
+
+def _rows_that_fit(context: CheckContext, found: cost_model.Trace, free: float) -> int:
+    """Rows of a micro-batch that have place beside base and agents; below 1: none."""
+    room = free - found.base_bytes - found.agents_bytes
+    return int(context.micro_batch * room / max(found.activation_bytes, 1))
+
+
+def _in_nf4(context: CheckContext) -> cost_model.Trace | None:
+    """What a micro-step costs with the base in 4 bits; None where it is stored in few bits, or cannot be."""
+    config = context.config
+    if config.quantization or stored_quantization(context.shape.config) or config.model_dtype == "fp64":
+        return None
+    return _traced(context, config.model_copy(update={"quantization": "nf4"}))
 
 
 def space(context: CheckContext) -> str:

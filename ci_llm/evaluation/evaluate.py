@@ -27,7 +27,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.external_adapters import is_base, require_checkpoint
+from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
 from ci_llm.crowd.pretrained import located

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.checkpoint import Checkpoint, decode, find_checkpoint, write_checkpoint
-from ci_llm.checkpoints.folders import step_folder
+from ci_llm.checkpoints.checkpoint import Checkpoint, decode, write_checkpoint
+from ci_llm.checkpoints.folders import find_checkpoint, step_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
 from ci_llm.core.durable import remove_tree
-from ci_llm.crowd.external_adapters import META
+from ci_llm.crowd.given_path import META
 from ci_llm.distributed.precision import CHOICES
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 from ci_llm.run.start.resume import Source

@@ -20,7 +20,7 @@ import pytest
 from ci_llm import Crowd
 from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
-from ci_llm.crowd import external_adapters
+from ci_llm.crowd import given_path
 from ci_llm.embedded import BASE_FOLDER, rows
 from tests.support.children import PYTHONPATH
 from tests.support.crowds import K, save_crowd
@@ -146,11 +146,42 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "blank").write_text("\n \n")
     assert "there is no prompt" in refused(capsys, run, "--file", tmp_path / "blank")
     told = refused(capsys, run, "hello", "--top-p", "2", "--aggregator", "median")
-    assert "aggregator must be" in told
-    assert "top_p must be" in told
+    assert "--aggregator must be" in told
+    assert "--top-p must be" in told
     assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
-    assert "batch_size must be" in refused(capsys, run, "hello", "--batch-size", "0")
+    assert "--batch-size must be" in refused(capsys, run, "hello", "--batch-size", "0")
     assert "--agents asks all agents" in refused(capsys, run, "hello", "--agents", "--agents-per-prompt", "1.6")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "{run}", "hello", "--temperature", "-1"],
+        ["chat", "{run}", "--top-k", "0"],
+        *(["generate", "{empty}", "hello"], ["chat", "{empty}"], ["evaluate", "{empty}"], ["export", "{empty}"]),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_call_is_refused_before_torch_is_imported(
+    words: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words[0] == "export":
+        words = [*words, "--to", str(tmp_path / "new")]
+    code = "import sys; from ci_llm.cli.main import main; found = main(sys.argv[1:])\n"
+    code += "assert 'torch' not in sys.modules; sys.exit(found)"
+    (tmp_path / "empty").mkdir()
+    given = [word.format(run=run, empty=tmp_path / "empty") for word in words]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 2, done.stderr
+    option = next((word for word in words if word.startswith("--t")), None)
+    told = "there is no checkpoint at this path" if "{empty}" in words else f"error: {option} must be"
+    assert told in done.stderr
 
 
 def test_a_file_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,21 +219,21 @@ def test_a_model_on_the_hub_is_a_base_if_it_holds_no_crowd(tmp_path: Path, monke
         wanted.append((name, patterns))
         return tmp_path
 
-    monkeypatch.setattr(external_adapters, "fetch", fetch)
-    assert not external_adapters.is_base("somebody/nothing")
+    monkeypatch.setattr(given_path, "fetch", fetch)
+    assert not given_path.is_base("somebody/nothing")
     (tmp_path / "config.json").write_text("{}")
-    assert external_adapters.is_base("somebody/base")
+    assert given_path.is_base("somebody/base")
     (tmp_path / "manifest.json").write_text("{}")
-    assert not external_adapters.is_base("somebody/crowd")
+    assert not given_path.is_base("somebody/crowd")
     assert wanted[0] == ("somebody/nothing", ("manifest.json", "config.json"))
 
 
 def test_a_gguf_file_and_a_folder_that_holds_one_are_bases(tmp_path: Path) -> None:
-    assert not external_adapters.is_base(str(tmp_path))
+    assert not given_path.is_base(str(tmp_path))
     (tmp_path / "model.gguf").write_text("")
-    assert external_adapters.is_base(str(tmp_path))
-    assert external_adapters.is_base(str(tmp_path / "model.gguf"))
-    assert not external_adapters.is_base(str(tmp_path / "other.gguf"))
+    assert given_path.is_base(str(tmp_path))
+    assert given_path.is_base(str(tmp_path / "model.gguf"))
+    assert not given_path.is_base(str(tmp_path / "other.gguf"))
 
 
 def test_a_prompt_longer_than_the_positions_says_how_long(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,6 +254,21 @@ def test_a_damaged_checkpoint_is_named_with_the_command_that_verifies(
     told = refused(capsys, copied, "hello")
     assert "final_checkpoint is damaged: agent1/adapter_model.safetensors" in told
     assert f"ci-llm checkpoints verify {copied / 'final_checkpoint'}" in told
+
+
+def test_of_a_run_with_a_damaged_checkpoint_the_whole_one_before_it_answers(
+    crowd: Crowd, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_crowd(crowd, copied / "checkpoint_step_7")
+    damaged = copied / "final_checkpoint" / "agent1" / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert main.main(["generate", str(copied), "hello", "--max-new-tokens", "2"]) == 0
+    said = capsys.readouterr()
+    assert said.out
+    assert said.err.count("damaged") == 1
+    assert "final_checkpoint is damaged: agent1/adapter_model.safetensors" in said.err
+    assert said.err.endswith("; checkpoint_step_7 answers in its place\n")
+    assert sorted(path.name for path in copied.iterdir()) == ["checkpoint_step_7", "final_checkpoint"]
 
 
 def test_a_base_that_is_gone_is_named_with_the_option_that_gives_it(

@@ -35,6 +35,7 @@ from ci_llm.errors import BadInput, ModelError
 from ci_llm.lora.layer import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
 from tests.evaluation.trials import train
+from tests.report.folders import leave_status
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.tiny import base
@@ -317,8 +318,8 @@ def test_a_run_that_has_not_saved_yet_and_a_path_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "status.json").write_text("{}")
-    for name, message in (("run", "has not saved a checkpoint yet"), ("gone", "it does not exist")):
+    leave_status(tmp_path / "run", "running", 3)
+    for name, message in (("run", "no checkpoint is committed yet"), ("gone", "there is no such folder")):
         code, _, err = export(capsys, tmp_path / name, "--to", tmp_path / "out")
         assert (code, message in err, "damaged" in err) == (2, True, False)
 
@@ -330,8 +331,8 @@ def test_a_run_in_the_folder_of_another_is_not_taken_for_a_step_of_that_one(
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
     assert "there is no run in this run: it holds 2" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
-    (tmp_path / "run" / "status.json").write_text("{}")
-    assert "has not saved a checkpoint yet" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
+    leave_status(tmp_path / "run", "running", 3)
+    assert "no checkpoint is committed yet" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
 
 
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,24 +11,28 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 from ci_llm.cli.main import main
+from ci_llm.cluster.launch import read_launch
 from ci_llm.config import load_config
 from ci_llm.core import durable
 from ci_llm.core.memory import cgroup_limits
 from ci_llm.core.remote import OFFLINE
 from ci_llm.distributed.precision import Speed, chosen
+from ci_llm.dry_run import inputs
 from ci_llm.dry_run.checks import Check, CheckResult, Report, run_checks
-from ci_llm.dry_run.context import KNOWN
+from ci_llm.dry_run.context import KNOWN, CheckContext, Shape
 from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.dry_run.plan import CHECKS
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError
+from ci_llm.interrupts import Interrupts
 from ci_llm.run.start.cost_model import trace
 from tests.support.campaign import sampled
 from tests.support.children import Child
@@ -302,6 +306,29 @@ def test_the_estimate_counts_the_part_of_the_layers_that_a_process_stores(quanti
     gathered = 2 * max(numbers) * bits // 8
     assert shared.activation_bytes - alone.activation_bytes == pytest.approx(1.1 * gathered, abs=1)
     assert shared.base_parameters == alone.base_parameters
+
+
+@pytest.mark.parametrize(
+    ("quantization", "free", "hint"),
+    [("null", 0.5, "quantization=nf4"), ("nf4", 0.05, "a smaller base"), ("null", 0.05, "a smaller base")],
+)
+def test_a_base_that_fits_in_4_bits_alone_gets_the_key_for_it(
+    quantization: str, free: float, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`free` is the memory, as a share of the base in fp32."""
+    words = [f"quantization={quantization}", "batch_size=1", "max_seq_length=8", "use_gradient_checkpointing=true"]
+    config, interrupts = load_config(None, [*words, FEW_AGENTS, "lora_rank=1"]), Interrupts()
+    context = CheckContext(config, read_launch(arguments=[]), interrupts)
+    context.processes = Mock(device=torch.device("cpu"), num_processes=1)
+    shape = LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+    context.shape = Shape(shape, from_hub=False)
+    sizes = {"rows": 1, "tokens": 8, "targets": 4}
+    context.trace = trace(config, shape, torch.device("cpu"), **sizes)
+    room = int(free * 4 * context.trace.base_parameters)
+    monkeypatch.setattr(inputs, "free_memory", lambda _: (room, room))
+    with pytest.raises(ConfigError) as refused:
+        inputs.batch(context)
+    assert str(refused.value.hint).startswith(hint)
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:

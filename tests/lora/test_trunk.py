@@ -16,7 +16,7 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.external_adapters import META
+from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import import_crowd
 from ci_llm.crowd.merge_methods import Merge
 from ci_llm.crowd.merging import Adapter, merged

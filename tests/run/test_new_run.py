@@ -69,6 +69,9 @@ def test_the_name_tells_what_differs_and_is_a_plain_name_of_no_folder(tmp_path: 
     assert name_in(hint(tmp_path, init_from="runs/one two")) == "init_fromruns_one_two"
     assert name_in(hint(tmp_path, logging_steps=3)) == "run"
     assert len(name_in(hint(tmp_path, lora_target_modules=tuple("abcdefghijklmnopqrstuvwxyz" * 4)))) <= 60
+    assert name_in(hint(tmp_path, model_name="mine")) == "model_namemine", (
+        "rank and rate follow it, and nobody typed them"
+    )
     (tmp_path / "num_agents8").mkdir()
     assert name_in(hint(tmp_path, num_agents=8)) == "num_agents8-2"
 

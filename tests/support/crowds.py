@@ -9,7 +9,7 @@ import torch
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.external_adapters import META
+from ci_llm.crowd.given_path import META
 from ci_llm.data.prompts import Prompter, PromptForm
 from ci_llm.lora.layer import LoraSettings
 

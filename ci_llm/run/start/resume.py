@@ -32,7 +32,7 @@ from ci_llm.core import determinism
 from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.external_adapters import require_checkpoint, require_run
+from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
@@ -72,6 +72,7 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
 def _new_name(changes: Iterable[Change], config: Config) -> str:
     """A name for the new run that no folder has: `num_agents8-learning_rate0.001`."""
     named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
+    named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
     parts = [config.experiment_name or "", *(f"{each.key}{as_typed(each.new)}" for each in named)]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._") or "run"
     return name if _is_free(config, name) else next(n for i in range(2, 10**6) if _is_free(config, n := f"{name}-{i}"))

@@ -1,0 +1,142 @@
+"""The path that a user names, read as what it holds: a committed checkpoint, a base, a sweep, or what is none of them.
+
+Nothing but names is read, and torch is not imported: a wrong path is refused before anything is loaded. A path without
+a committed checkpoint becomes an error that says what it holds (`require_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from ci_llm.base.gguf import gguf_file
+from ci_llm.checkpoints.folders import committed, find_checkpoint
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest
+from ci_llm.core.remote import fetch, may_be_on_hub
+from ci_llm.core.run_folder import SEGMENTS, SWEEP
+from ci_llm.errors import BadInput
+
+CONFIG: Final = "adapter_config.json"
+META_FILE: Final = "ci_llm_meta_config.json"
+#: The file that a base of Transformers has, and a crowd has not.
+BASE_FILE: Final = "config.json"
+
+#: The key of a checkpoint under which a crowd describes itself.
+META = META_FILE.removesuffix(".json")
+#: In the info of a manifest: these are agents for use, and no state of a training.
+SAVED = "saved"
+#: The sub-folder that the hooks for Accelerate write into.
+HOOKS_FOLDER = "ci_llm"
+#: The keys that together only a checkpoint of train.py holds.
+RUN_KEYS = frozenset({META, "train_state", "optimizer", "rng", "config.yaml"})
+
+
+def require_checkpoint(given: Path, where: str, *, final_first: bool = False) -> Path:
+    """The committed folder that `given` means: itself, one in the folder of a run, or that of Accelerate's hooks.
+
+    Nothing but the folder's names is read.
+
+    Args:
+        given: the path.
+        where: how the path was given, for the error.
+        final_first: see `find_checkpoint`.
+
+    Raises:
+        BadInput: there is no checkpoint; the hint names the command for what the path holds.
+    """
+    found = find_checkpoint(given, final_first=final_first)
+    if found is None and (given / HOOKS_FOLDER / MANIFEST).is_file():
+        found = given / HOOKS_FOLDER
+    if found is not None and ((found / MANIFEST).is_file() or not _is_original(found)):
+        return found
+    what, hint = _what_else(found or given)
+    raise BadInput(what, where=where, hint=hint)
+
+
+def is_base(given: str) -> bool:
+    """Whether `given` is a base, which `load_base` opens, and no crowd; on the hub its files tell.
+
+    Raises:
+        BadInput: neither a folder nor a model on the hub has this name.
+    """
+    folder = fetch(given, (MANIFEST, BASE_FILE)) if may_be_on_hub(given) else Path(given)
+    if folder.is_dir() and find_checkpoint(folder) is not None:
+        return False
+    named = given == "embedded" and not folder.exists()
+    return named or (folder / BASE_FILE).is_file() or (folder.exists() and gguf_file(str(folder)) is not None)
+
+
+def _is_original(folder: Path) -> bool:
+    """Whether it is a checkpoint of the first CI-LLM, which wrote no manifest."""
+    try:
+        return "K_agents" in json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _best_of_sweep(folder: Path) -> Path | None:
+    """The run in which the best trial of a sweep was trained last; None: no trial is scored."""
+    try:
+        record = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
+        best = next(trial for trial in record["trials"] if trial["id"] == record["best"])
+    except (OSError, ValueError, TypeError, KeyError, StopIteration):
+        return None
+    return folder / SEGMENTS / str(best["segment"])
+
+
+def _what_else(folder: Path) -> tuple[str, str]:
+    if _is_original(folder):
+        return (
+            "this is a checkpoint of the first CI-LLM, which holds agents and no state to resume from",
+            f"ci-llm checkpoints import {folder} --to imported --base-model NAME; then train with init_from=imported",
+        )
+    if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
+        return (
+            "these are PEFT adapters and no checkpoint",
+            f"ci-llm checkpoints import {folder} --to imported makes a crowd of them that can be asked;"
+            f" init_from={folder} trains on from them",
+        )
+    if (folder / SWEEP).is_file():
+        best = _best_of_sweep(folder)
+        return "this is a sweep, whose runs lie in segments/", (
+            f"give {best}, the run of the best trial so far" if best else "give one of them; no trial is scored yet"
+        )
+    if (folder / "status.json").is_file():
+        return (
+            "this run has not saved a checkpoint yet",
+            f"ci-llm status {folder} says how it stands; save_steps and save_interval_seconds say when it saves",
+        )
+    if there := sorted({step for step, _ in committed(folder.parent)}):
+        steps = ", ".join(map(str, there))
+        return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
+    if folder.is_dir() and is_base(str(folder)):
+        return "this is a base and no checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
+    return (
+        "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
+        "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint; evaluate,"
+        f" generate and chat also take a base: a folder with {BASE_FILE} and its weights, a hub id, or a GGUF file",
+    )
+
+
+def require_run(manifest: Manifest, folder: Path, where: str) -> None:
+    """Refuse a checkpoint that no run of train.py can resume from.
+
+    Raises:
+        BadInput: another program wrote it; the hint names what that program can do with it.
+    """
+    if manifest.forms.keys() >= RUN_KEYS:
+        return
+    if META not in manifest.forms:
+        what = "this checkpoint holds no crowd: a CheckpointManager of another loop wrote it"
+        hint = f"that loop resumes from it: CheckpointManager({str(folder.parent)!r}).restore({manifest.step})"
+    elif "imported_from" in manifest.info:
+        what = "this is a crowd of imported adapters, which has no state to resume from"
+        hint = f"init_from={folder} starts agents from it"
+    elif SAVED in manifest.info:
+        what = "this is a saved crowd, which has no state to resume from"
+        hint = f"init_from={folder} starts agents from it"
+    else:
+        what = "this checkpoint belongs to an Accelerate loop with `register_hooks`, and not to a run of train.py"
+        hint = f"accelerator.load_state({str(folder.parent)!r}) in that loop; init_from={folder} starts agents from it"
+    raise BadInput(what, where=where, hint=hint)
