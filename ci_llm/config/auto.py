@@ -39,7 +39,7 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     why = "measured on the embedded base" if on_embedded else _OF_LORA
     rate, rate_of_ivon = (8e-3, 2.0) if on_embedded else (2e-4, 1.0)
     yield "learning_rate", rate_of_ivon if ivon else rate, why
-    yield "ivon_ess", None if on_embedded else AUTO, ""
+    yield "ivon_ess", AUTO if ivon and not on_embedded else None, ""
     yield "lora_rank", 8 if on_embedded else 16, why
     yield "lora_alpha", 16 if on_embedded else 32, why
     yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
