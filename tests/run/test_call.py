@@ -295,7 +295,7 @@ def test_in_a_notebook_the_stop_button_returns_a_result_and_the_next_cell_goes_o
         for output in cell.outputs
         if output["output_type"] == "execute_result"
     ]
-    assert results == ["('interrupted', 2)", "'completed'"]
+    assert results == ["('interrupted', 1)", "'completed'"]
     said = json.dumps(done)
     assert "-m ci_llm train --config /dev/null num_agents=2" in said, "the command that goes on works in a shell"
 
