@@ -157,6 +157,11 @@ def score(
     return Scores.joined(parts)
 
 
+#: Agents and crowd whose logits are thought of as being held at once. Fixed, because an agent is scored in the chunks
+#: that it has alone: its NLL has the same bits in company.
+SCORED_AT_ONCE: Final = 8
+
+
 def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
@@ -164,7 +169,7 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     nll = torch.zeros_like(wrong)
     head = crowd.head.to(states.dtype)
     # Chunk by chunk, because the logits of all targets of all agents need not fit into memory.
-    for chunk in head.chunks(batch.num_targets, lines):
+    for chunk in head.chunks(batch.num_targets, SCORED_AT_ONCE):
         log_probs = head.logits(states[:, chunk]).log_softmax(-1)
         everyone = torch.cat([log_probs, aggregate(log_probs, aggregator, crowd.learned)[None]])
         targets, rows = batch.targets[chunk], batch.target_rows[chunk]

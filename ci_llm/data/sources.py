@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from ci_llm import embedded
 from ci_llm.config import Config
-from ci_llm.config.own_keys import ROWS_KEYS
+from ci_llm.config.own_keys import AUTO, ROWS_KEYS
 from ci_llm.core.remote import may_be_on_hub
 from ci_llm.data.columns import NamedColumns, form_of_columns, shown
 from ci_llm.data.order import permute
@@ -273,6 +273,7 @@ def recognised(
 
 
 def _training_rows(config: Config, name: str) -> Rows:
+    config = _settled(config, name)
     splits = open_splits(name, config.dataset_subset, config.dataset_split)
     training = _split(splits, config.dataset_split, "dataset_split", name)
     total = len(training)
@@ -294,6 +295,7 @@ def _training_rows(config: Config, name: str) -> Rows:
 
 def _evaluation_rows(config: Config, name: str) -> Rows:
     """The rows to evaluate on of a data set that is also trained on: a split, or the held-out rows."""
+    config = _settled(config, name)
     splits = open_splits(name, config.dataset_subset, config.dataset_split)
     training = _split(splits, config.dataset_split, "dataset_split", name)
     if held_out := _held_out(config, splits, name):
@@ -305,6 +307,7 @@ def _evaluation_rows(config: Config, name: str) -> Rows:
 
 def _validation_rows(config: Config, name: str) -> Rows:
     """The rows of a data set of `eval_dataset_name`."""
+    config = _settled(config, name)
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*eval_splits(name), config.dataset_split, *splits]
     split = next((each for each in known if each in splits), known[0])
@@ -411,6 +414,13 @@ def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], not
     if len(numbers) == len(data):
         return recognised(data, where, notes, named=named)
     return recognised(data.select(numbers), where, notes, named=named, numbers=numbers)
+
+
+def _settled(config: Config, name: str) -> Config:
+    """The configuration for one data set, whose rows are taken as in a run that has no other."""
+    if config.held_out != AUTO:
+        return config
+    return config.model_copy(update={"held_out": "spread" if name == "embedded" else "drawn"})
 
 
 #: Of the permutation by which rows are drawn: no epoch of a training has this number.

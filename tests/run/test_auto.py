@@ -76,7 +76,7 @@ def values(config: Config, keys: Mapping[str, Any]) -> dict[str, Any]:
 def test_on_the_embedded_base_and_rows_auto_is_what_the_file_said_before() -> None:
     found = load_config(ROOT / "configs.yaml")
     assert values(found, NUMBERS) == NUMBERS
-    assert (found.held_out, found.long_rows, found.crowd) == ("spread", "split", "fixed")
+    assert (found.held_out, found.long_rows, found.crowd) == ("auto", "split", "fixed")
     assert not re.search(rf"^({'|'.join(NUMBERS)}): *[\d.]", (ROOT / "configs.yaml").read_text(), re.MULTILINE)
 
 
@@ -145,7 +145,7 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
         "learning_rate": 2e-4,
         "eval_samples": 50,
     }
-    assert (config.held_out, config.long_rows) == ("drawn", "split")
+    assert (config.held_out, config.long_rows) == ("auto", "split")
     assert json.loads((result.folder / "final_checkpoint" / "agent1" / "adapter_config.json").read_text())["r"] == 16
     assert result.metrics["n"] == 3
     for line in (
@@ -167,7 +167,7 @@ def test_on_the_embedded_base_auto_has_the_bits_of_the_numbers(tmp_path: Path) -
     plain = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "numbers", **given).folder / "final_checkpoint"
     assert compare(load_checkpoint(auto), load_checkpoint(plain)).identical
     changes = recorded(plain).diff(recorded(auto))
-    assert {change.key for change in changes} == {"output_dir", "long_rows"}
+    assert {change.key for change in changes} == {"output_dir", "held_out", "long_rows"}
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_at_one_row_layers_are_recomputed_and_then_it_gives_up(server: ForkServe
     told, (failure,) = said(tmp_path), read_failures(tmp_path / "run", 1)
     assert "layers are recomputed in the backward pass from now on" in told
     assert (failure.reason, failure.step) == ("out_of_memory", 2)
-    for advice in ("one row at a time", "Tried to allocate 2.00 GiB", "GB held", "max_seq_length=256", "num_agents=1"):
+    for advice in ("one row at a time", "Tried to allocate 2.00 GiB", "GB held", "max_seq_length=41", "num_agents=1"):
         assert advice in failure.message, failure.message
     status = read_status(tmp_path / "run")
     assert (status.status, status.reason, status.micro_batch_size) == ("failed", "out_of_memory", 1)
@@ -135,7 +135,7 @@ def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice
     assert len(fired(tmp_path)) == 3  # all four rows, two, one
     (failure,) = read_failures(tmp_path / "run", 1)
     assert (failure.reason, failure.step) == ("out_of_memory", 6)
-    for advice in ("an evaluation of one row at a time", "Tried to allocate 2.00 GiB", "max_seq_length=256"):
+    for advice in ("an evaluation of one row at a time", "Tried to allocate 2.00 GiB", "max_seq_length=41"):
         assert advice in failure.message, failure.message
     assert train(server, tmp_path, max_train_steps=6) == [0], said(tmp_path)
 

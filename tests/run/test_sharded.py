@@ -103,7 +103,7 @@ def test_without_memory_to_follow_the_others_the_attempt_ends_for_all(server: Fo
 def test_out_of_memory_in_an_evaluation_is_repeated_in_smaller_parts_by_all(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory in an evaluation", steps=(2, 4), process=1, amount=1)
     told = compare(server, tmp_path, 2, fault, eval_samples=8)
-    assert {step for _, step, _ in fired(tmp_path / "layers")} == {2, 4}
+    assert {step for _, step, _ in fired(tmp_path / "layers")} == {2}, "later evaluations take fewer rows at once"
     assert "row(s) at a time" in told
 
 
