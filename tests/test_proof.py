@@ -16,6 +16,7 @@ from tests.support.story_rows import write_stories
 TINY = Form((2e-3, 8e-3), (4,), steps=12, rows=4, validation=8, test=8, kill_every_s=3600.0, rivals=0)
 
 
+@pytest.mark.campaign  # its kills come by the clock: a machine that is slow to look sees the job end before the move
 @pytest.mark.slow
 def test_a_job_that_is_killed_wiped_and_moved_ends_with_the_bytes_of_an_undisturbed_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
