@@ -94,7 +94,7 @@ def test_every_evaluation_shows_the_same_question_with_its_answer(finished: Path
     assert len(shown) == 2, "after step 4, and at the end"
     assert len(asked) == 1
     before = [line for line in lines[: shown[0]] if "generate  " not in line]  # a slow machine says how far it is
-    assert "evaluate  step 4: " in before[-1]
+    assert "evaluate  step 4, on 8 rows: " in before[-1]
     assert "of 3 agents alone" in lines[shown[0] + 2]
 
 
