@@ -100,7 +100,7 @@ def _digest(file: Path, _state: tuple[int, ...]) -> str:
 
 @cache
 def _say_once(file: Path, folder: Path) -> None:
-    """In every process: another one than that which logs may have made the folder."""
+    """Log it once in each process, because the process that logs may not be the one that converted."""
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
     logger.info(f"model     {file.name} is dequantised in {folder}, {size:.2f} GB, which later starts use")
 
@@ -138,7 +138,7 @@ def _no_room(file: Path, folder: Path, why: str) -> ModelError:
 
 
 def _bytes_when_dense(file: Path) -> int:
-    """Of the numbers of a file in fp32. Raises ValueError and others of `_UNREADABLE`: it is no whole GGUF file."""
+    """The bytes of a file's numbers in fp32. Raises one of `_UNREADABLE`: it is not a whole GGUF file."""
     from transformers.integrations.gguf import GgufHeader
 
     header, size = GgufHeader.from_file(str(file)), file.stat().st_size
@@ -153,7 +153,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The dense model and the tokenizer.
 
     Raises:
-        ModelError: weights are missing. Others of `_UNREADABLE`: see there.
+        ValueError: weights are missing. One of `_UNREADABLE`: the file is damaged or foreign.
     """
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -188,7 +188,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _smallest_exact(model: PreTrainedModel) -> torch.dtype:
-    """Of 16 bits, if no number changes: those of files in F16 and BF16. Most numbers of quantised files need fp32."""
+    """A dtype of 16 bits if no number changes, as in files in F16 and BF16. Quantised files mostly need fp32."""
     import torch
 
     for dtype in (torch.bfloat16, torch.float16):

@@ -82,9 +82,9 @@ def _num_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
 
 
 def step_command(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What makes a command a step of this SLURM job: words before it. None but in a batch script that is in no step.
+    """The words that make a command a step of this SLURM job when they stand before it.
 
-    Under mpirun, which is not asked for its processes again, and in what was started already, there are none either.
+    There are none outside of a batch script, in a step, under mpirun, and in a process that was started this way.
     """
     node, srun = environ.get("SLURMD_NODENAME", ""), shutil.which("srun", path=environ.get("PATH"))
     is_started = {STARTED, SUPERVISED, "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE"} & environ.keys()

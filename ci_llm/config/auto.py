@@ -50,6 +50,7 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "max_train_samples", 100 if few else None, why
     by_epochs = not few or "epochs" in c.model_fields_set
     yield "max_train_steps", None if by_epochs else 260, f"epochs {c.epochs:g} decides" if by_epochs else why
+    yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for
     yield "held_out", AUTO, ""  # by data set: an agent is evaluated on the rows that it has alone
     yield "long_rows", "split", ""
     if not on_embedded:

@@ -128,7 +128,7 @@ def adapter_card(facts: CardFacts, title: str, what: str) -> str:
 
 
 def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
-    """Of a folder with an adapter for llama.cpp and Ollama.
+    """The card of a folder with an adapter for llama.cpp and Ollama.
 
     Args:
         base: the name of the GGUF file that it is added to.

@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig
 from ci_llm.crowd.merging import Adapter
 from ci_llm.errors import ModelError
 
-#: Architectures of which llama.cpp's converter keeps the linear layers as they are.
+#: Architectures whose linear layers llama.cpp's converter keeps as they are.
 _AS_THEY_ARE: Final = frozenset(
     {"cohere", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2"}
 )
-#: Those of which it orders the rows of queries and keys anew, from halves of a head to pairs, as its rotation wants.
+#: Architectures whose rows of queries and keys it reorders, from halves of a head to pairs, for its rotary embedding.
 _IN_PAIRS: Final = frozenset({"granite", "llama", "mistral", "smollm3"})
-#: Its names of them, where they are others than those of Transformers.
+#: Its names where they differ from those of Transformers.
 _NAMES: Final = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama"}
 
 
@@ -65,7 +65,7 @@ def write_gguf_adapter(path: Path, adapter: Adapter, config: PreTrainedConfig) -
 
 
 def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> dict[str, np.ndarray]:
-    """By llama.cpp's names. It scales by alpha / rank, so what else PEFT scales by is multiplied into B."""
+    """The tensors by llama.cpp's names. It scales by alpha / rank, so B takes any other factor of PEFT."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: key for key, name in MODEL_ARCH_NAMES.items()}

@@ -157,8 +157,8 @@ def score(
     return Scores.joined(parts)
 
 
-#: Agents and crowd whose logits are thought of as being held at once. Fixed, because an agent is scored in the chunks
-#: that it has alone: its NLL has the same bits in company.
+#: Scores are computed in chunks small enough for the logits of so many agents. The number is fixed, so that an agent is
+#: scored in the same chunks alone and in company, and its NLL has the same bits.
 SCORED_AT_ONCE: Final = 8
 
 

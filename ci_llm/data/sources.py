@@ -423,7 +423,7 @@ def _settled(config: Config, name: str) -> Config:
     return config.model_copy(update={"held_out": "spread" if name == "embedded" else "drawn"})
 
 
-#: Of the permutation by which rows are drawn: no epoch of a training has this number.
+#: The epoch of the permutation by which rows are drawn; no epoch of a training has this number.
 _DRAW: Final = -1
 
 

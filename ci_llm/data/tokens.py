@@ -278,7 +278,7 @@ class TokenizedRows:
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows together."""
+        """The tokens of all rows together."""
         return int(self._facts["tokens"])
 
     @property

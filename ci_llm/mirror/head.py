@@ -90,7 +90,7 @@ HEAD: Final = "head.json"
 RECORDS: Final = "records/"
 BLOCKS: Final = "blocks/"
 VERSION: Final = 1
-#: Of a document that names a compressed block; all others stay readable for programs that know none.
+#: The version of a document that names a compressed block. Older programs read all others.
 VERSION_COMPRESSED: Final = 2
 #: Of a head that had to be rebuilt.
 UNKNOWN_RUN: Final = ""

@@ -476,7 +476,8 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
             scores = run.evaluator.scores(step, run.micro_batch_size)
         answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
         example = answers.example if answers is not None else run.evaluator.example(step)
-    base = run.evaluator.base(step, run.micro_batch_size, answers=answers is not None)
+    has_answers = answers is not None
+    base = None if scores is None else run.evaluator.base(step, run.micro_batch_size, answers=has_answers)
     if (stop := run.stop_vote.reason()) is not None or scores is None or base is None:
         return stop, {}
     run.log.report_save(run.manager.last_result)

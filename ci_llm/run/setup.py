@@ -112,8 +112,6 @@ def build(
     config = config.model_copy(update=loaded.settled)
     for line in config.told_auto():
         logger.info(f"auto      {line}")
-    if before is not None and config.max_new_tokens_eval == "auto":  # auto keeps what the run began with
-        config = config.model_copy(update={"max_new_tokens_eval": before.max_new_tokens_eval})
     config = settle(config, rows, processes, before)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)

@@ -73,6 +73,12 @@ def values(config: Config, keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: getattr(config, key) for key in keys}
 
 
+@pytest.mark.parametrize(("given", "holds"), [("auto", 7), (9, 9)])
+def test_auto_keeps_the_length_of_answers_with_which_the_run_began(given: Any, holds: int) -> None:
+    now, before = Config(max_new_tokens_eval=given), Config(max_new_tokens_eval=7)
+    assert now.settled_as(before).max_new_tokens_eval == holds
+
+
 def test_on_the_embedded_base_and_rows_auto_is_what_the_file_said_before() -> None:
     found = load_config(ROOT / "configs.yaml")
     assert values(found, NUMBERS) == NUMBERS

@@ -71,7 +71,7 @@ def optimizer_of(config: Config, crowd: Crowd, rows: TrainingRows) -> torch.opti
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=fused)
 
 
-#: Of IVON, at most: with fewer tokens to learn, its noise drowns what a base knows that has many numbers to train.
+#: The most trained numbers per example of IVON. With more, its noise drowns what the base knows.
 NUMBERS_PER_EXAMPLE: Final = 50
 
 
