@@ -37,22 +37,38 @@ def describe_keys() -> str:
 
 
 def keys_as_markdown() -> str:
-    """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own.
+    """All keys as tables, one for each group: key, default, what it is, a change on a resume, names elsewhere.
 
     They are the tables of docs/keys.md.
     """
+    head = "| key | default | what it is | on a resume | elsewhere |\n| --- | --- | --- | --- | --- |"
     parts = []
     for title, keys in groups().items():
-        rows = [f"| {_names(key)} | `{dump_value(FIELDS[key].default)}` | {_text(key)} |" for key in keys]
-        parts.append("\n".join([f"## {title}", "", "| key | default | what it is |", "| --- | --- | --- |", *rows]))
+        rows = [
+            f"| `{key}` | `{dump_value(FIELDS[key].default)}` | {_text(key)} | {_on_resume(key)} | {_elsewhere(key)} |"
+            for key in keys
+        ]
+        parts.append("\n".join([f"## {title}", "", head, *rows]))
     return "\n\n".join(parts)
 
 
-def _names(key: str) -> str:
+def _on_resume(key: str) -> str:
+    """A word for what another value means for a resumed run; docs/keys.md explains each."""
+    meaning = FIELDS[key].json_schema_extra
+    assert isinstance(meaning, dict)
+    if meaning["kind"] == "free":
+        return "free" if meaning["keeps_bits"] else "rounding"
+    if meaning["kind"] == "schedule":
+        return "ending" if meaning["keeps_bits"] else "length"
+    return "refused"
+
+
+def _elsewhere(key: str) -> str:
+    """The names that other trainers have for a key, those among them that mean it by their value."""
     translated = [
         name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())
     ]
-    return "<br>".join([f"`{key}`", *(alias for alias, meant in ALIASES.items() if meant == key), *translated])
+    return ", ".join([*(alias for alias, meant in ALIASES.items() if meant == key), *translated])
 
 
 def _text(key: str) -> str:
