@@ -14,7 +14,7 @@ A restore compares what can be compared before it touches any object.
             manager.wait_until_finished()
             sys.exit()
 
-Its methods have the names of Orbax's CheckpointManager (docs/coming_from/orbax.md). It knows nothing of agents.
+Its methods have the names of Orbax's CheckpointManager (docs/coming_from.md). It knows nothing of agents.
 """
 
 from __future__ import annotations

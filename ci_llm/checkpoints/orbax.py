@@ -6,7 +6,7 @@
     manager.save(step, args=ocp.args.StandardSave(state))
     state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
 
-Calls are translated, and formats are not: the checkpoints are ours. docs/coming_from/orbax.md says what differs.
+Calls are translated, and formats are not: the checkpoints are ours. docs/coming_from.md says what differs.
 """
 
 from __future__ import annotations
@@ -74,4 +74,4 @@ StandardCheckpointHandler = JsonCheckpointHandler = PyTreeCheckpointHandler
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"{name} of orbax.checkpoint has no counterpart here; docs/coming_from/orbax.md has what has")
+    raise AttributeError(f"{name} of orbax.checkpoint has no counterpart here; docs/coming_from.md has what has")
