@@ -157,7 +157,9 @@ class Crowd(CrowdModel):
         with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
 
         Args:
-            prompt, stop_strings, choices: as for `generate`.
+            prompt: as for `generate`.
+            stop_strings: as for `generate`.
+            **choices: the other arguments of `generate`.
 
         Returns:
             an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.
