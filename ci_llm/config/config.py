@@ -37,15 +37,15 @@ def describe_keys() -> str:
 
 
 def keys_as_markdown() -> str:
-    """All keys as tables, one for each group: key, default, what it is, a change on a resume, names elsewhere.
+    """All keys as tables, one for each group: key, default, what another value means on a resume, what it is.
 
-    They are the tables of docs/keys.md.
+    The names that other trainers have for a key stand below what it is. They are the tables of docs/keys.md.
     """
-    head = "| key | default | what it is | on a resume | elsewhere |\n| --- | --- | --- | --- | --- |"
+    head = "| key | default | on a resume | what it is, and its names elsewhere |\n| --- | --- | --- | --- |"
     parts = []
     for title, keys in groups().items():
         rows = [
-            f"| `{key}` | `{dump_value(FIELDS[key].default)}` | {_text(key)} | {_on_resume(key)} | {_elsewhere(key)} |"
+            f"| `{key}` | `{dump_value(FIELDS[key].default)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |"
             for key in keys
         ]
         parts.append("\n".join([f"## {title}", "", head, *rows]))
@@ -64,11 +64,10 @@ def _on_resume(key: str) -> str:
 
 
 def _elsewhere(key: str) -> str:
-    """The names that other trainers have for a key, those among them that mean it by their value."""
-    translated = [
-        name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())
-    ]
-    return ", ".join([*(alias for alias, meant in ALIASES.items() if meant == key), *translated])
+    """The names that other trainers have for a key, on a line of their own; some of them mean it by their value."""
+    names = [alias for alias, meant in ALIASES.items() if meant == key]
+    names += [name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())]
+    return f"<br>elsewhere {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _text(key: str) -> str:
