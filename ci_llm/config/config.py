@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def _elsewhere(key: str) -> str:
 
 
 def _text(key: str) -> str:
-    return str(FIELDS[key].description).replace("|", "or")
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", str(FIELDS[key].description).replace("|", "or"))
 
 
 def _described(key: str) -> str:
