@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -86,6 +87,8 @@ def _supervise(options: Options) -> int:
 
 def _target(options: Options) -> Target:
     script = _script(options)
+    if not options.command and script == DEFAULT_SCRIPT and not script.exists():  # an installed package has no train.py
+        options = replace(options, command=(sys.executable, "-m", "ci_llm", "train"))
     words: list[str] | None = [] if is_own_script(script) else None
     sweeps = False
     if options.command:

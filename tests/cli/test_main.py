@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,40 @@ def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys
     assert said != main.USAGE + "\n"
     assert "example" in said
     assert " ".join(words[-1:]) in said or words in (["check"], ["supervise"])  # named after their scripts
+
+
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside `--help` itself; in the case of train they are keys."""
+    said = {}
+    for which in ((), ("all",)):
+        assert main.main([*words, "--help", *which]) == 0
+        said[which] = capsys.readouterr().out
+    short, full = said.values()
+    options = re.findall(r"^  (?:--)?[a-z][\w-]+[= ].*", short.partition("options:\n")[2], re.MULTILINE)
+    keys = re.findall(r"^  \w+=", short, re.MULTILINE) if words == ["train"] else []
+    assert len(options) + len(keys) <= 5, short
+    assert len(re.findall(r"^examples?:", short, re.MULTILINE)) == 1
+    [example] = re.findall(r"^example: +(.+)", short, re.MULTILINE)
+    assert example in full
+    assert {*re.findall(r"--[a-z][\w-]+", short)} <= {*re.findall(r"--[a-z][\w-]+", full), "--help"}
+
+
+def test_the_first_page_has_every_verb_in_its_group_and_all_of_it_the_help_of_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups = dict(re.findall(r"^(start here|after the run|around the run)\n((?:  .*\n)+)", main.USAGE, re.MULTILINE))
+    verbs = [verb for lines in groups.values() for verb in re.findall(r"^  (\w+) ", lines, re.MULTILINE)]
+    assert sorted(verbs) == sorted(main.COMMANDS)
+    assert list(groups) == ["start here", "after the run", "around the run"]
+    assert main.main(["--help", "all"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(main.USAGE)
+    assert all(f" ci-llm {verb} -" in said for verb in main.COMMANDS)
+    assert "--distill-rate" in said
+    assert "interrupted_exit_code=0" in said
 
 
 def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
