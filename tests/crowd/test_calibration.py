@@ -160,6 +160,7 @@ def test_signals_are_the_numbers_of_the_tokens() -> None:
 # How it is used
 
 
+@pytest.mark.slow
 def test_answers_carry_the_probability_that_they_are_right(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_it_survives_json(plain: list[Answer]) -> None:
     assert Calibration.of(json.loads(json.dumps(made.record()))) == made
 
 
+@pytest.mark.slow
 def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
     crowd: Crowd, plain: list[Answer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
