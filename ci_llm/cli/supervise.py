@@ -87,8 +87,8 @@ def _supervise(options: Options) -> int:
 
 def _target(options: Options) -> Target:
     script = _script(options)
-    if not options.command and script == DEFAULT_SCRIPT and not script.exists():  # an installed package has no train.py
-        options = replace(options, command=(sys.executable, "-m", "ci_llm", "train"))
+    if not (options.command or options.external_script_options() or script != DEFAULT_SCRIPT or script.exists()):
+        options = replace(options, command=(sys.executable, "-m", "ci_llm", "train"))  # installed without a train.py
     words: list[str] | None = [] if is_own_script(script) else None
     sweeps = False
     if options.command:

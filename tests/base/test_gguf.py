@@ -59,6 +59,7 @@ def test_the_plain_folder_has_the_numbers_of_the_file(
         assert torch.equal(base.model.state_dict()[name], torch.from_numpy(stored)), name
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")
     tokenizer = AutoTokenizer.from_pretrained(load_base(str(file)).name)

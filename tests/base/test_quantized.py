@@ -134,6 +134,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder:
     assert found.isfinite().all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_makes_each_weight_dense_once_per_pass_for_all_agents(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch

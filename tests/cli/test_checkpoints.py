@@ -525,6 +525,7 @@ def test_agents_are_asked_with_the_template_that_they_bring_along(
     assert not (tmp_path / "mixed").exists()
 
 
+@pytest.mark.slow
 def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb("import", *peft_folders(tmp_path, 1, use_rslora=True), "--to", tmp_path / "crowd") == 0
     made, _, command = capsys.readouterr().out.splitlines()
@@ -567,6 +568,7 @@ def test_the_first_ci_llm(parallel: bool, whole: bool, tmp_path: Path, capsys: p
         torch.testing.assert_close(logits_of(crowd, k), wanted)
 
 
+@pytest.mark.slow
 def test_weights_that_peft_saved_as_a_pickle(tmp_path: Path) -> None:
     (folder,) = peft_folders(tmp_path, 1)
     weights = load_file(folder / "adapter_model.safetensors")

@@ -120,6 +120,7 @@ def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys
     assert " ".join(words[-1:]) in said or words in (["check"], ["supervise"])  # named after their scripts
 
 
+@pytest.mark.fast_cases(17)
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
 def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
     words: list[str], capsys: pytest.CaptureFixture[str]

@@ -288,6 +288,7 @@ def test_a_stream_that_is_closed_stops_at_the_next_token(
     assert crowd.generate(QUESTIONS[0], **SHORT) == [detailed[0].answer], "the crowd is free again"
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd, held: Held) -> None:
     stream = crowd.stream(QUESTIONS[0], max_new_tokens=200)
     thread = stream._thread

@@ -218,6 +218,7 @@ def test_a_price_becomes_the_share_of_prompts_that_all_are_asked() -> None:
     assert [made.escalates_below(price) for price in (1, 1.6, 3, 5, 9)] == pytest.approx([0, 0.15, 0.5, 1, 1])
 
 
+@pytest.mark.slow
 def test_what_needs_a_calibration_is_refused_without_one(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,6 +198,7 @@ def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
         assert_alike(agent(input_ids=IDS).logits, logits_of(crowd)[2])
 
 
+@pytest.mark.slow
 def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path, tmp_path: Path) -> None:
     prepare(source, device="cpu", agent=0).write(tmp_path / "whole", None, into_base=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
@@ -376,6 +377,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@pytest.mark.slow
 def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the hub's client lays it out: a snapshot of links to blobs."""
     repository, commit = hub / "models--someone--stories", "0" * 40

@@ -108,6 +108,7 @@ def test_a_later_push_takes_away_what_this_crowd_no_longer_has_and_nothing_else(
     assert len(hub.commits) == 2, "what goes and what comes is one commit"
 
 
+@pytest.mark.slow
 def test_without_a_login_the_way_is_named(run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_another")
     with pytest.raises(BadInput, match="the hub refuses \\(401\\)") as refused:
