@@ -59,9 +59,11 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
         changes: what differs between the run in the folder and `config`.
     """
     changes = list(changes)
-    command = command_line(launch, {"experiment_name": _new_name(changes, config)})
+    name = {"experiment_name": _new_name(changes, config)}
+    by_call = launch.called_at is not None  # from Python, where a command line says nothing
+    command = f"experiment_name={name['experiment_name']}" if by_call else f"`{command_line(launch, name)}`"
     ways = [
-        f"`{command}` begins a new run beside it",
+        f"{command} begins a new run beside it",
         "overwrite_output_dir=true begins here and moves the old run aside",
     ]
     if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
