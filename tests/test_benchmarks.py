@@ -23,6 +23,7 @@ from benchmarks import (
     checkpoint_writers,
     crowd,
     crowd_answers,
+    families,
     floor,
     generation,
     growth,
@@ -308,6 +309,14 @@ def test_real_rows_are_learned_on_a_base_that_is_made_of_their_questions(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_families_that_choose_the_positions_to_attend_to_are_equal(family: str) -> None:
+    """Their rows are longer than what they choose (`index_topk`), unlike the rows of the trial of a real base."""
+    assert families.SIZE["index_topk"] < min(map(len, families.PROMPTS)) + families.NEW_TOKENS
+    found = families.compare_family(family)
+    assert (found.kind, found.detail.startswith("padded")) == ("equal", True), found
+
+
 def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writers, "LAYERS", 1)
     turns = mirror_stall.measure(scale=1, rounds=1, steps=1, home=tmp_path)

@@ -311,8 +311,7 @@ class RunCheckpoint:
         precision, precision_now = self._precisions(source)
         if precision != precision_now:
             odd.append(f"precision of the base {precision} -> {precision_now}")
-        if same_processes:
-            odd += self._restore_generators(source)
+        odd += self._restore_generators(source.checkpoint.state["rng"], state.step, same_processes)
         changes = _bits_changing(source.config.diff(self.config), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
@@ -325,11 +324,19 @@ class RunCheckpoint:
             grade = f"{'sample' if odd else 'state'}-exact ({'; '.join(odd + unsure)})"
         return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
 
-    def _restore_generators(self, source: Source) -> list[str]:
-        generators: Any = source.checkpoint.state["rng"]
-        count = self.processes.num_processes
-        odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in generators]
-        own = generators.get(f"process{self.processes.process_index}")
+    def _restore_generators(self, saved: Any, step: int, same_processes: bool) -> list[str]:
+        """Set the global generators; returns what keeps them from being as they were.
+
+        In as many processes as before, each gets its own back. In another number of processes none is handed on: rows
+        are dealt in another way, and every micro-step sets the generators by a key. What draws between the steps, such
+        as a callback, then begins from a key as well, so that a resume which is repeated draws the same.
+        """
+        index, count = self.processes.process_index, self.processes.num_processes
+        if not same_processes:
+            determinism.seed_everything(self.config.seed, "processes", step, count, index)
+            return []  # the numbers of processes are named already
+        odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in saved]
+        own = saved.get(f"process{index}")
         if own is not None and (hindrance := determinism.restore(own)):
             odd.append(hindrance)
         return odd
