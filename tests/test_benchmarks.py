@@ -317,6 +317,7 @@ def test_families_that_choose_the_positions_to_attend_to_are_equal(family: str) 
     assert (found.kind, found.detail.startswith("padded")) == ("equal", True), found
 
 
+@pytest.mark.slow
 def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writers, "LAYERS", 1)
     turns = mirror_stall.measure(scale=1, rounds=1, steps=1, home=tmp_path)

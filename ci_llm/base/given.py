@@ -43,7 +43,7 @@ def require_usable(model: Any, tokenizer: Any) -> None:
     if any(hasattr(module, "lora_A") or hasattr(module, "peft_config") for module in modules):
         alone = "give the base alone: model.merge_and_unload() of PEFT, or crowd.detach() of a Crowd; init_from=FOLDER"
         raise _refused("there are adapters on this model already", f"{alone} starts agents from saved adapters")
-    if type(model) is not _class_of(getattr(model, "config", None)):
+    if not _is_causal(model):
         causal = "give what AutoModelForCausalLM.from_pretrained returns"
         raise _refused(f"a {type(model).__name__} is no causal language model of Transformers", causal)
     places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
@@ -56,8 +56,8 @@ def require_usable(model: Any, tokenizer: Any) -> None:
     load.require_tokenizer("model=", tokenizer)
 
 
-def _class_of(config: Any) -> type | None:
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # type: ignore[no-any-return,no-untyped-call]
+def _is_causal(model: Any) -> bool:
+    return type(model) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None)
 
 
 def _refused(what: str, hint: str) -> ModelError:
