@@ -48,14 +48,15 @@ class Crowd(CrowdModel):
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
 
-    >>> crowd = ci_llm.Crowd.from_pretrained(run)
-    >>> [answer] = crowd.generate(["Ann has 7 pens. Ann breaks 6. How many pens are left?"], max_new_tokens=4)
-    >>> isinstance(answer, str), crowd.num_agents
-    (True, 3)
-    >>> crowd.log_probs(["Ann has 7 pens.", "Ben has 2."], ["7", "2"]).shape  # 3 agents and the crowd, in nats
-    torch.Size([4, 2])
-    >>> type(crowd[0]).__name__
-    'PeftModelForCausalLM'
+    Examples:
+        >>> crowd = ci_llm.Crowd.from_pretrained(run)
+        >>> [answer] = crowd.generate(["Ann has 7 pens. Ann breaks 6. How many pens are left?"], max_new_tokens=4)
+        >>> isinstance(answer, str), crowd.num_agents
+        (True, 3)
+        >>> crowd.log_probs(["Ann has 7 pens.", "Ben has 2."], ["7", "2"]).shape  # 3 agents and the crowd, in nats
+        torch.Size([4, 2])
+        >>> type(crowd[0]).__name__
+        'PeftModelForCausalLM'
     """
 
     @classmethod

@@ -94,10 +94,11 @@ def train(
     Raises:
         CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
 
-    >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(20)]
-    >>> result = ci_llm.train(dataset=rows, quiet=True, **small)  # `small`: keys that keep the example short
-    >>> result.status, result.step, result.crowd.num_agents
-    ('completed', 2, 2)
+    Examples:
+        >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(20)]
+        >>> result = ci_llm.train(dataset=rows, quiet=True, **small)  # `small`: keys that keep the example short
+        >>> result.status, result.step, result.crowd.num_agents
+        ('completed', 2, 2)
     """
     arguments = {"dataset": dataset, "eval_dataset": eval_dataset, "model": model}
     with _in_words_of_python([name for name, value in arguments.items() if value is not None]):
