@@ -18,8 +18,9 @@ ROOT: Final = Path(__file__).parents[1]
 #: Pages of the site that have another place in the repository.
 PAGES: Final = {"index.md": "README.md", "slurm.md": "slurm/README.md", "contributing.md": "CONTRIBUTING.md"}
 SOURCES: Final = "source"
-#: The signatures and docstrings of the public names; mkdocstrings fills it in.
-REFERENCE: Final = "reference.md"
+#: The page of the public names, and where in it mkdocstrings writes their signatures and docstrings.
+NAMES: Final = "api.md"
+SIGNATURES: Final = "<!-- signatures -->"
 _FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
@@ -28,7 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from elsewhere, and a copy of every file that a page links to."""
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, REFERENCE, content=_reference()))
     for page in files.documentation_pages():
         for _, _, target, _ in _LINK.findall(_FENCE.sub("", page.content_string)):
             path = _in_repository(page.src_uri, target)
@@ -37,16 +37,20 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def _reference() -> str:
+def _signatures() -> str:
     names = [
         f"::: {module}" + f".{name}" * (not module.endswith(f".{name}")) for name, module in ci_llm._MODULES.items()
     ]
-    return "\n\n".join(["# Signatures", "What every public name takes, returns and raises.", *names])
+    return "
+
+".join(names)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links of a page, but for those inside blocks of code."""
+    """Rewrite the links of a page, but for those inside blocks of code; fill in the signatures."""
     here = page.file.src_uri
+    if here == NAMES:
+        markdown = markdown.replace(SIGNATURES, _signatures())
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_LINK.sub(lambda link: _rewritten(link, here), markdown[end : fence.start()]), fence[0]]
