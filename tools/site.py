@@ -41,9 +41,7 @@ def _signatures() -> str:
     names = [
         f"::: {module}" + f".{name}" * (not module.endswith(f".{name}")) for name, module in ci_llm._MODULES.items()
     ]
-    return "
-
-".join(names)
+    return "\n\n".join(names)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
