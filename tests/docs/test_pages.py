@@ -82,6 +82,7 @@ def messages() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> None:
     page = (ROOT / "docs/messages.md").read_text(encoding="utf-8")
     tables = re.findall(r"^\| you see \|.*\n\|[-| ]+\n((?:\|.*\n)+)", page, re.MULTILINE)
