@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 import ci_llm
@@ -22,18 +23,30 @@ SOURCES: Final = "source"
 NAMES: Final = "api.md"
 SIGNATURES: Final = "<!-- signatures -->"
 _FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_EXAMPLE: Final = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 _LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+class Examples(griffe.Extension):
+    """An example in a docstring is a block of code; Markdown would take its `>>>` for a quotation."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from elsewhere, and a copy of every file that a page links to."""
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for page in files.documentation_pages():
+    pages = list(files.documentation_pages())
+    for page in pages:  # grows: a copy may be a page with links of its own
         for _, _, target, _ in _LINK.findall(_FENCE.sub("", page.content_string)):
             path = _in_repository(page.src_uri, target)
             if _is_source(path) and files.get_file_from_path(f"{SOURCES}/{path}") is None:
-                files.append(File.generated(config, f"{SOURCES}/{path}", content=(ROOT / path).read_bytes()))
+                copy = File.generated(config, f"{SOURCES}/{path}", content=(ROOT / path).read_bytes())
+                files.append(copy)
+                pages += [copy] * copy.is_documentation_page()
     return files
 
 
@@ -73,7 +86,8 @@ def _rewritten(link: re.Match[str], page: str) -> str:
 
 def _in_repository(page: str, target: str) -> str:
     """The path that a link of a page of the site means, from the root of the repository."""
-    source = PAGES.get(page, f"docs/{page}")
+    copied = page.startswith(f"{SOURCES}/")
+    source = page.removeprefix(f"{SOURCES}/") if copied else PAGES.get(page, f"docs/{page}")
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
 
 
