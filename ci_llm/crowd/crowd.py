@@ -139,9 +139,8 @@ class Crowd(CrowdModel):
         """How far the agents are apart on given answers: the Jensen-Shannon divergence of their distributions.
 
         Args:
-            prompts: as for `log_probs`, and so are the others.
-            answers: those that the crowd writes itself come with their disagreement by `generate(..., details=True)`.
-            batch_size: rows at a time.
+            prompts, answers, batch_size: as for `log_probs`. For answers that the crowd writes itself, take
+                `generate(..., details=True)`.
 
         Returns:
             [N], fp64, in nats: the mean over the tokens of each answer; from 0, all agents alike, to log K.
