@@ -22,6 +22,9 @@ SOURCES: Final = "source"
 #: The page of the public names, and where in it mkdocstrings writes their signatures and docstrings.
 NAMES: Final = "api.md"
 SIGNATURES: Final = "<!-- signatures -->"
+#: How much a page counts in the search: what people do comes before how it is made, and copies of files are left out.
+TASKS: Final = re.compile(r"install|first_run|own_data|own_model|run_folder|recipes/")
+INSIDES: Final = ("api.md", "architecture.md", "contributing.md")
 _FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _EXAMPLE: Final = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 _LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
@@ -60,6 +63,10 @@ def _signatures() -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page, but for those inside blocks of code; fill in the signatures."""
     here = page.file.src_uri
+    if here.startswith(f"{SOURCES}/"):
+        page.meta["search"] = {"exclude": True}
+    elif TASKS.match(here) or here in INSIDES:
+        page.meta["search"] = {"boost": 0.5 if here in INSIDES else 2}
     if here == NAMES:
         markdown = markdown.replace(SIGNATURES, _signatures())
     parts, end = [], 0
