@@ -90,7 +90,7 @@ lint: install-dev
 
 # The site, into build/site; a warning is an error.
 docs: install-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Of small changes to the files on which most depends, the share that their tests notice; about an hour.
 mutation: install-dev

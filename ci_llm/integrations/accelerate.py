@@ -251,7 +251,7 @@ def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
         return ConfigError(
             f"{names} is no Crowd, and only of a crowd do these hooks know what to save",
             where="register_hooks",
-            hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/own_loops.md",
+            hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/recipes/own_code.md",
         )
     return ConfigError(
         f"{crowds or 'no'} crowd was prepared by this accelerator, and there must be one",

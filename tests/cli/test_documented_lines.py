@@ -89,7 +89,7 @@ REFUSED: list[tuple[str, list[str]]] = [
             "model_name=NAME",
             "lora_rank",
             "every learned token",
-            "docs/data.md",
+            "docs/own_data.md",
         ],
     ),
     (
