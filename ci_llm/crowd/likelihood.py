@@ -7,8 +7,6 @@ Legend: K agents, N rows of at most L tokens, S targets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, Packable, pack
+from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, prompts_of
 from ci_llm.errors import BadInput
 
@@ -30,19 +29,13 @@ Asked = Prompt | Sequence[Prompt] | TokenBatch
 _IGNORED = -100  # in labels, as everywhere
 
 
-@dataclass(frozen=True)
-class _TokenRow:
-    input_ids: np.ndarray[Any, Any]
-    supervised: np.ndarray[Any, Any]
-
-
 def is_tokens(given: object) -> bool:
     """Whether these are token ids as tensors, and no texts."""
     return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
 
 
-def token_rows(batch: TokenBatch) -> list[_TokenRow]:
-    """The rows of a batch without their padding.
+def token_rows(batch: TokenBatch) -> list[Example]:
+    """The rows of a batch without their padding, for `pack`.
 
     Args:
         batch: ids [N, L]; or `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded, at either end, and
@@ -66,7 +59,7 @@ def token_rows(batch: TokenBatch) -> list[_TokenRow]:
             raise BadInput("a row of the batch has no token", where="attention_mask", hint="leave the row out")
         counted = (label[kept] != _IGNORED).numpy()
         counted[:1] = False  # nothing comes before the first token
-        found.append(_TokenRow(row[kept].numpy().astype(np.int32), counted))
+        found.append(Example(row[kept].numpy().astype(np.int32), counted))
     return found
 
 

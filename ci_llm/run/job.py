@@ -95,7 +95,7 @@ def run_job(
     Args:
         sources: lines for people about where the values of `config` come from.
         callbacks: see step/callbacks.py.
-        given: a base that is loaded already; the agents have left it at the end.
+        given: a base that is loaded already.
         quiet: show people nothing but warnings.
 
     Raises:
@@ -184,7 +184,7 @@ def run_among(
             manager.close()
         finally:
             log.close()
-            if run is not None and (loaded is not None or given is not None):
+            if run is not None and loaded is not None:
                 run.crowd.detach()
 
 
