@@ -40,7 +40,7 @@ def require_usable(model: Any, tokenizer: Any) -> None:
     if any(hasattr(module, "lora_A") or hasattr(module, "peft_config") for module in modules):
         alone = "give the base alone: model.merge_and_unload() of PEFT, or crowd.detach() of a Crowd; init_from=FOLDER"
         raise _refused("there are adapters on this model already", f"{alone} starts agents from saved adapters")
-    if type(model) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None):  # type: ignore[no-untyped-call]
+    if type(model) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None):
         causal = "give what AutoModelForCausalLM.from_pretrained returns"
         raise _refused(f"a {type(model).__name__} is no causal language model of Transformers", causal)
     places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}

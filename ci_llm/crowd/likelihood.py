@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.answers import decompose
-from ci_llm.crowd.asking import prompter_of
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.asking import GenerationOptions, prompter_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, Packable, pack
@@ -63,12 +62,21 @@ def token_rows(batch: TokenBatch) -> list[Example]:
     return found
 
 
-def continued(crowd: CrowdModel, batch: TokenBatch, decoding: Decoding, batch_size: int) -> Tensor:
-    """[N, T] the ids that follow each row, without the end of the answer; short ones are padded by `pad_id`."""
+def continued(
+    crowd: CrowdModel, batch: TokenBatch, options: GenerationOptions, batch_size: int, *, details: bool
+) -> Tensor:
+    """[N, T] the ids that follow each row, without the end of the answer; short ones are padded by `pad_id`.
+
+    Raises:
+        BadInput: what is asked for needs texts.
+    """
+    if details or options != GenerationOptions(options.decoding):
+        only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
+        raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
     rows = [row.input_ids.tolist() for row in token_rows(batch)]
     parts = [slice(at, at + batch_size) for at in range(0, len(rows), batch_size)]
     numbers = range(len(rows))
-    texts = [generation.generate_ids(crowd, rows[at], decoding, numbers=numbers[at]).crowd for at in parts]
+    texts = [generation.generate_ids(crowd, rows[at], options.decoding, numbers=numbers[at]).crowd for at in parts]
     ids = [torch.tensor(text, dtype=torch.long) for part in texts for text in part]
     return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
 

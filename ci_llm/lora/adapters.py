@@ -473,9 +473,9 @@ def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: 
 
     plain = on_same_weights(model, {id(layer): layer.base_layer for layer in agents.layers.values()})
     plain.config.use_cache = True
-    found = get_peft_model(plain, _lora_config(model, agents, k, base_name))  # type: ignore[arg-type]
+    found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
     set_peft_model_state_dict(found, agents.agent_tensors(k))
-    return found.eval()  # type: ignore[return-value]
+    return found.eval()
 
 
 def adapter_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> dict[str, Any]:

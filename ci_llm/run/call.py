@@ -158,12 +158,13 @@ def _as_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_no_loading(config: Config) -> None:
     """Refuse keys that say how a base is loaded, beside one that is."""
-    if keys := [key for key in ("model_dtype", "quantization", "base_sharding") if getattr(config, key) not in UNSET]:
+    if keys := [
+        key for key in ("model_dtype", "quantization", "base_sharding") if getattr(config, key) not in (None, "none")
+    ]:
         what = f"{' and '.join(keys)} cannot be set beside a model that is loaded"
         raise BadInput(what, where="train(model=...)", hint="leave it out, or give the name of the model: model=NAME")
 
 
-UNSET: Final = (None, "none")
 _TYPED: Final = re.compile(r"(?<![\w./-])([a-z_]+)=([^\s;,`)(]*[^\s;,`)(.:])")
 _LITERALS: Final = {"true": "True", "false": "False", "null": "None"}
 
