@@ -21,8 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -138,8 +140,7 @@ def load_base(
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
-                # The fused kernels silently leave out Gemma 2's soft cap.
-                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+                attn_implementation=attention_of(config),
                 **how,
             )
     except _UNREADABLE as error:
@@ -156,14 +157,27 @@ def load_base(
     return Base(model, tokenizer, name, fingerprint, rounded)
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of Transformers that opens a base: a multimodal one, of which the text part is used, opens whole."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """The attention to ask for: the fused kernels silently leave out Gemma 2's soft cap; None: the family's own."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
 def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> Any:
     """The class of Transformers that loads the base; one that shards the layers before it reads their weights.
 
     Transformers then reads of every sharded weight the part of this process only.
     """
+    auto = auto_class(config)
     if layers is None:
-        return AutoModelForCausalLM
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return auto
+    architecture = auto._model_mapping[type(config)]
 
     def prepare(_: type, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
         return distributed_config, device_map, None

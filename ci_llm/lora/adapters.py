@@ -285,6 +285,15 @@ class AgentStorage:
             parameter.grad = grad
         self._drawn.draw_masks(step)
 
+    @property
+    def gradients_to_add(self) -> list[Tensor]:
+        """The gradients in the parts that the processes of a run add up: one, or one for each agent.
+
+        From three processes on, the place of a number in its part decides the order of its sum. An agent with passes
+        of its own therefore has a part of its own, which is the one that it has alone.
+        """
+        return self._own(self.gradients) if self.pass_per_agent else [self.gradients]
+
     def take_gradients_away(self) -> None:
         """Zero the gradients and take them from the parameters, which have none until the next `begin_step`."""
         self.gradients.zero_()

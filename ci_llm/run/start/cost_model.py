@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from ci_llm.base.load import load_architecture, load_error
+from ci_llm.base.load import attention_of, auto_class, load_architecture, load_error
 from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
@@ -180,11 +180,10 @@ def base_dtype(config: Config, shape: PreTrainedConfig, device: torch.device) ->
 
 
 def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Crowd:
-    eager = "eager" if getattr(shape, "attn_logit_softcapping", None) else None
     dtype = base_dtype(config, shape, device)
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=eager)
+            model = auto_class(shape).from_config(shape, dtype=dtype, attn_implementation=attention_of(shape))
     except ValueError as error:
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
