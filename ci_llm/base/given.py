@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from ci_llm.base import load
 from ci_llm.base.load import Base
+from ci_llm.base.progress import weights_counted
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.core.durable import new_folder, remove_tree
 from ci_llm.core.run_folder import BASE_MODEL
@@ -109,8 +110,8 @@ def keep(base: Base, run_folder: Path) -> None:
         return
     if folder.exists():  # of a run that never came to a checkpoint
         remove_tree(folder)
-    with new_folder(folder) as draft:
+    with new_folder(folder) as draft, weights_counted():
         base.model.save_pretrained(draft, state_dict=load.weights_of(base.model))
         base.tokenizer.save_pretrained(draft)
-    size = sum(tensor.nbytes for tensor in base.model.parameters()) / 1e9
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
     logger.info(f"model     no folder has its weights, so that they are kept in {folder}, {size:.2f} GB")

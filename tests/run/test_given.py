@@ -235,12 +235,16 @@ def test_a_loaded_model_gives_the_bits_of_its_folder_and_is_afterwards_as_it_was
 
 
 @pytest.mark.slow
-def test_a_model_that_no_folder_has_is_kept_once_and_the_adapters_open_on_it(tmp_path: Path) -> None:
+def test_a_model_that_no_folder_has_is_kept_once_and_the_adapters_open_on_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(5)
     _, tokenizer = loaded()
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE_FOLDER))
     keys = {**SHORT, "output_dir": tmp_path / "run", "max_train_steps": 1}
+    capfd.readouterr()
     result = ci_llm.train(dataset=ROWS, model=model, tokenizer=tokenizer, **keys)
+    assert capfd.readouterr() == ("", "")
     kept = tmp_path / "run" / BASE_MODEL
     assert holds(str(kept), model)
     assert f"kept in {kept}" in (tmp_path / "run" / "training.log").read_text()
