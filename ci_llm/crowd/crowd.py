@@ -16,7 +16,7 @@ from ci_llm.crowd.likelihood import TokenBatch
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
 from ci_llm.data.prompts import Prompt, prompts_of
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import ModelError
 from ci_llm.lora.adapters import peft_model
 
 if TYPE_CHECKING:
@@ -232,10 +232,7 @@ class Crowd(CrowdModel):
             seed=seed,
         )
         if likelihood.is_tokens(prompts):
-            if details or stop_strings or abstain_below is not None or agents_per_prompt is not None:
-                only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
-                raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
-            return likelihood.continued(self, prompts, options.decoding, batch_size)  # type: ignore[arg-type]
+            return likelihood.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
         how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
         return list(answers(*how)) if details else texts(*how)
 
