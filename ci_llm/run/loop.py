@@ -248,9 +248,8 @@ def evaluate(run: Run) -> str | None:
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         run.last_scores = scores
-        is_best = run.state.validation.best_step == run.state.step
-        best = is_best * ("; best of this crowd" if run.state.members else "; best yet")
-        logger.info(f"{evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)}{best}")
+        said = evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)
+        logger.info(f"{said}{run.state.said_of_best}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
         if run.config.show_example:
