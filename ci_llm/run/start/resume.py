@@ -59,9 +59,11 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
         changes: what differs between the run in the folder and `config`.
     """
     changes = list(changes)
-    command = command_line(launch, {"experiment_name": _new_name(changes, config)})
+    name = {"experiment_name": _new_name(changes, config)}
+    by_call = launch.called_at is not None  # from Python, where a command line says nothing
+    command = f"experiment_name={name['experiment_name']}" if by_call else f"`{command_line(launch, name)}`"
     ways = [
-        f"`{command}` begins a new run beside it",
+        f"{command} begins a new run beside it",
         "overwrite_output_dir=true begins here and moves the old run aside",
     ]
     if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
@@ -85,7 +87,7 @@ def _is_free(config: Config, name: str) -> bool:
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
 _RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent")
-_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent")  # of what an environment names
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "all_reduce")  # of an environment
 
 
 @dataclass(frozen=True)
@@ -252,11 +254,13 @@ class RunCheckpoint:
     def environment(self, state: TrainState) -> dict[str, Any]:
         """What must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
+        parts = len(self.crowd.agents.gradients_to_add) if self.processes.num_processes > 2 else 1
         return {
             "processes": self.processes.num_processes,
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
             "pass_per_agent": self.crowd.agents.pass_per_agent,
+            "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
             # warn_only (`deterministic: auto`).
             "deterministic": on_cpu
@@ -455,7 +459,7 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
-    before = {"pass_per_agent": False, **before}  # what older releases did
+    before = {"pass_per_agent": False, "all_reduce": "one", **before}  # what older releases did
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
     return odd + differences(before, now)
 
