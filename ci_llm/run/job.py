@@ -380,6 +380,7 @@ def _open(run: Run, number: int) -> None:
         total_steps=run.total_steps,
         agent_steps=run.state.agent_steps,
         best_step=run.state.validation.best_step,
+        judged_by=run.evaluator.judged_by,
         micro_batch_size=run.micro_batch_size,
         warning=run.learning.earlier,
         first_loss=run.learning.first_loss,
