@@ -23,6 +23,7 @@ from benchmarks import (
     checkpoint_writers,
     crowd,
     crowd_answers,
+    families,
     floor,
     generation,
     growth,
@@ -305,6 +306,15 @@ def test_real_rows_are_learned_on_a_base_that_is_made_of_their_questions(
     table = capsys.readouterr().out
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["agents, mean of 4", *real_rows.SYSTEMS]
     assert all(0 < float(line.split("|")[2]) < 10 for line in table.splitlines()[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_families_that_choose_the_positions_to_attend_to_are_equal(family: str) -> None:
+    """Their rows are longer than what they choose (`index_topk`), unlike the rows of the trial of a real base."""
+    assert families.SIZE["index_topk"] < min(map(len, families.PROMPTS)) + families.NEW_TOKENS
+    found = families.compare_family(family)
+    assert (found.kind, found.detail.startswith("padded")) == ("equal", True), found
 
 
 @pytest.mark.slow

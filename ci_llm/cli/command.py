@@ -151,6 +151,7 @@ def _exit_code_of(command: Callable[[], int]) -> int:
 def _enable_debug_log() -> None:
     """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
     shown = logging.StreamHandler()
+    shown.name = "ci_llm"  # by which the log of a run knows it
     shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
     package = logging.getLogger("ci_llm")
     package.setLevel(logging.DEBUG)

@@ -101,6 +101,10 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
 
     Raises:
         ConfigError: everything that is wrong with the values, at once.
+
+    >>> config = ci_llm.Config(lr=1e-3, max_runtime="1h")
+    >>> config.learning_rate, config.max_runtime
+    (0.001, 3600.0)
     """
 
     def __init__(self, **values: Any) -> None:

@@ -228,6 +228,9 @@ def test_what_a_card_says_of_ranks_and_bases() -> None:
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
     assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
     assert "--lora-modules $(for k in {0..1}; do echo agent$k=$PWD/agent$k; done)" in card
+    assert "base = AutoModelForCausalLM.from_pretrained" in card
+    whole = crowd_card(CardFacts("user/vision", [8], opened_with="AutoModelForImageTextToText"))
+    assert 'base = AutoModelForImageTextToText.from_pretrained("user/vision")' in whole
     local = crowd_card(CardFacts("/data/my models/base", [8]))
     assert "base_model:" not in local
     assert "BASE=base   # its folder on your machine" in local
