@@ -100,7 +100,7 @@ mutation: install-dev
 bench: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.record
 
-# Trials of a real base in one job that is killed about every minute, and the same bytes: docs/proof.md. SMALL=1: its small form.
+# Trials of a real base in one job that is killed about every minute, and the same bytes: docs/results.md. SMALL=1: its small form.
 proof: install-dev
 	$(BIN)/python -m benchmarks.proof $(if $(SMALL),--small) $(if $(BASE),--base $(BASE))
 

@@ -17,6 +17,7 @@ from tests.support.markdown import ROOT
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "slurm/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tools/*/README.md")),
