@@ -2,7 +2,8 @@
 
 What a recipe needs and this machine lacks (a GPU, SLURM, an account) stands in a comment before its block. The commands
 of such a block are read by the real parsers; in a campaign the configuration of the large one passes `ci-llm check`
-with published figures of its base. The base that the recipes name is real: in a campaign in all of them, in `make test` in `ON_THE_REAL_BASE`.
+with published figures of its base. The base that the recipes name is real: in a campaign in all of them, in `make test`
+in `ON_THE_REAL_BASE`.
 """
 
 from __future__ import annotations
