@@ -100,7 +100,7 @@ def test_a_browser_shows_it_without_a_complaint(
         assert not browser.complaints
 
 
-#: What people type, and the page that they want.
+#: What people type, and the page that they want, or several of which each says it.
 QUESTIONS = {
     "two GPUs": "recipes/large_models.html",
     "memory of an 8B": "recipes/large_models.html",
@@ -110,7 +110,7 @@ QUESTIONS = {
     "vLLM": "recipes/using.html",
     "early stopping": "recipes/settings.html",
     "another machine": "recipes/clusters.html",
-    "license": "install.html",
+    "license": "install.html index.html",  # the README says it too
     "own loss": "recipes/own_code.html",
 }
 #: Types into the search of the theme, and waits until the list of what it found stands still.
@@ -140,4 +140,5 @@ def test_the_search_answers_what_people_type_by_the_right_page(address: str, tmp
             found[question] = browser.ask("Runtime.evaluate", expression=typed, awaitPromise=True)["result"].get(
                 "value"
             )
-    assert found == {question: f"/{page}" for question, page in QUESTIONS.items()}
+    wrong = {question: page for question, page in found.items() if str(page)[1:] not in QUESTIONS[question].split()}
+    assert not wrong
