@@ -389,7 +389,7 @@ NO_EFFECT: Final[dict[str, str]] = {
     "streaming": "the data set is loaded as a whole: which rows come next of a stream depends on shards and"
     " a buffer, so that no resume could be exact",
     "compile": "packed rows have another length in every step; compiled for that, layers were no faster"
-    " (docs/benchmarks.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
+    " (docs/results.md), and their kernels are chosen by the lengths met first, which a resumed run does not share",
 }
 #: Those of them that are no switches: false asks for something too.
 _NO_SWITCHES: Final = ("greater_is_better", "deepspeed_config_file")
