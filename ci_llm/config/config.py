@@ -75,6 +75,8 @@ AS_BEGUN: Final = "as this run began"
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
 DUMPED_IF_SET: Final = (
     *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
+    *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
+    *("simpo_gamma", "cpo_alpha", "objective"),
     *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
 )
 
@@ -135,9 +137,17 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         values, reasons = settled(self)
         if recorded:
             values.pop("crowd", None)
+            values["objective"] = "sft" if self.objective == "auto" else self.objective  # of a release without the key
         self.__dict__.update(values)
         self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
         super().__setattr__("_reasons", reasons)
+
+    def with_objective(self, objective: str) -> dict[str, Any]:
+        """What changes where the rows decide that auto stands for this objective."""
+        if "learning_rate" not in self._reasons:
+            return {"objective": objective}
+        asked = self.model_copy(update={"objective": objective, "learning_rate": "auto"})
+        return {"objective": objective, "learning_rate": settled(asked)[0]["learning_rate"]}
 
     def usual(self) -> Config:
         """The defaults of a run on the same base and data, with the same optimizer: what auto follows."""

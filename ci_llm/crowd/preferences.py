@@ -1,7 +1,8 @@
 """The loss of a micro-batch of pairs or rated rows: what the passes of agents and base found, given to an objective.
 
-As in `ci_llm.crowd.objective`, losses are SUMS, here over units (pairs, or rated rows), and nothing is communicated. What
-concerns the whole step is given: `StepFacts`. So a mean does not depend on micro-batches, accumulation or processes.
+As in `ci_llm.crowd.objective`, losses are SUMS, here over units (pairs, or rated rows), and nothing is communicated.
+What concerns the whole step is given: `StepFacts`. So a mean does not depend on micro-batches, accumulation or
+processes.
 
 Legend: K agents, U units, R rows (of a pair two), S targets.
 """
@@ -87,7 +88,7 @@ class Preferences:
             return loss
         assert loss.metrics is not None
         nothing = StepLoss(loss.total, torch.zeros_like(loss.task), loss.diversity, (0,), None, loss.metrics * 0)
-        found = {agent: own for agent, own in parts}
+        found = dict(parts)
         each = [found.get(k, nothing) for k in range(self.crowd.num_agents)]
         return StepLoss(
             total=torch.stack([own.total for _, own in parts]).sum(),
@@ -137,7 +138,7 @@ class Preferences:
             found = replace(found, reference=row_sums(base, batch)[0])
         if needs.nll != "none":
             counts = torch.tensor(batch.target_counts, device=log_probs.device)
-            shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * len(found.sums))[part, None]
+            shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[part, None]
             nll = -(row_sums(log_probs, batch) if needs.nll == "rows" else found.sums)
             found = replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
         return found

@@ -342,9 +342,7 @@ def _require_answers(columns: Sequence[str], where: str) -> None:
             )
 
 
-def form_of_columns(
-    columns: Sequence[str], named: NamedColumns, where: str, wanted: RowKind | None = "single"
-) -> Form:
+def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str, wanted: RowKind | None = "single") -> Form:
     """How a data set with these columns is read.
 
     Args:
@@ -410,7 +408,8 @@ def _better_answers(columns: Sequence[str]) -> str:
     prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
     of_text = f"prompt_column={prompt} answer_column={chosen}" if prompt else f"text_column={chosen}"
     return (
-        f"objective=dpo compares the two; or train on the better answers: {of_text} if {chosen} holds text, messages_column={chosen} if it holds messages"
+        f"objective=dpo compares the two; or train on the better answers: {of_text} if {chosen} holds text,"
+        f" messages_column={chosen} if it holds messages"
     )
 
 

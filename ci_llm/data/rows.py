@@ -130,7 +130,8 @@ class Rated:
         return self.row.question
 
 
-Row = Chat | Completion | Tokens | Pair | Rated
+SingleRow = Chat | Completion | Tokens
+Row = SingleRow | Pair | Rated
 TrainedOn = Literal["none", "some", "all"]
 
 

@@ -439,7 +439,8 @@ def tokenize(
     path = (cache_folder or _default_cache()) / name
     with main_process_first or nullcontext():
         if not _is_whole(path):
-            _write(path, rows, encoder, Tally(max_seq_length, long_rows, learn_prompt=learn_preferred), evaluated=evaluated)
+            tally = Tally(max_seq_length, long_rows, learn_prompt=learn_preferred)
+            _write(path, rows, encoder, tally, evaluated=evaluated)
     return TokenizedRows(rows, path)
 
 
@@ -561,8 +562,8 @@ def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[An
 def _shown(example: Example, encoder: Encoder) -> str:
     """The row as text in one line, what is learned in brackets; of a pair both rows, of a rated one its label."""
     if isinstance(example, Unit):
-        shown = [_shown(branch, encoder) for branch in example.branches]
-        return f"{'good' if example.label else 'bad'}: {shown[0]}" if len(shown) == 1 else " | rejected: ".join(shown)
+        texts = [_shown(branch, encoder) for branch in example.branches]
+        return f"{'good' if example.label else 'bad'}: {texts[0]}" if len(texts) == 1 else " | rejected: ".join(texts)
     parts = []
     for learned, run in groupby(range(len(example.input_ids)), key=lambda at: bool(example.supervised[at])):
         text = encoder.decode(example.input_ids[list(run)])

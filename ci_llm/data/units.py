@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from ci_llm.data.encoder import Example
-from ci_llm.data.rows import Pair, Rated, Row
+from ci_llm.data.rows import Pair, Rated, Row, SingleRow
 
 UNRATED: Final = -1  # the label of a pair
 
@@ -70,7 +70,7 @@ def unit_of(branches: Sequence[Example], label: int = UNRATED, *, learn_prompt: 
     return Unit(np.concatenate([b.input_ids for b in branches]), np.concatenate(learned), spans, label)
 
 
-def branches_of(row: Row) -> list[Any]:
+def branches_of(row: Row) -> list[SingleRow]:
     """The rows that are encoded for a row: itself, unless it is a pair."""
     if isinstance(row, Pair):
         return [row.chosen, row.rejected]

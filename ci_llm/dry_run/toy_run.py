@@ -19,6 +19,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import SAMPLED, first_rows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import use_chat_template
@@ -201,6 +202,8 @@ def _terminated(context: CheckContext, batches: Batches) -> Batches:
 def diversity(context: CheckContext) -> str:
     """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
     run = context.run
+    if not isinstance(run.objective, Objective):
+        return f"none: objective {run.config.objective}"
     examples = first_rows(run.rows)
     rows = [examples[number] for number in range(min(2, len(examples)))]
     batch = pack(rows, range(len(rows))).to(run.crowd.device)

@@ -1,10 +1,10 @@
-"""The objectives of a training, one per module of this package: what they read, and the loss of a pair or a rated row.
+"""The objectives of a training, one per module of this package: what they read, and the loss of a pair or rated row.
 
-To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass as `Objective` describes it, and
-`objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function `loss(evidence)` that
-returns [K, U], with its `Needs` as the attribute `needs`. The fields of the dataclass are keys of the configuration. A
-field whose key differs between agents holds a tensor [K, 1] instead of a number. `sft`, next-token prediction, is no such
-function: it is in `ci_llm.crowd.objective`.
+To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass as `Objective` describes it,
+and `objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function
+`loss(evidence)` that returns [K, U], with its `Needs` as the attribute `needs`. The fields of the dataclass are keys of
+the configuration. A field whose key differs between agents holds a tensor [K, 1] instead of a number. `sft`, next-token
+prediction, has its loss in `ci_llm.crowd.objective`.
 
 Formulas, names and defaults are those of TRL 1.16. Sums of log-probabilities are fp64, and so are losses. Objectives do
 not communicate, and row k of what they return depends on row k of what they are given.
@@ -26,6 +26,8 @@ from ci_llm.core.imports import load_plugin
 from ci_llm.errors import ConfigError
 
 RowKind = Literal["single", "pairs", "rated"]
+#: A setting that all agents have, or [K, 1] of agents that differ.
+Number = float | Tensor
 Metrics = Mapping[str, tuple[Tensor, Tensor | float]]
 
 
@@ -82,14 +84,15 @@ class Evidence:
 
     @property
     def mean_nll(self) -> Tensor:
-        """[K, U] the next-token loss of a unit, scaled so that its mean over the units of the step is that over tokens."""
+        """[K, U] the next-token loss of a unit, scaled: its mean over the units of the step is that over tokens."""
         assert self.nll is not None
         return self.nll * self.nll_share
 
     @property
     def nll_metric(self) -> tuple[Tensor, Tensor]:
         """Sum [K] and count of the next-token loss, for the log."""
-        assert self.nll is not None and self.nll_tokens is not None
+        assert self.nll is not None
+        assert self.nll_tokens is not None
         return self.nll.sum(1), self.nll_tokens.sum()
 
 
@@ -105,8 +108,8 @@ class Objective(Protocol):
         metric_names: what `metrics` adds to those that all objectives have.
     """
 
-    metric_names: tuple[str, ...]
-
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
     @property
     def needs(self) -> Needs: ...
     def losses(self, e: Evidence) -> Tensor:
@@ -128,7 +131,8 @@ class OwnLoss:
 
     @property
     def needs(self) -> Needs:
-        return getattr(self.loss, "needs", Needs(reference=True))
+        found: Needs = getattr(self.loss, "needs", Needs(reference=True))
+        return found
 
     def losses(self, e: Evidence) -> Tensor:
         return self.loss(e)
@@ -162,7 +166,7 @@ def objective_of(name: str, each: Sequence[Any], device: torch.device | str = "c
     kind = _imported(name) if ":" in name else load_plugin(__name__, name, "objective")
     if not isinstance(kind, type):
         return OwnLoss(kind)
-    found: Objective = kind(**{field.name: _value(field.name, each, device) for field in fields(kind)})  # type: ignore[arg-type]
+    found: Objective = kind(**{field.name: _value(field.name, each, device) for field in fields(kind)})
     return found
 
 
@@ -197,7 +201,7 @@ def _imported(name: str) -> Any:
 
 def one_loss_type(given: Sequence[str] | None, known: Sequence[str], objective: str) -> str:
     """The only loss type of an objective that has no mixtures; the first known one is the default."""
-    (kind,) = given if given and len(given) == 1 else given and ("",) or known[:1]
+    (kind,) = given if given and len(given) == 1 else (given and ("",)) or known[:1]
     require_loss_types([kind] if kind else [", ".join(given or ())], known, objective)
     return kind
 

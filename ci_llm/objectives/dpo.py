@@ -1,29 +1,29 @@
 """DPO: a pair's better answer shall gain more on the base than its worse one (Rafailov et al., 2023).
 
-Loss types: sigmoid; robust (Chowdhury et al., 2024); ipo (Azar et al., 2023, per token, as its authors confirmed to TRL);
-hinge (SLiC, Zhao et al., 2023); sigmoid_norm (per token, as in Tulu 3, Lambert et al., 2024); apo_zero (D'Oosterlinck et
-al., 2024); sft, the next-token loss of the better answer. Several of them are added by `loss_weights`.
+Loss types: sigmoid; robust (Chowdhury et al., 2024); ipo (Azar et al., 2023; per token, as its authors told TRL); hinge
+(SLiC, Zhao et al., 2023); sigmoid_norm (per token, as in Tulu 3, Lambert et al., 2024); apo_zero (D'Oosterlinck et al.,
+2024); sft, the next-token loss of the better answer. Several of them are added by `loss_weights`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ci_llm.errors import ConfigError
-from ci_llm.objectives import Evidence, Metrics, Needs, pairs, require_loss_types
+from ci_llm.objectives import Evidence, Metrics, Needs, Number, pairs, require_loss_types
 
 
 @dataclass(frozen=True)
 class Dpo:
     """Keys: beta, loss_type, loss_weights, label_smoothing."""
 
-    beta: Any
+    beta: Number
     loss_type: tuple[str, ...] | None
     loss_weights: tuple[float, ...] | None
     label_smoothing: float

@@ -1,4 +1,4 @@
-"""KTO: a good answer shall gain on the base, and a bad one lose (Ethayarajh et al., 2024), measured from their mean `kl`.
+"""KTO: a good answer shall gain on the base, and a bad one lose, measured from `kl` (Ethayarajh et al., 2024).
 
 `kl` is estimated from answers to other prompts, of the whole step: TRL takes those of a micro-batch. The loss type
 apo_zero_unpaired (D'Oosterlinck et al., 2024) measures from 0.
@@ -7,22 +7,21 @@ apo_zero_unpaired (D'Oosterlinck et al., 2024) measures from 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs, one_loss_type
+from ci_llm.objectives import Evidence, Metrics, Needs, Number, one_loss_type
 
 
 @dataclass(frozen=True)
 class Kto:
     """Keys: beta, loss_type, desirable_weight, undesirable_weight."""
 
-    beta: Any
+    beta: Number
     loss_type: tuple[str, ...] | None
-    desirable_weight: Any
-    undesirable_weight: Any
+    desirable_weight: Number
+    undesirable_weight: Number
 
     def __post_init__(self) -> None:
         self._type  # noqa: B018 - refuses one that there is not

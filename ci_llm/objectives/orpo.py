@@ -6,21 +6,21 @@ As in TRL, the prompt of the better row is learned as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs, pairs
+from ci_llm.objectives import Evidence, Metrics, Needs, Number, pairs
 
 
 @dataclass(frozen=True)
 class Orpo:
     """Keys: beta."""
 
-    beta: Any
-    metric_names = ("nll_loss", "log_odds_ratio", "log_odds_chosen")
+    beta: Number
+    metric_names: ClassVar[tuple[str, ...]] = ("nll_loss", "log_odds_ratio", "log_odds_chosen")
 
     @property
     def needs(self) -> Needs:

@@ -23,6 +23,7 @@ from ci_llm.core.numerics import names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.preferences import Preferences
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.batches import MicroBatch
@@ -44,6 +45,8 @@ from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
+
+TrainedObjective = Objective | Preferences
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Run:
     config: Config
     base: Base
     crowd: Crowd
-    objective: Objective
+    objective: TrainedObjective
     optimizer: torch.optim.Optimizer
     rows: TrainingRows
     eval_rows: EvaluationRows
@@ -132,7 +135,9 @@ class Run:
         batch = fixed_batch(crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
         # Neither moments, from which an optimizer may draw noise, nor the loss scale are those of every step.
         state = replace(self.state, loss_scale=None)
-        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state)
+        # The fixed rows are single ones: others are measured by what all have in common, the passes.
+        objective = self.objective if isinstance(self.objective, Objective) else Objective()
+        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state, objective=objective)
         found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
         self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
         each = self.processes.gather_object((names(crowd.device), found))
