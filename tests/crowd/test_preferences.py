@@ -47,8 +47,8 @@ class Case:
 
     objective: str
     settings: tuple[tuple[str, Any], ...] = ()
-    #: Whether TRL computes its loss in fp64. The norms of the base are in fp32 all the same, so that a gradient of a sum
-    #: is that of a mean to the last bit only where the factor is a power of two: there are four rows.
+    #: Whether TRL computes its loss in fp64. The norms of the base are in fp32 all the same, so that the gradient of a
+    #: sum is that of a mean to the last bit only where the factor is a power of two: there are four rows.
     exact: bool = False
 
     def __str__(self) -> str:
