@@ -137,7 +137,6 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         values, reasons = settled(self)
         if recorded:
             values.pop("crowd", None)
-            values["objective"] = "sft" if self.objective == "auto" else self.objective  # of a release without the key
         self.__dict__.update(values)
         self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
         super().__setattr__("_reasons", reasons)
@@ -162,6 +161,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return self
         decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
         kept = {key: getattr(before, key) for key in decided}
+        if kept.get("objective") == "auto":  # recorded by a release without the key
+            kept["objective"] = "sft"
         found = self.model_copy(update=kept)
         super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
         return found
@@ -224,7 +225,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         changes = []
         for key, field in Config.model_fields.items():
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
-            if old != new and key != "agents":
+            unnamed = key == "objective" and {old, new} == {"auto", "sft"}  # of a release without the key
+            if old != new and key != "agents" and not unnamed:
                 changes.append(Change(key, old, new, **field.json_schema_extra))  # type: ignore[arg-type]
         return changes
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.model import AgentOutputs, CrowdModel, CrowdOutput
+from ci_llm.crowd.objective import Objective as NextToken
 from ci_llm.crowd.objective import StepLoss, bootstrap_weights
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.objectives import Evidence, Metrics, Objective, RowKind, for_agent, pairs
@@ -142,6 +143,10 @@ class Preferences:
             nll = -(row_sums(log_probs, batch) if needs.nll == "rows" else found.sums)
             found = replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
         return found
+
+
+#: What a run trains by.
+TrainedObjective = NextToken | Preferences
 
 
 def row_sums(values: Tensor, batch: Batch) -> Tensor:

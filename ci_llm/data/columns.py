@@ -116,7 +116,10 @@ def _read_preference(row: RawRow) -> Row | None:
         if not chosen.strip() or not rejected.strip() or chosen == rejected:
             return None
         if prompt is None:
-            raise ValueError("chosen and rejected are text, and there is no column of their prompt")
+            raise ValueError(
+                "chosen and rejected are text, and no column holds their prompt; objective=sft with"
+                " text_column=chosen learns the better texts as they are"
+            )
         return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected))
     said = [messages_of(each) if isinstance(each, list) else _said(each) for each in answers]
     if not all(said) or said[0] == said[1]:
@@ -388,7 +391,8 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
     """The form of pairs or rated rows, whose prompt may be named."""
     pattern, prompt = _PAIRS_FORM if wanted == "pairs" else _RATED_FORM, given.get("prompt")
     if prompt is not None:
-        pattern = replace(pattern, needs={**pattern.needs, "prompt": (prompt.lower(),)})
+        others = {part: names for part, names in pattern.may_have.items() if part != "prompt"}
+        pattern = replace(pattern, needs={**pattern.needs, "prompt": (prompt.lower(),)}, may_have=others)
     form = None if {*given} - {"prompt"} else pattern.found_in(columns, any_case=True)
     if form is None or any(name.lower() in ("image", "images") for name in columns):
         wants = "prompt, chosen and rejected" if wanted == "pairs" else "prompt, completion and label"

@@ -23,7 +23,7 @@ from ci_llm.core.numerics import names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.preferences import Preferences
+from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.batches import MicroBatch
@@ -45,8 +45,7 @@ from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
-
-TrainedObjective = Objective | Preferences
+from ci_llm.run.step.whole_step import WholeStep
 
 
 @dataclass
@@ -143,6 +142,13 @@ class Run:
         each = self.processes.gather_object((names(crowd.device), found))
         bits.update(names_of_all([own for own, _ in each]))
         bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
+
+    def whole_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> WholeStep:
+        """What an objective may have to look at before a step, of which this process has these micro-batches."""
+        limit, seed = self.config.max_seq_length, self.config.seed
+        return WholeStep(
+            step, micro_batches, self.crowd, self.processes, self.rows, self.plan, limit, seed, self.heartbeat.tick
+        )
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""

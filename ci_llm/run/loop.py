@@ -3,7 +3,7 @@
 `setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`. Every step goes the
 same way, on all processes alike:
 
-1. `objective_of_step`: what an objective of pairs or rated rows has to know of the whole step (step_facts.py).
+1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py).
 2. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
    alone. Losses are summed, so that the gradients of all passes add up. Nothing is communicated here.
@@ -33,19 +33,19 @@ from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
-from ci_llm.data.order import AgentPlans
+from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.lora.optimizer import Ivon
-from ci_llm.run.context import Run, TrainedObjective
+from ci_llm.run.context import Run
 from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
 from ci_llm.run.start.loading import data_phases
 from ci_llm.run.step import evaluation
 from ci_llm.run.step.members import is_waiting
 from ci_llm.run.step.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
 from ci_llm.run.step.out_of_memory import in_parts
-from ci_llm.run.step_facts import objective_of_step
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
     save_wanted = False
     while True:
         parts = in_parts(run.rows, micro_batches, run.micro_batch_size)
-        objective, complaint = objective_of_step(run, step, parts)
+        objective, complaint = run.whole_step(step, parts).objective(run.objective)
         if objective is not None:
             sums, complaint = unless_out_of_memory(partial(compute_gradients, run, step, parts, objective))
             save_wanted |= run.interrupts.take_save_request()
@@ -162,7 +162,9 @@ def compute_gradients(
     run.crowd.agents.begin_step(step)
     if isinstance(run.optimizer, Ivon):
         run.optimizer.draw(run.crowd.agents, step)
-    sums = torch.zeros(_num_sums(run), dtype=torch.float64, device=run.crowd.device)
+    sums = torch.zeros(
+        _num_sums(run.crowd.num_agents, run.plan, objective), dtype=torch.float64, device=run.crowd.device
+    )
     for number, batch in enumerate(micro_batches):
         run.crowd.agents.begin_micro_step(step, run.processes.process_index, number)
         batch = batch.to(run.crowd.device)
@@ -314,10 +316,10 @@ def targets_of(verdict: Verdict, agents: int) -> list[int]:
     return [*StepSums.unpack(verdict.sums, agents).targets] or [verdict.num_targets] * agents
 
 
-def _num_sums(run: Run) -> int:
+def _num_sums(agents: int, plan: Plan | AgentPlans, objective: TrainedObjective) -> int:
     """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own."""
-    metrics = len(run.objective.metric_names)
-    return StepSums.size(run.crowd.num_agents, own_targets=isinstance(run.plan, AgentPlans), metrics=metrics)
+    metrics = len(objective.metric_names)
+    return StepSums.size(agents, own_targets=isinstance(plan, AgentPlans), metrics=metrics)
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
@@ -326,7 +328,7 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
     return Ballot(
         num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * _num_sums(run),
+        sums=sums.sums if sums else [0.0] * _num_sums(agents, run.plan, run.objective),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
         save=save_wanted or (run.processes.is_main_process and run.manager.should_save(step + 1)),

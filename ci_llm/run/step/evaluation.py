@@ -24,7 +24,7 @@ from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.preferences import Preferences
+from ci_llm.crowd.preferences import Preferences, TrainedObjective
 from ci_llm.crowd.ranking import Ranking, rank
 from ci_llm.crowd.scoring import AnswerScores, JudgedBy, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
@@ -198,7 +198,7 @@ class Evaluator:
     """
 
     at_most: int | None = None
-    objective: Objective | Preferences = Objective()
+    objective: TrainedObjective = Objective()
     judged: Sequence[TokenizedRows] = ()
     note: Callable[..., None] = staticmethod(lambda **_: None)
 
