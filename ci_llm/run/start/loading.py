@@ -288,7 +288,6 @@ def _tokenized(
 ) -> list[TokenizedRows]:
     """The rows of every agent as tokens; the same rows are tokenised once and stay one object."""
 
-    learns_rows = config.objective != SFT and objective_of(config.objective, config.each_agent).needs.nll == "rows"
     embeddings = base.model.get_input_embeddings().weight.shape[0]
 
     def tokens(rows: Rows) -> TokenizedRows:
@@ -298,7 +297,7 @@ def _tokenized(
             max_seq_length=config.max_seq_length,
             long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
-            learn_preferred=rows.form.kind == "pairs" and not rows.are_answers and learns_rows,
+            learn_preferred=learns_preferred(config, rows),
             evaluated=evaluated,
             main_process_first=processes.main_process_first(),
         )
@@ -310,6 +309,13 @@ def _tokenized(
         return tokenized
 
     return once_each(each, tokens)
+
+
+def learns_preferred(config: Config, rows: Rows) -> bool:
+    """Whether these rows are pairs of which the objective learns every token of the chosen row."""
+    if rows.form.kind != "pairs" or rows.are_answers:
+        return False
+    return objective_of(config.objective, config.each_agent).needs.nll == "rows"
 
 
 def require_both_classes(rows: TokenizedRows) -> None:

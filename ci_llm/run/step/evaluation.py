@@ -225,7 +225,7 @@ class Evaluator:
                 return None
             sets.append(found)
         ranking = None
-        if isinstance(self.objective, Preferences):
+        if isinstance(self.objective, Preferences) and self.judged:
             parts = [self._ranking_on(self.objective, rows, step, micro_batch_size) for rows in self.judged]
             if None in parts:
                 return None
