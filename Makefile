@@ -18,7 +18,7 @@ MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/d
 SKIPPED := build/skipped.jsonl
 
 .PHONY: install install-dev train real proof test nodeless campaign test-slurm check fast lint docs coverage mutation bench
-.PHONY: clean
+.PHONY: clean release-check
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -103,6 +103,11 @@ bench: install-dev
 # Trials of a real base in one job that is killed about every minute, and the same bytes: docs/proof.md. SMALL=1: its small form.
 proof: install-dev
 	$(BIN)/python -m benchmarks.proof $(if $(SMALL),--small) $(if $(BASE),--base $(BASE))
+
+# Wheel and sdist, installed in empty environments at both ends of the ranges of pyproject.toml, and the fast tests there.
+# It downloads several GB; END=lowest or END=newest: one of them.
+release-check: install-dev
+	$(BIN)/python -m tools.release $(if $(END),--end $(END))
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

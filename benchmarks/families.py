@@ -70,12 +70,12 @@ SIZES = {
     "qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
     "mamba_d_head mamba_head_dim router_hidden_size index_head_dim mamba_d_state state_size ssm_state_size "
     "time_step_rank mamba_dt_rank chunk_size mamba_chunk_size adapter_rank hidden_size_per_layer_input rotary_dim "
-    "laurel_rank o_lora_rank hc_lowrank global_head_dim query_pre_attn_scalar index_topk",
+    "laurel_rank o_lora_rank hc_lowrank global_head_dim query_pre_attn_scalar",
     4: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_attention_heads n_head "
     "n_heads num_heads attention_heads encoder_layers num_encoder_layers encoder_attention_heads "
     "num_encoder_attention_heads decoder_attention_heads num_decoder_attention_heads num_experts "
     "n_routed_experts num_local_experts moe_num_experts mamba_num_heads linear_num_heads linear_num_key_heads "
-    "linear_num_value_heads swa_num_attention_heads index_n_heads num_blocks moe_k_experts",
+    "linear_num_value_heads swa_num_attention_heads num_blocks moe_k_experts index_topk",
     2: "num_key_value_heads num_kv_heads num_query_groups num_experts_per_tok num_experts_per_token moe_k moe_topk "
     "attn_layer_period expert_layer_period swa_num_key_value_heads zero_expert_num n_mamba_heads"
     "",
@@ -85,6 +85,7 @@ SIZES = {
     "mamba_n_heads",
     128: "max_position_embeddings n_positions n_ctx max_seq_len context_length max_source_positions "
     "max_target_positions",
+    32: "index_n_heads",  # with few of them, ReLU makes many scores 0, and which of equals is chosen is left open
     576: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size",
 }
 SIZE = {name: size for size, names in SIZES.items() for name in names.split()}

@@ -66,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "server" in getattr(item, "fixturenames", ()):  # its start costs more than most tests
             item.add_marker(pytest.mark.slow)
+    campaign.mark_slow_cases(items)
     elsewhere = [Path(path).resolve() for path in config.option.fast_elsewhere]
     kept, left_out = [], []
     for item in items:

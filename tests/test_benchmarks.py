@@ -23,6 +23,7 @@ from benchmarks import (
     checkpoint_writers,
     crowd,
     crowd_answers,
+    families,
     floor,
     generation,
     growth,
@@ -241,6 +242,7 @@ def test_the_controls_have_the_crowds_size_and_compute() -> None:
     assert "learning_rate" not in crowd.CROWD.settings(100)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["ours", "ours_at_once", "ours_plain", "torch_save", "accelerate_adapters"])
 def test_a_save_of_every_kind_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a small state; all of it is written, and nothing of the base."""
@@ -306,6 +308,16 @@ def test_real_rows_are_learned_on_a_base_that_is_made_of_their_questions(
     assert all(0 < float(line.split("|")[2]) < 10 for line in table.splitlines()[2:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_families_that_choose_the_positions_to_attend_to_are_equal(family: str) -> None:
+    """Their rows are longer than what they choose (`index_topk`), unlike the rows of the trial of a real base."""
+    assert families.SIZE["index_topk"] < min(map(len, families.PROMPTS)) + families.NEW_TOKENS
+    found = families.compare_family(family)
+    assert (found.kind, found.detail.startswith("padded")) == ("equal", True), found
+
+
+@pytest.mark.slow
 def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writers, "LAYERS", 1)
     turns = mirror_stall.measure(scale=1, rounds=1, steps=1, home=tmp_path)
@@ -313,6 +325,7 @@ def test_turns_with_a_mirror_and_without_it_are_paired(tmp_path: Path, monkeypat
     assert "1 pairs" in mirror_stall.table(turns)
 
 
+@pytest.mark.slow
 def test_every_benchmark_is_listed_with_what_it_measures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +372,7 @@ def test_what_a_fault_costs_is_read_off_the_ledger() -> None:
     }
 
 
+@pytest.mark.slow
 def test_numbers_are_judged_by_the_wrong_answers_that_they_find() -> None:
     signals = [[-1.0, -0.1, -0.5, 0.1, 0.05], [-9.0, -0.9, -4.0, 0.8, 0.5]] * 20
     rows = [
@@ -389,6 +403,7 @@ def test_numbers_are_judged_by_the_wrong_answers_that_they_find() -> None:
     assert priced[-1].startswith("| 3 | 3.00 |")
 
 
+@pytest.mark.slow
 def test_a_probe_reads_what_was_written() -> None:
     crowd = disturbed_crowd()
     questions: list[Any] = [row["question"] for row in embedded.rows("test")[:20]]

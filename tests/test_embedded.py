@@ -184,6 +184,7 @@ def test_pretraining_makes_the_shipped_tokenizer() -> None:
     assert trained["model"] == shipped["model"]
 
 
+@pytest.mark.slow
 def test_embedded_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, ci_llm.embedded as e; e.rows('test'); print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)

@@ -390,6 +390,7 @@ def _work(ready: Connection) -> None:
     ready.recv()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_worker_ends_when_the_process_that_created_it_terminates_it(method: str) -> None:
@@ -432,6 +433,7 @@ sys.exit(run_command("main", ["train", "num_agent=3"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code_of_a_program(name: str) -> None:
     with Child.python(ON_THE_WAY_OUT) as child:

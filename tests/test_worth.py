@@ -83,6 +83,7 @@ def test_what_comes_first_comes_first_for_all_regimes() -> None:
     assert [regime.seed for _, regime in order[2:10]] == [1] * 4 + [2] * 4
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("crowd", "told"),
     [

@@ -21,8 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -116,6 +118,10 @@ def load_base(
 
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
+
+    >>> base = ci_llm.load_base("embedded")
+    >>> base.num_parameters, type(base.model).__name__
+    (877696, 'LlamaForCausalLM')
     """
     name = opened_by(model_name)
     config = load_architecture(model_name)
@@ -134,13 +140,12 @@ def load_base(
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `_require_whole` names them, with those that are missing
-                # The fused kernels silently leave out Gemma 2's soft cap.
-                attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+                attn_implementation=attention_of(config),
                 **how,
             )
     except _UNREADABLE as error:
         raise load_error(model_name, error) from error
-    _require_tokenizer(model_name, tokenizer)
+    require_tokenizer(model_name, tokenizer)
     _require_whole(model_name, [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     model.config.use_cache = False
     if layers is not None:
@@ -152,14 +157,27 @@ def load_base(
     return Base(model, tokenizer, name, fingerprint, rounded)
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of Transformers that opens a base: a multimodal one, of which the text part is used, opens whole."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """The attention to ask for: the fused kernels silently leave out Gemma 2's soft cap; None: the family's own."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
 def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> Any:
     """The class of Transformers that loads the base; one that shards the layers before it reads their weights.
 
     Transformers then reads of every sharded weight the part of this process only.
     """
+    auto = auto_class(config)
     if layers is None:
-        return AutoModelForCausalLM
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return auto
+    architecture = auto._model_mapping[type(config)]
 
     def prepare(_: type, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
         return distributed_config, device_map, None
@@ -173,12 +191,12 @@ def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> An
     return type(architecture.__name__, (architecture,), {**steps, "__module__": architecture.__module__})
 
 
-def _require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a base without the files of its tokenizer: Transformers makes one of some families that knows no word."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(
             "the base has no tokenizer: the one that Transformers makes for it knows special tokens only",
-            where=f"model_name: {model_name}",
+            where=model_name if model_name.endswith("=") else f"model_name: {model_name}",
             hint="save the tokenizer into the same folder (tokenizer.save_pretrained), or copy its tokenizer.json and "
             "tokenizer_config.json there",
         )
@@ -220,7 +238,7 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
 def stored_dtype(name: str) -> torch.dtype:
     """The dtype of the weights of a checkpoint, a folder or hub id, as its files have them."""
     try:
-        return next(tensor.dtype for _, tensor in _stored_tensors(name) if tensor.is_floating_point())
+        return next(tensor.dtype for _, tensor in stored_tensors(name) if tensor.is_floating_point())
     except ModelError:  # the files are of another format
         return load_architecture(name).dtype or torch.float32
 
@@ -259,10 +277,14 @@ def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """
     if kind := stored_quantization(model.config):
         start = f"{kind}\n" if rounded else f"{kind} of {model.dtype}\n"
-        return _fingerprint(_stored_tensors(model.name_or_path), rounded, start)
+        return _fingerprint(stored_tensors(model.name_or_path), rounded, start)
+    return _fingerprint(sorted(weights_of(model).items()), rounded)
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a base by their names, as if there were no agents on it."""
     named = model.state_dict().items()
-    base = {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
-    return _fingerprint(sorted(base.items()), rounded)
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
 
 
 def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: str = "") -> str:
@@ -275,7 +297,7 @@ def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: st
     return digest.hexdigest()[:32]
 
 
-def _stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in the safetensors files of a checkpoint, a folder or hub id; one at a time is in memory.
 
     Raises:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers
-from ci_llm.base.targets import layer_list
+from ci_llm.base.targets import layer_list, text_model
 from ci_llm.distributed.process_group import peer_errors
 from ci_llm.errors import ModelError
 
@@ -76,7 +76,7 @@ class ShardedLayers:
             )
         if self._device.type == "cpu":
             _return_memory_when_freed()
-        self._root = model.base_model
+        self._root = text_model(model)
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         # Autocast would keep a copy of every gathered weight in its own dtype until the backward pass. Inputs are not
         # cast: the residual stream stays in the precision it has without shards.

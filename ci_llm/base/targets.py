@@ -20,11 +20,28 @@ from ci_llm.errors import ModelError
 Layers = Literal["all", "upper_half"] | tuple[int, ...]
 
 
+def text_model(model: nn.Module) -> nn.Module:
+    """The part of a base that reads tokens: all but its head, and of a multimodal base its language model alone."""
+    whole = getattr(model, "base_model", model)
+    found: nn.Module = getattr(whole, "language_model", whole)
+    return found
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by name; of a multimodal base its head and those of its language model."""
+    modules, part = dict(model.named_modules()), text_model(model)
+    if part is getattr(model, "base_model", model):
+        return modules
+    (name,) = (name for name, each in modules.items() if each is part)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return {n: m for n, m in modules.items() if n.startswith(f"{name}.") or m is head}
+
+
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every linear layer by name: those that can carry an adapter, and the head, which cannot."""
-    modules = dict(model.named_modules())
-    linear = {n: m for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
-    return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(modules[n.rpartition(".")[0]], n)}
+    linear = {n: m for n, m in _modules(model).items() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
+    parents = {n: model.get_submodule(n.rpartition(".")[0]) for n in linear}
+    return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(parents[n], n)}
 
 
 def _is_product(layer: nn.Module) -> bool:
@@ -109,7 +126,7 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
         matches = lambda name: pattern.fullmatch(name) is not None  # noqa: E731
     else:
         matches = lambda name: any(name == w or name.endswith(f".{w}") for w in wanted)  # noqa: E731
-    found = [n for n, _ in model.named_modules() if matches(n)]
+    found = [n for n in _modules(model) if matches(n)]
     odd = [n for n in found if n not in linear or linear[n] is head]
     if odd or not found:
         offered = sorted({n.rpartition(".")[2] for n, m in linear.items() if m is not head})
@@ -124,7 +141,7 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
 
 def layer_list(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     """Name and layers of the base: of its lists of modules, the one that holds most parameters."""
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    lists = {name: each for name, each in _modules(model).items() if isinstance(each, nn.ModuleList)}
     sizes = {name: sum(parameter.numel() for parameter in each.parameters()) for name, each in lists.items()}
     if not any(sizes.values()):
         return "", ()
@@ -163,7 +180,9 @@ def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:
     if reached == {*wanted}:
         return {"target_modules": sorted(last)}
     layers = {*layer_numbers(model, wanted).values()}
-    if {name for name, number in layer_numbers(model, reached).items() if number in layers} == {*wanted}:
+    # PEFT knows layers by the last word of their list, which a vision tower has too.
+    alike = {name for name, number in layer_numbers(model, reached).items() if number in layers}
+    if reached <= {*_modules(model)} and alike == {*wanted}:
         pattern = layer_list(model)[0].rpartition(".")[2]
         return {"target_modules": sorted(last), "layers_to_transform": sorted(layers), "layers_pattern": pattern}
     return {"target_modules": sorted(wanted)}

@@ -7,6 +7,14 @@
     state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
 
 Calls are translated, and formats are not: the checkpoints are ours. docs/coming_from/orbax.md says what differs.
+
+>>> manager = ci_llm.orbax.CheckpointManager(folder / "orbax")
+>>> manager.save(0, args=ci_llm.orbax.args.StandardSave({"x": torch.ones(2)}))
+True
+>>> manager.wait_until_finished()
+>>> manager.restore(0, args=ci_llm.orbax.args.StandardRestore())["x"].tolist()
+[1.0, 1.0]
+>>> manager.close()
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Talk to the crowd of a run, with the chat template of its training. In a pipe each line is a turn.
 Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands."""
+_COMMON = ("--system", "--temperature", "--seed", "--aggregator", "--max-new-tokens")
 _EXAMPLES = """examples:
   ci-llm chat ci_llm_output
   ci-llm chat ci_llm_output --system "Answer in one sentence." --temperature 0.7
@@ -45,7 +46,7 @@ def chat(words: Sequence[str]) -> int:
         BadInput: the call is wrong, or there is no crowd; through a pipe also a message that cannot be answered.
         SystemExit: with 0, after `--help`.
     """
-    parser = make_parser("ci-llm chat", _DESCRIPTION, _EXAMPLES)
+    parser = make_parser("ci-llm chat", _DESCRIPTION, _EXAMPLES, _COMMON)
     asking.add_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)

@@ -154,8 +154,6 @@ def _parser() -> argparse.ArgumentParser:
             help=does,
             description=does[0].upper() + does[1:] + ".",
             epilog=f"example: {_EXAMPLES[name]}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         made.set_defaults(verb=run)
         return made

@@ -13,16 +13,17 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ci_llm.core.help import HelpfulParser
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, first_line
 from ci_llm.interrupts import ABORTED_EXIT_CODE
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(HelpfulParser):
     """As argparse's, for the words behind `ci-llm COMMAND`; `--debug` is of all commands.
 
     Options may stand anywhere among the other words, also between two of a list (argparse by itself takes a list in one
@@ -35,6 +36,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._subparsers is not None:  # which cannot be mixed: the words after a verb are those of its own parser
             return super().parse_args(args, namespace)
+        self.shorten_for(args or ())  # before argparse keeps the line of usage
         return self.parse_intermixed_args(self._respelt(args or ()), namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -54,10 +56,7 @@ class Parser(argparse.ArgumentParser):
         return f"{name}{equals}{value}" if is_known else word
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint=f"{self.prog} --help")
-
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
+        raise ConfigError(message, where="command line", hint=f"{self.prog} --help all")
 
 
 def take_dry_run(words: Sequence[str]) -> tuple[bool, list[str]]:
@@ -74,10 +73,13 @@ def agent_number(word: str) -> int:
         raise argparse.ArgumentTypeError(f"{word!r} is no agent, such as 2 or agent2") from None
 
 
-def make_parser(command: str, description: str, examples: str) -> Parser:
-    """A parser that prints its description and examples as they are."""
-    layout = argparse.RawDescriptionHelpFormatter
-    return Parser(command, description=description, epilog=examples, formatter_class=layout, allow_abbrev=False)
+def make_parser(command: str, description: str, examples: str, common: Collection[str] | None = None) -> Parser:
+    """The parser of a command.
+
+    Args:
+        common: the options that `--help` shows; None: all of them.
+    """
+    return Parser(command, description=description, epilog=examples, common=common)
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -149,6 +151,7 @@ def _exit_code_of(command: Callable[[], int]) -> int:
 def _enable_debug_log() -> None:
     """Send the package's records to stderr, with the milliseconds since the start, until a run's log takes them."""
     shown = logging.StreamHandler()
+    shown.name = "ci_llm"  # by which the log of a run knows it
     shown.setFormatter(logging.Formatter("debug %(relativeCreated)7.0f ms  %(name)s: %(message)s"))
     package = logging.getLogger("ci_llm")
     package.setLevel(logging.DEBUG)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DOES = """Ask agents and crowd the rows of a data set, score their answers, and keep every answer in a file.
 Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
+_COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _EXAMPLES = """key=value changes a key of the run for this evaluation: aggregator, dirichlet_alpha_aggregator,
 max_new_tokens_eval, max_seq_length, prompt_column, answer_column, text_column, messages_column, dataset_subset.
 
@@ -76,10 +77,10 @@ def evaluate_run(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES)
+    parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES, _COMMON)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     parser.add_argument(
-        "keys", nargs="*", default=[], metavar="key=value", help="a key of the configuration, see below"
+        "keys", nargs="*", default=[], metavar="key=value", help="a key of the configuration; --help all lists them"
     )
     parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     parser.add_argument("--split", metavar="S", help="the split of the data set")

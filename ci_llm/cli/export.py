@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTION = "Write a crowd for other programs: all agents, one of them, or one adapter that is made of all."
+_COMMON = ("--to", "--agent", "--merge", "--into-base", "--format")
 _EXAMPLES = """examples:
   ci-llm export ci_llm_output --to agents                           every agent, a PEFT folder each
   ci-llm export ci_llm_output --merge svd --to adapter              one adapter of the rank of the agents
@@ -79,11 +80,11 @@ def export(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     does = {name: method.does for name, method in METHODS.items()} | {DISTILLED: DISTILLED_DOES}
     merges = "\n".join(f"  {name:<16} {what}" for name, what in does.items())
-    parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES)
+    parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES, _COMMON)
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
     parser.add_argument("--agent", type=agent_number, metavar="K", help="this agent alone, counted from 0")
-    parser.add_argument("--merge", metavar="HOW", help="one adapter made of all agents; the merges are listed below")
+    parser.add_argument("--merge", metavar="HOW", help="one adapter made of all agents, as svd; --help all lists all")
     parser.add_argument("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
     parser.add_argument(
         "--density",

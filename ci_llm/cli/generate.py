@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Ask the crowd of a run. A terminal shows the answer and how sure the crowd is; a pipe gets the
 answer alone; --json gives one object per prompt."""
+_COMMON = ("--file", "--json", "--agents", "--temperature", "--max-new-tokens")
 _EXAMPLES = """examples:
   ci-llm generate ci_llm_output "Ann has 7 pens. She buys 5. How many pens are there?"
   ci-llm generate ci_llm_output --file questions.jsonl --json > answers.jsonl
@@ -39,7 +40,7 @@ def generate(words: Sequence[str]) -> int:
         BadInput: the call is wrong, there is no crowd, or a prompt cannot be used.
         SystemExit: with 0, after `--help`.
     """
-    parser = make_parser("ci-llm generate", _DESCRIPTION, _EXAMPLES)
+    parser = make_parser("ci-llm generate", _DESCRIPTION, _EXAMPLES, _COMMON)
     asking.add_options(parser)
     about = "a prompt; - alone reads them from standard input"
     parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help=about)

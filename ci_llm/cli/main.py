@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Final
 
 from ci_llm._version import __version__
 from ci_llm.cli.command import run_guarded
+from ci_llm.core.help import ALL, asked_help
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import ends_with_process
 
-USAGE = f"""CI-LLM {__version__}: a crowd within one model. K LoRA agents train in one fused pass on one frozen base.
+USAGE = f"""CI-LLM {__version__}: trains a crowd of K LoRA agents on one frozen base, and resumes after interruptions.
 
-  python train.py [--config FILE] [key=value ...]     train, or resume where an earlier call stopped
-  ci-llm train ...                                    the same
-  python dry_run_sanity_check.py [...]                check whether a run will work here (ci-llm check)
-  python safe_train.py [...] [-- command ...]         supervise a training and relaunch it (ci-llm supervise)
-  ci-llm sweep [--dry-run] [...] 'key=[a,b,c]'        try settings of agents: the best go on, the others are pruned
-  ci-llm status [RUN | key=value ...]                 the state of a run: exit code 0 completed,
-                                                      75 interrupted, 3 running, 1 failed or vanished
-  ci-llm watch RUN ...                                runs side by side while they train, until they end
-  ci-llm agents stop|clone RUN K [key=value ...]      change the crowd of a run while it trains
-  ci-llm checkpoints list RUN                         list checkpoints: step, time, size, whether they verify
-  ci-llm checkpoints verify PATH                      compare every byte with its digest
-  ci-llm checkpoints diff A B                         compare bit by bit: what differs, and by how much
-  ci-llm checkpoints prune RUN --keep N               remove all but the newest N
-  ci-llm checkpoints pull URL --to RUN                bring a run back from its mirror
-  ci-llm checkpoints push RUN URL                     send a run's folder to a mirror
-  ci-llm checkpoints import SOURCE ... --to FOLDER    make a crowd of PEFT adapters
-  ci-llm generate RUN "prompt" | --file F | -         ask the crowd: its answer, how sure it is, each agent's
-  ci-llm chat RUN                                     talk to the crowd
-  ci-llm evaluate RUN [--data F] [--failed]           ask agents and crowd the rows of a data set: scores with
-                                                      intervals, and a file with every answer
-  ci-llm export RUN --to DIR [--merge svd]            write PEFT folders, or one adapter made of all agents
-  ci-llm push RUN --to hub:user/name                  publish the agents on the Hugging Face Hub, with their card
-  ci-llm report RUN                                   write RUN/report.html: scores, curves, what each fault cost
-  ci-llm compare RUN RUN ... | SWEEP                  compare configurations, scores and curves of runs, or trials
+start here
+  train [key=value ...]                train, or resume where an earlier call stopped (python train.py)
+  check [key=value ...]                check whether a run will work here (python dry_run_sanity_check.py)
+  generate RUN "prompt"                ask the crowd: its answer, and how sure it is
 
-  example: python train.py num_agents=8 learning_rate=1e-3 experiment_name=eight
+after the run
+  chat RUN                             talk to the crowd
+  evaluate RUN [--data FILE]           ask agents and crowd the rows of a data set, and score the answers
+  report RUN                           write RUN/report.html: scores, curves, what each fault cost
+  compare RUN RUN ...                  compare configurations, scores and curves of runs, or the trials of a sweep
+  export RUN --to FOLDER               write PEFT folders, or one adapter made of all agents
+  push RUN --to hub:user/name          publish the agents on the Hugging Face Hub, with their card
 
---help after a command shows its options; --debug shows debug lines, and the traceback of an error. --version shows the
-version."""
+around the run
+  status [RUN]                         the state of a run: exit code 0 completed, 75 interrupted, 3 running,
+                                       1 failed or vanished
+  watch RUN ...                        runs side by side while they train
+  supervise [...] [-- command ...]     relaunch a training until it is done (python safe_train.py)
+  sweep 'key=[a,b,c]' ...              try settings of agents: the best go on, the others are pruned
+  agents stop|clone RUN K              change the crowd of a run while it trains
+  checkpoints list|verify|diff RUN     look at checkpoints; also prune, pull, push and import
+
+example: ci-llm train num_agents=8 learning_rate=1e-3 experiment_name=eight
+
+ci-llm VERB --help shows an example and the options that most people use, ci-llm VERB --help all the rest.
+--debug shows debug lines, and the traceback of an error. --version shows the version."""
 
 # Each command is a function of its words after the name; its module loads when it is called.
 COMMANDS: Final = {
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
-        return 0
+        return _print_all_help() if asked_help(words) == ALL else 0
     if words[0] == "--version":
         print(__version__)
         return 0
@@ -89,9 +88,21 @@ def _dispatch(words: list[str]) -> int:
         near = nearest(words[0], COMMANDS)
         hint = f"did you mean {near}?" if near else f"one of: {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {words[0]!r}", hint=hint)
-    module, _, function = COMMANDS[words[0]].partition(":")
+    return _command(words[0])(words[1:])
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    module, _, function = COMMANDS[name].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
-    return command(words[1:])
+    return command
+
+
+def _print_all_help() -> int:
+    for name in COMMANDS:
+        print(f"\n{f' ci-llm {name} ':-^100}")
+        with suppress(SystemExit):  # argparse ends after it has shown its help
+            _command(name)(["--help", ALL])
+    return 0
 
 
 def safe_train(words: list[str]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ci_llm.core.help import asked_help
 from ci_llm.core.run_folder import PushRecord, last_push
 from ci_llm.errors import BadInput
 
@@ -36,7 +37,7 @@ _TAIL_BYTES: Final = 256 << 10  # the last lines of metrics.jsonl are enough her
 
 def status(words: list[str]) -> int:
     """`ci-llm status RUN`, or with the arguments of train.py: the run that they would train."""
-    if {"-h", "--help"} & {*words}:
+    if asked_help(words):
         print(STATUS_USAGE)
         return 0
     from ci_llm.report.status import RunReader

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -86,6 +87,8 @@ def _supervise(options: Options) -> int:
 
 def _target(options: Options) -> Target:
     script = _script(options)
+    if not (options.command or options.external_script_options() or script != DEFAULT_SCRIPT or script.exists()):
+        options = replace(options, command=(sys.executable, "-m", "ci_llm", "train"))  # installed without a train.py
     words: list[str] | None = [] if is_own_script(script) else None
     sweeps = False
     if options.command:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli.command import print_line, take_dry_run
+from ci_llm.core.help import ALL, REST, asked_help
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import BEST
 from ci_llm.errors import AllTrialsFailed
@@ -24,7 +25,8 @@ trained to the end, with the bits that they would have had alone. The same comma
 
 A SPACE is a list [a,b,c], log(low,high) or uniform(low,high); in the file also {low: , high: , log: true}. Keys:
 SPACES
-
+"""
+REST_OF_USAGE = """
 All other keys are those of ci-llm train. The file may have a section `sweep:` with spaces and these keys:
 KEYS
 
@@ -33,14 +35,16 @@ KEYS
 
 It leaves in output_dir: sweep.json (trials, scores, the best), best/ (plain PEFT), segments/ (the runs), tensorboard/.
 exit codes: those of ci-llm train
+"""
+EXAMPLE = """
 example: ci-llm sweep 'learning_rate=log(5e-4,1.6e-2)' 'lora_rank=[4,8,16]' trials=16 experiment_name=rates
 """
 
 
 def sweep(words: list[str]) -> int:
     """`ci-llm sweep ...`; returns the exit code."""
-    if "-h" in words or "--help" in words:
-        print(_usage())
+    if asked := asked_help(words):
+        print(_usage(in_full=asked == ALL))
         return 0
     from ci_llm.cli.train import start
     from ci_llm.cluster.launch import accelerate_settings
@@ -122,7 +126,7 @@ def _say(what: Any) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(what)
 
 
-def _usage() -> str:
+def _usage(*, in_full: bool) -> str:
     import textwrap
 
     from ci_llm.config.sweep import SPACE_KEYS, SweepKeys
@@ -134,4 +138,7 @@ def _usage() -> str:
         told, column = str(about.description), " " * 28
         keys.append(textwrap.fill(told, width=110, initial_indent=f"{head:<27} ", subsequent_indent=column))
     spaces = textwrap.fill(", ".join(SPACE_KEYS), width=110, initial_indent="  ", subsequent_indent="  ")
-    return USAGE.replace("SPACES", spaces).replace("KEYS", "\n".join(keys))
+    usage = USAGE.replace("SPACES", spaces)
+    if not in_full:
+        return f"{usage}{EXAMPLE}\n{REST}"
+    return usage + REST_OF_USAGE.replace("KEYS", "\n".join(keys)) + EXAMPLE

@@ -15,6 +15,7 @@ from ci_llm._version import __version__
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.cluster.launch import STARTED, Launch, read_launch
 from ci_llm.cluster.starter import processes_to_start, start_again, tell, without_options
+from ci_llm.core.help import ALL, asked_help
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
@@ -79,14 +80,20 @@ def start(
 _LOGGER = logging.getLogger(__name__)
 
 TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
+Trains, or resumes where an earlier call stopped.
 The command line wins over the file, the file over `accelerate launch`, and that over the defaults below.
 Without --config the file is configs.yaml of the current folder, else the project's own.
---continue: refuse to start without a checkpoint. --dry-run: only check that the run will work here.
+"""
+TRAIN_OPTIONS = """--continue: refuse to start without a checkpoint. --dry-run: only check that the run will work here.
 --distributed: one process per GPU of this machine; --distributed=N: N processes.
 --debug: show debug lines, and the traceback of an error.
 Names of Trainer, PEFT and TRL work too (docs/keys.md).
+"""
+TRAIN_EXAMPLE = """
 example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
 """
+#: The keys that most people give.
+COMMON_KEYS = ("model_name", "dataset_name", "num_agents", "epochs", "experiment_name")
 
 CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the arguments of train.py
 Tries at toy size on this machine what the run will need, and leaves nothing but the cache of the data set.
@@ -96,8 +103,8 @@ example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml
 
 def train(words: list[str]) -> int:
     """`ci-llm train`, and `python train.py`."""
-    if "-h" in words or "--help" in words:
-        return _print_train_help()
+    if asked := asked_help(words):
+        return _print_train_help(in_full=asked == ALL)
     is_dry, keys = take_dry_run(words)
     if is_dry:
         return check(keys)
@@ -144,17 +151,19 @@ def _holds_a_step(mirror: str) -> bool:
     return head is not None and bool(head.line)
 
 
-def _print_train_help() -> int:
+def _print_train_help(*, in_full: bool) -> int:
     from ci_llm.config import describe_keys
 
-    print(TRAIN_USAGE)
-    print(describe_keys())
+    if in_full:
+        print(f"{TRAIN_USAGE}{TRAIN_OPTIONS}{TRAIN_EXAMPLE}\n{describe_keys()}")
+    else:
+        print(f"{TRAIN_USAGE}\n{describe_keys(COMMON_KEYS)}\n{TRAIN_EXAMPLE}\n--help all: every option and every key")
     return 0
 
 
 def check(words: list[str]) -> int:
     """`ci-llm check`, and `python dry_run_sanity_check.py`."""
-    if {"-h", "--help"} & {*words}:
+    if asked_help(words):
         print(CHECK_USAGE)
         return 0
     from ci_llm.interrupts import Interrupts

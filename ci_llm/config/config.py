@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,8 +30,10 @@ def groups() -> dict[str, list[str]]:
     return {str(base.__doc__): [key for key in FIELDS if key in base.__annotations__] for base in classes}
 
 
-def describe_keys() -> str:
-    """All keys for `--help`: group, key, default, what it is and in which unit."""
+def describe_keys(chosen: Sequence[str] = ()) -> str:
+    """These keys for `--help`: key, default, what it is and in which unit; without a choice all, group by group."""
+    if chosen:
+        return "\n".join(map(_described, chosen))
     parts = ["\n".join([title, *map(_described, keys)]) for title, keys in groups().items()]
     return "\n\n".join(parts)
 
@@ -101,6 +103,10 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
 
     Raises:
         ConfigError: everything that is wrong with the values, at once.
+
+    >>> config = ci_llm.Config(lr=1e-3, max_runtime="1h")
+    >>> config.learning_rate, config.max_runtime
+    (0.001, 3600.0)
     """
 
     def __init__(self, **values: Any) -> None:

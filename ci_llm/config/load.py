@@ -30,11 +30,17 @@ class Reading:
     lines: tuple[str, ...]
 
 
+SHIPPED: Final = Path(__file__).with_name("shipped")
+
+
 def default_file(name: str = "configs.yaml") -> Path | None:
-    """The file that is read if none is named: that of the current folder, else that of this project's checkout."""
+    """The file that is read if none is named: that of the current folder, else that of this project.
+
+    A checkout has it at its root. An installed package brings configs.yaml and configs/ along in the folder shipped.
+    """
     checkout = Path(__file__).parents[2]
     is_checkout = (checkout / "pyproject.toml").is_file()  # and not the folder of somebody's installed packages
-    folders = [Path(), *([checkout] if is_checkout else [])]
+    folders = [Path(), checkout if is_checkout else SHIPPED]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
@@ -47,6 +53,9 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
 
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
+
+    >>> ci_llm.load_config(None, ["--lr", "1e-3", "num_agents=8"]).num_agents
+    8
     """
     return read_config(path, arguments).config
 
@@ -85,6 +94,8 @@ def read_sources(
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, parsing.Scalar):
             path = entry.raw.text
+            if path.startswith("configs/"):  # which an installed package brings along
+                path = default_file(path) or path
         else:
             problems.append(Problem(parsing.COMMAND_LINE, "--config without a file", "write --config FILE"))
     return read_file(path), [entry for entry in typed if entry.name != "config"]

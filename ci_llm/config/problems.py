@@ -31,7 +31,7 @@ from ci_llm.config.validation import Clash
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.errors import ConfigError
 
-ALL_KEYS = "all keys: python train.py --help"
+ALL_KEYS = "all keys: python train.py --help all"
 #: Signs that look like the dashes before a key, as text programs make them out of `--`.
 _DASHES = re.compile("^[\u2010-\u2015\u2212\uff0d]+")
 

@@ -355,6 +355,8 @@ SEGMENTS: Final = "segments"
 BEST: Final = "best"
 #: How the name of a launch's token begins, by which simultaneous starts find each other before one has the lease.
 LAUNCH_TOKEN: Final = ".launch-"
+#: A base that no other folder has; see `ci_llm/base/given.py`.
+BASE_MODEL: Final = "base_model"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
@@ -367,7 +369,7 @@ OF_A_RUN: Final = (
         "gpu_stats.json",
         "report.html",
     ),
-    *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES),
+    *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: What else may be there and keeps its place: of the run, and of a sweep. `BEST` is a likely name of a run.

@@ -144,6 +144,8 @@ def options_of(
         ModelError: the crowd has no prompter.
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
+    if choices.get("temperature") == 0:  # the limit of drawing is the most probable token
+        choices = {name: value for name, value in choices.items() if name not in (*_DRAWING, "do_sample")}
     decoding = decoding_of(ends_of_answers(crowd, stop_strings), **choices)
     if not decoding.do_sample and (ignored := [name for name in _DRAWING if choices.get(name) not in (None, 1)]):
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")

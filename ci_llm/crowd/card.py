@@ -40,6 +40,7 @@ class CardFacts:
         ranks: of the agents, one per agent.
         trained: how: `for 260 optimizer steps on ...`; "" if it is not known.
         scores: a table for people; "" if nothing was scored.
+        opened_with: the class of Transformers that opens the base.
     """
 
     base: str
@@ -47,6 +48,7 @@ class CardFacts:
     trained: str = ""
     scores: str = ""
     notes: Sequence[str] = field(default=())
+    opened_with: str = "AutoModelForCausalLM"
 
     @property
     def base_name(self) -> str:
@@ -70,8 +72,8 @@ class CardFacts:
             return 'from ci_llm import load_base\n\nbase = load_base("embedded").model'
         place = "" if self.is_on_hub else "  # its folder on your machine"
         return (
-            "from transformers import AutoModelForCausalLM\n\n"
-            f"base = AutoModelForCausalLM.from_pretrained({_quoted(self.base_name)}){place}"
+            f"from transformers import {self.opened_with}\n\n"
+            f"base = {self.opened_with}.from_pretrained({_quoted(self.base_name)}){place}"
         )
 
 
@@ -172,8 +174,8 @@ def model_card(facts: CardFacts, title: str, what: str) -> str:
         "Run what follows in this folder. Transformers alone opens it:",
         _block(
             "python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model, tokenizer = (each.from_pretrained(".") for each in (AutoModelForCausalLM, AutoTokenizer))',
+            f"from transformers import {facts.opened_with}, AutoTokenizer\n\n"
+            f'model, tokenizer = (each.from_pretrained(".") for each in ({facts.opened_with}, AutoTokenizer))',
         ),
         "vLLM:",
         _block("bash", "vllm serve $PWD"),

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch import Tensor
 
-from ci_llm.crowd import generation
+from ci_llm.base.quantized import stored_quantization
+from ci_llm.crowd import generation, likelihood
 from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
+from ci_llm.crowd.likelihood import TokenBatch
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
 from ci_llm.data.prompts import Prompt, prompts_of
+from ci_llm.errors import BadInput, ModelError
+from ci_llm.lora.adapters import peft_model
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from typing_extensions import Unpack
 
 
@@ -41,6 +47,15 @@ class Crowd(CrowdModel):
 
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
+
+    >>> crowd = ci_llm.Crowd.from_pretrained(run)
+    >>> [answer] = crowd.generate(["Ann has 7 pens. Ann breaks 6. How many pens are left?"], max_new_tokens=4)
+    >>> isinstance(answer, str), crowd.num_agents
+    (True, 3)
+    >>> crowd.log_probs(["Ann has 7 pens.", "Ben has 2."], ["7", "2"]).shape  # 3 agents and the crowd, in nats
+    torch.Size([4, 2])
+    >>> type(crowd[0]).__name__
+    'PeftModelForCausalLM'
     """
 
     @classmethod
@@ -73,6 +88,72 @@ class Crowd(CrowdModel):
         """
         save_crowd(self, Path(folder))
 
+    def __getitem__(self, agent: int) -> PeftModel:
+        """One agent as a plain model of PEFT, which generates and computes logits as that agent alone.
+
+        It shares the base's weights with the crowd. Its adapter is a copy of the agent as it is now: what either of
+        them learns later, the other does not. A negative number counts from the last agent.
+
+        Raises:
+            IndexError: there is no such agent. ModelError: the base is quantised, whose layers PEFT does not know.
+        """
+        if not -len(self.names) <= agent < len(self.names):
+            raise IndexError(f"there is no agent {agent}: there are {len(self.names)}")
+        if stored_quantization(self.model.config):
+            hint = "open the adapter's folder with PeftModel.from_pretrained, on a base that Transformers has quantised"
+            raise ModelError("the layers of a quantised base cannot be shared with PEFT", where="Crowd", hint=hint)
+        with self.active_agent(agent % len(self.names)) as model:
+            return peft_model(model, self.agents, agent % len(self.names), self.base_name)
+
+    def log_probs(
+        self,
+        prompts: Prompt | Sequence[Prompt] | TokenBatch,
+        answers: str | Sequence[str] | None = None,
+        *,
+        batch_size: int = 16,
+    ) -> Tensor:
+        """How probable given answers are.
+
+        Args:
+            prompts: as for `generate`, N of them; or a batch of tensors: `input_ids` [N, L], with `attention_mask` and
+                `labels` [N, L] where rows are padded, and where only a part of them counts (-100 elsewhere).
+            answers: N strings, worded as in training, their end included; None with a batch of tensors.
+            batch_size: rows at a time.
+
+        Returns:
+            [K + 1, N], fp64, in nats: the log-probability of each answer under every agent, and last under the crowd.
+
+        Raises:
+            BadInput: not one answer for each prompt, or a tensor of another shape.
+            ModelError: this crowd has no `prompter`.
+        """
+        return likelihood.log_probs(self, prompts, answers, batch_size)
+
+    def disagreement(
+        self,
+        prompts: Prompt | Sequence[Prompt] | TokenBatch,
+        answers: str | Sequence[str] | None = None,
+        *,
+        batch_size: int = 16,
+    ) -> Tensor:
+        """How far the agents are apart on given answers: the Jensen-Shannon divergence of their distributions.
+
+        Args:
+            prompts, answers, batch_size: as for `log_probs`. For answers that the crowd writes itself, take
+                `generate(..., details=True)`.
+
+        Returns:
+            [N], fp64, in nats: the mean over the tokens of each answer; from 0, all agents alike, to log K.
+
+        Raises:
+            BadInput, ModelError: as `log_probs`.
+        """
+        return likelihood.disagreement(self, prompts, answers, batch_size)
+
+    @overload
+    def generate(
+        self, prompts: TokenBatch, *, batch_size: int = ..., details: Literal[False] = ..., **choices: Unpack[Choices]
+    ) -> Tensor: ...
     @overload
     def generate(
         self,
@@ -95,7 +176,7 @@ class Crowd(CrowdModel):
     ) -> list[Answer]: ...
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | TokenBatch,
         *,
         max_new_tokens: int = 256,
         aggregator: str = "probability",
@@ -109,14 +190,16 @@ class Crowd(CrowdModel):
         abstain_below: float | None = None,
         agents_per_prompt: float | None = None,
         details: bool = False,
-    ) -> list[str] | list[Answer]:
+    ) -> list[str] | list[Answer] | Tensor:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
 
         Args:
-            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
+            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training;
+                or a batch of tensors: `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded.
             max_new_tokens: at most so many tokens per answer.
             aggregator: a module of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
-            do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise take the most probable one.
+            do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise, and with `temperature=0`, take
+                the most probable one.
             seed: of sampling; None takes another one in each call.
             stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
@@ -126,7 +209,8 @@ class Crowd(CrowdModel):
             details: also say how sure the crowd is and, without `agents_per_prompt`, let each agent answer alone.
 
         Returns:
-            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
+            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`. For a batch of
+            tensors the ids that follow each row, [N, T], padded by `pad_id`.
 
         Raises:
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
@@ -145,7 +229,12 @@ class Crowd(CrowdModel):
             top_k=top_k,
             seed=seed,
         )
-        how = (self, prompts_of(prompts), options, batch_size)
+        if likelihood.is_tokens(prompts):
+            if details or stop_strings or abstain_below is not None or agents_per_prompt is not None:
+                only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
+                raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
+            return likelihood.continued(self, prompts, options.decoding, batch_size)  # type: ignore[arg-type]
+        how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
         return list(answers(*how)) if details else texts(*how)
 
     def stream(

@@ -57,7 +57,7 @@ class Decoding:
         requirements = {
             "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
             f"aggregator must be {' or '.join(AGGREGATORS)}": self.aggregator in AGGREGATORS,
-            "temperature must be above 0 (do_sample=False takes the most probable token)": self.temperature > 0,
+            "temperature must be above 0, or 0 for the most probable token": self.temperature > 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "top_k must be at least 1, or None": self.top_k is None or self.top_k >= 1,
         }

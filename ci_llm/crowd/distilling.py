@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ci_llm.base.targets import text_model
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
@@ -231,7 +232,7 @@ def _states(crowd: Crowd, agent: int, batch: Batch) -> Tensor:
     inputs, (at_rows, at_columns) = padded(batch, crowd.pad_id)
     given = {name: inputs[name] for name in ("input_ids", "position_ids")}
     with crowd.active_agent(agent) as model:
-        states: Tensor = model.base_model(**given, use_cache=False).last_hidden_state
+        states: Tensor = text_model(model)(**given, use_cache=False).last_hidden_state
     return states[at_rows, at_columns][batch.predict_from]
 
 

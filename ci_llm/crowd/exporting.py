@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ci_llm.base.gguf import gguf_file
-from ci_llm.base.load import load_architecture, load_base, stored_dtype
+from ci_llm.base.load import auto_class, load_architecture, load_base, stored_dtype
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import new_folder, write_new
@@ -336,6 +336,7 @@ class Export:
             trained=trained,
             scores=scores.table() if scores else "",
             notes=[_note(saved.calibration)] if saved.calibration and self.adapter is None else [],
+            opened_with=auto_class(saved.base.model.config).__name__,
         )
 
 

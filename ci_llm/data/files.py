@@ -13,7 +13,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -300,8 +300,14 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _progress_bars_on_terminals_only() -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    if sys.stderr.isatty() or not shown:
+    with nullcontext() if sys.stderr.isatty() else without_bars():
+        yield
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without the progress bars of `datasets`."""
+    if datasets.are_progress_bars_disabled():
         yield
         return
     datasets.disable_progress_bars()

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, RefusedRowError, chat_template
-from ci_llm.data.rows import Chat, Message, Rows, messages_of
+from ci_llm.data.rows import Chat, Completion, Message, Rows, messages_of
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
 
@@ -37,6 +37,11 @@ class Prompter:
 
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
+
+    >>> prompter = ci_llm.Prompter(ci_llm.load_base("embedded").tokenizer)
+    >>> ids = prompter.ids("Ann has 7 pens.")  # a list of numbers
+    >>> prompter.text(ids)
+    'Ann has 7 pens.\\n'
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: PromptForm = "chat") -> None:
@@ -85,6 +90,21 @@ class Prompter:
         example = self._with_placeholder(_messages(prompt))
         return [int(token) for token in example.input_ids[: last_answer(example).start]]
 
+    def row(self, prompt: Prompt, answer: str) -> Example:
+        """A prompt with its answer and the end of it, encoded as in training: the answer is what is learned.
+
+        Raises:
+            DataError: see `ids`.
+        """
+        if isinstance(prompt, str) and self.form == "text":
+            return self._encoder.encode(Completion(prompt, answer))
+        messages = _messages(prompt)
+        try:
+            whole = Chat((*messages, Message("assistant", answer)), trained_from=len(messages))
+            return self._encoder.encode(whole)
+        except RefusedRowError as error:
+            raise _unusable(messages, error) from error
+
     def text(self, ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -101,11 +121,15 @@ class Prompter:
                 return self._encoder.encode(Chat((*messages, placeholder)))
             except RefusedRowError as error:
                 refusal = error
-        raise DataError(
-            f"The chat template cannot be used for this prompt: {refusal}.",
-            where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
-            hint="give a chat that the template accepts, or a tokenizer with another template",
-        ) from refusal
+        raise _unusable(messages, refusal) from refusal
+
+
+def _unusable(messages: Sequence[Message], refusal: RefusedRowError) -> DataError:
+    return DataError(
+        f"The chat template cannot be used for this prompt: {refusal}.",
+        where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
+        hint="give a chat that the template accepts, or a tokenizer with another template",
+    )
 
 
 def last_answer(example: Example) -> slice:

@@ -431,6 +431,11 @@ def tokenize(
     Raises:
         DataError: the chat template fails on a row, nothing is left to learn, or the cache cannot be written.
         ModelError: the tokenizer cannot tell which characters a token stands for.
+
+    >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
+    >>> tokens = ci_llm.tokenize(rows, ci_llm.load_base("embedded").tokenizer, max_seq_length=256, cache_folder=folder)
+    >>> len(tokens), tokens[0].input_ids.dtype
+    (20, dtype('int32'))
     """
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]

@@ -182,9 +182,18 @@ class Processes:
         """
         self.follow()
         # On the CPU tensor of `encode` torch chooses gloo, also where the gradient goes over NCCL.
-        votes = self.reduce_flat_(encode(ballot))
+        votes = self._add_in_order(encode(ballot))
         reasons = self.gather_object(ballot.stop) if anybody_stops(votes) else []
         return decode(votes, len(ballot.nonfinite), reasons)
+
+    def _add_in_order(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, by their index: wherever a number stands, it is the same. A collective."""
+        if self.num_processes < 3:
+            return self.reduce_flat_(tensor)
+        each = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+        with peer_errors():
+            dist.all_gather(each, tensor)
+        return sum(each[1:], start=each[0])
 
     def reduce_flat_(self, tensor: Tensor) -> Tensor:
         """Add a contiguous tensor over all processes, in place, by one all-reduce. A collective.

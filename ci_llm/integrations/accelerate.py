@@ -66,6 +66,12 @@ def register_hooks(accelerator: Any) -> None:
 
     Raises:
         ConfigError: no crowd was prepared, or more than one; or by something that owns the checkpoint.
+
+    >>> model, optimizer = accelerator.prepare(crowd, torch.optim.AdamW(crowd.agents.rows))
+    >>> ci_llm.register_hooks(accelerator)
+    >>> _ = accelerator.save_state(str(folder / "state"))
+    >>> (folder / "state" / "ci_llm" / "agent0" / "adapter_model.safetensors").is_file()
+    True
     """
     hooks = _Hooks(accelerator)
     for note in hooks.notes():
@@ -78,6 +84,9 @@ def latest_state(folder: Path | str) -> Path | None:
     """The newest of the folders in `folder` that `save_state` wrote to its end, every byte of `ci_llm/` verified.
 
     Folders that are unfinished or damaged are passed over with a warning. None if there is no other.
+
+    >>> ci_llm.latest_state(folder) is None
+    True
     """
     found = []
     for place in Path(folder).glob(f"*/{FOLDER}"):

@@ -173,10 +173,10 @@ WIDEST_CURVE: Final = 100  # columns
 class RunLog:
     """The log of one attempt. Every method may be called on every process; only the main process writes anything.
 
-    From its creation to `close`, every record of the package's loggers goes to the terminal and to training.log, and
-    to no other handler. Messages of the level INFO appear as they are. Those of any other level are
-    marked: `warning: ...` on the terminal, `WARNING ...` in training.log. The level of the logger `ci_llm` decides
-    which records are kept; INFO if nobody has set one.
+    From its creation to `close`, every record of the package's loggers goes to the terminal, to training.log and to the
+    handlers that the logger `ci_llm` has, and not to those of the root logger. Messages of the level INFO appear as
+    they are. Those of any other level are marked: `warning: ...` on the terminal, `WARNING ...` in training.log. The
+    level of the logger `ci_llm` decides which records are kept; INFO if nobody has set one.
 
     Messages that come before `open` go to the terminal at once and to training.log as soon as it exists: a call that
     is refused for bad input leaves no file behind.
@@ -185,6 +185,7 @@ class RunLog:
         folder: the run's folder.
         is_main_process: whether this process writes; the others drop their records.
         terminal: for the lines that people read; standard output by default.
+        quiet: show nothing on the terminal but warnings and errors; training.log has everything.
         live: whether a terminal shall have a live area; without one it gets lines of progress, as a file does.
         interval_s: seconds between two lines of progress.
         clock: seconds, monotonic.
@@ -197,12 +198,15 @@ class RunLog:
         is_main_process: bool = True,
         terminal: TextIO | None = None,
         live: bool = True,
+        quiet: bool = False,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._is_main_process = Path(folder), is_main_process
+        self._folder, self._is_main_process, self._quiet = Path(folder), is_main_process, quiet
         self._speed, self._progress_lines = Speed(clock), ProgressLines(interval_s, clock)
-        self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=live and is_main_process)
+        self._terminal = Terminal(
+            terminal or sys.stdout, View(self._speed), live=live and is_main_process and not quiet
+        )
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._losses = LossFile(self._folder / LOSSES_NAME)
         self._attempt: int | None = None
@@ -272,7 +276,7 @@ class RunLog:
 
     def show_loss_curve(self) -> None:
         """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
-        if not self._is_main_process:
+        if not self._is_main_process or self._quiet:
             return
         curves = {"o": self._metrics.points("train/task_loss"), "x": self._metrics.points("eval/crowd/nll")}
         if drawn := draw_curves(curves, min(shutil.get_terminal_size().columns - 1, WIDEST_CURVE)):
@@ -310,7 +314,7 @@ class RunLog:
         if line is None:
             return
         with self._lock:
-            if not self._terminal.is_live:
+            if not self._terminal.is_live and not self._quiet:
                 self._terminal.show(line)
             self._write(line)
 
@@ -371,7 +375,8 @@ class RunLog:
     def _handle(self, level: str, text: str) -> None:
         """Take one message, under the lock; `level` is empty for a message without a mark."""
         if self._is_main_process:
-            self._terminal.show(f"{level.lower()}: {text}" if level else text)
+            if not self._quiet or level not in ("", "DEBUG"):
+                self._terminal.show(f"{level.lower()}: {text}" if level else text)
             self._write(f"{level} {text}" if level else text)
 
     def _write(self, text: str) -> None:
@@ -403,12 +408,14 @@ class RunHandler(logging.Handler):
         self.lock = self._shared_lock
 
     def attach(self) -> None:
-        """Become the only handler of the package's records."""
+        """Take the package's records, beside the handlers that a program has given its logger."""
         self._before = PACKAGE.propagate, PACKAGE.level, PACKAGE.handlers[:]
         PACKAGE.propagate = False
         if PACKAGE.level == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
-        PACKAGE.handlers[:] = [self]
+        # Not that of a sweep around it, nor that of `--debug`, which shows on the terminal what this one does.
+        own = [each for each in self._before[2] if not isinstance(each, RunHandler) and each.name != PACKAGE.name]
+        PACKAGE.handlers[:] = [self, *own]
 
     def detach(self) -> None:
         """Undo `attach`; a second call changes nothing."""

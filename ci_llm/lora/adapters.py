@@ -10,11 +10,12 @@ Legend: K agents, P parameters of the largest agent, r rank.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from ci_llm.base.targets import find_targets, peft_targets, trunk_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSettings, Reading, StackedLoRALinear
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 
 class DrawnWeights:
@@ -281,6 +285,15 @@ class AgentStorage:
             parameter.grad = grad
         self._drawn.draw_masks(step)
 
+    @property
+    def gradients_to_add(self) -> list[Tensor]:
+        """The gradients in the parts that the processes of a run add up: one, or one for each agent.
+
+        From three processes on, the place of a number in its part decides the order of its sum. An agent with passes
+        of its own therefore has a part of its own, which is the one that it has alone.
+        """
+        return self._own(self.gradients) if self.pass_per_agent else [self.gradients]
+
     def take_gradients_away(self) -> None:
         """Zero the gradients and take them from the parameters, which have none until the next `begin_step`."""
         self.gradients.zero_()
@@ -463,14 +476,34 @@ def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
     )
 
 
+def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> PeftModel:
+    """Agent k on the plain model: it shares the base's weights with the crowd, and has a copy of the agent's own."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    shared = [*model.parameters(), *model.buffers()]
+    known: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    known |= {id(layer): layer.base_layer for layer in agents.layers.values()}
+    plain: PreTrainedModel = copy.deepcopy(model, known)
+    plain.config.use_cache = True
+    found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
+    set_peft_model_state_dict(found, agents.agent_tensors(k))
+    return found.eval()
+
+
 def adapter_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> dict[str, Any]:
     """`adapter_config.json` of agent k as PEFT writes it, so that the folder opens with plain PEFT."""
+    config = _lora_config(model, agents, k, base_name).to_dict()
+    plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
+    return {k: v for k, v in plain.items() if v is not None}
+
+
+def _lora_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> LoraConfig:
     from peft import LoraConfig, TaskType
 
     own = agents.each[k]
     conv = any(isinstance(agents.layers[name].base_layer, Conv1D) for name in agents.adapted_by(k))
     bias: Literal["none"] = "none"
-    config = LoraConfig(
+    return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_name,
         inference_mode=True,
@@ -481,6 +514,4 @@ def adapter_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_na
         fan_in_fan_out=conv,
         bias=bias,
         **peft_targets(model, agents.adapted_by(k)),
-    ).to_dict()
-    plain = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in config.items()}
-    return {k: v for k, v in plain.items() if v is not None}
+    )

@@ -325,6 +325,13 @@ class LoraSettings:
         seed: of the start and of the DropConnect masks.
         agents: for each agent what it has of its own: any of rank, alpha, dropout, dropconnect, target_modules,
             layers, use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
+
+    Raises:
+        ConfigError: a value cannot be used.
+
+    >>> settings = ci_llm.LoraSettings(num_agents=2, rank=4, alpha=8)
+    >>> settings.num_agents, [agent.scaling for agent in settings.each()]
+    (2, [2.0, 2.0])
     """
 
     num_agents: int = 4

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from ci_llm.base.targets import text_model
 from ci_llm.core.determinism import capture_draws
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded
@@ -457,7 +458,7 @@ class Passes:
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         dtype = compute_dtype(self.model.get_input_embeddings().weight)
         with self.agents.ready(dtype, training=self.model.training):
-            return self.model.base_model(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+            return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:
         """Ids, positions and bounds of the rows; spare tokens are one more row, which nothing reads."""

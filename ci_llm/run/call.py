@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cluster.launch import accelerate_settings, read_launch
 from ci_llm.config import Config, as_typed, read_call
 from ci_llm.config.auto import FOLLOWED
-from ci_llm.config.load import IN_CALL
+from ci_llm.config.foreign import ACCEPTED
+from ci_llm.config.load import IN_CALL, Reading
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.core.remote import offline_note
-from ci_llm.errors import BadInput
+from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
-    from ci_llm.run.job import Result
+    from ci_llm.run.result import Result
 
 
 _training = threading.Lock()
@@ -57,27 +59,63 @@ def _only_run() -> Iterator[None]:
 def train(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
     callbacks: Iterable[object] = (),
-    **overrides: Any,
+    quiet: bool = False,
+    **keys: Any,
 ) -> Result:
-    """Train a crowd, or go on with the run that an earlier call has left in the same folder.
+    """Train a crowd, or resume the run that an earlier call has left in the same folder.
 
     It does what `ci-llm train` does, on one process, or on those of a launcher if every process makes the same call.
     Ctrl-C, or the stop button of a notebook, finishes the step, saves it and returns; a second one raises
-    KeyboardInterrupt.
+    KeyboardInterrupt. Messages go through `logging.getLogger("ci_llm")`.
 
     Args:
         config: a YAML file, a mapping of keys, or a Config; None: the defaults of docs/keys.md and no file.
+        dataset: the rows to train on: a path or a name as `dataset_name` takes it, a list of dicts, a
+            `datasets.Dataset` or `DatasetDict`, a pandas or Polars frame, an iterable of dicts, or a function that
+            makes one of these. Rows in memory are kept once in a cache (`CI_LLM_CACHE`), named by what they hold; a
+            resume with other rows is refused.
+        eval_dataset: the rows to evaluate on, as `dataset`. None: a split of `dataset`, or rows held out of it.
+        model: a name or a folder as `model_name` takes it, or a causal language model of Transformers that is loaded.
+            It is trained on in place, frozen, and is afterwards as it was. If no folder has its weights, they are kept
+            in `base_model` in the folder of the run, where the adapters find them.
+        tokenizer: of the loaded model.
         callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see step/callbacks.py.
-        overrides: keys that win over `config`: `learning_rate=1e-3`, or `lr=1e-3`.
+        quiet: show nothing but warnings; `training.log` has everything.
+        keys: all other keys; they win over `config`: `learning_rate=1e-3`, or `lr=1e-3`.
 
     Returns:
-        the result: `status`, `step`, `metrics`, `folder`, `crowd`.
+        the result: `status`, `step`, `metrics`, `folder`, `crowd`, `scores`, `history`, `best`, and `plot()`.
 
     Raises:
         CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
+
+    >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(20)]
+    >>> result = ci_llm.train(dataset=rows, quiet=True, **small)  # `small`: keys that keep the example short
+    >>> result.status, result.step, result.crowd.num_agents
+    ('completed', 2, 2)
     """
-    read = read_call(config, overrides, accelerate_settings(os.environ))
+    arguments = {"dataset": dataset, "eval_dataset": eval_dataset, "model": model}
+    with _in_words_of_python([name for name, value in arguments.items() if value is not None]):
+        given, loaded = _as_keys(arguments), model is not None and not _is_name(model)
+        if loaded or tokenizer is not None:
+            set_library_defaults()
+            from ci_llm.base.given import name_of, require_usable
+
+            require_usable(model if loaded else None, tokenizer)
+            folder = read_call(config, keys).config.run_folder
+            given["model"] = name_of(model, folder)
+        read = read_call(config, {**keys, **given}, accelerate_settings(os.environ))
+        if loaded:
+            _require_no_loading(read.config)
+        return _run(read, (model, tokenizer) if loaded else None, callbacks, quiet=quiet)
+
+
+def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[object], *, quiet: bool) -> Result:
     launch = replace(read_launch(), called_at=time.time())
     with Interrupts(
         read.config.stop_signals,
@@ -90,11 +128,80 @@ def train(
         note = offline_note(read.config.names_of_inputs)
         offline = [f"the hub is {note}"] if note else []
         set_library_defaults()
+        from ci_llm.base.given import lent
         from ci_llm.run.job import run_job
 
         launch = replace(launch, arguments=_words_for_a_shell(read.config))
-        with _process_as_it_was():
-            return run_job(read.config, interrupts, launch, sources=[*read.lines, *offline], callbacks=callbacks)
+        lending = lent(*loaded, read.config.model_name) if loaded else nullcontext()
+        with _process_as_it_was(), lending as base:
+            told = {"sources": [*read.lines, *offline], "callbacks": callbacks, "quiet": quiet}
+            return run_job(read.config, interrupts, launch, given=base, **told)  # type: ignore[arg-type]
+
+
+def _is_name(given: Any) -> bool:
+    """Whether it is a path or a name, or a list of them, which a key takes."""
+    several = given if isinstance(given, list | tuple) and given else [given]
+    return all(isinstance(each, str | os.PathLike) for each in several)
+
+
+def _as_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by names of keys; rows in memory have become files."""
+    named = {name: value for name, value in arguments.items() if value is not None and _is_name(value)}
+    rows = {name: value for name, value in arguments.items() if name != "model" and name not in named}
+    if any(value is not None for value in rows.values()):
+        set_library_defaults()
+        from ci_llm.data.given import kept_rows
+
+        named |= {name: kept_rows(value, name) for name, value in rows.items() if value is not None}
+    return named
+
+
+def _require_no_loading(config: Config) -> None:
+    """Refuse keys that say how a base is loaded, beside one that is."""
+    if keys := [key for key in ("model_dtype", "quantization") if getattr(config, key) is not None]:
+        raise BadInput(
+            f"{' and '.join(keys)} cannot be set beside a model that is loaded",
+            where="train(model=...)",
+            hint="leave it out, and load the model as you want it; or give its name: model=NAME",
+        )
+    if config.base_sharding != "none":
+        raise BadInput("a loaded model cannot be sharded", where="base_sharding", hint="give its name: model=NAME")
+
+
+_TYPED: Final = re.compile(r"(?<![\w./-])([a-z_]+)=([^\s;,`)(]*[^\s;,`)(.:])")
+_LITERALS: Final = {"true": "True", "false": "False", "null": "None"}
+
+
+@contextmanager
+def _in_words_of_python(given: Collection[str]) -> Iterator[None]:
+    """Let an error that leaves speak of arguments: `overwrite_output_dir=True`, and of `dataset` for `dataset_name`.
+
+    Args:
+        given: the arguments that stand for a key of a longer name.
+    """
+
+    def argument(found: re.Match[str]) -> str:
+        key, value = found.groups()
+        if key not in ACCEPTED or value.isupper() or value[0] in "\"'[{.":
+            return found[0]
+        number = re.fullmatch(r"[-+\d.e]+", value)
+        return f"{key}={_LITERALS.get(value) or (value if number else repr(value))}"
+
+    def spoken(text: str | None) -> str | None:
+        if text is None:
+            return None
+        text = re.sub(r"^(\w+): (?=\S)", lambda found: f"{found[1]}=" if found[1] in ACCEPTED else found[0], text)
+        text = _TYPED.sub(argument, text)
+        for name in given:
+            text = re.sub(rf"(?<!\w){name}_name\b", name, text)
+        return text
+
+    try:
+        yield
+    except CiLlmError as error:
+        error.what, error.where, error.hint = spoken(error.what) or "", spoken(error.where), spoken(error.hint)
+        error.args = (error.what,)
+        raise
 
 
 def _words_for_a_shell(config: Config) -> tuple[str, ...]:

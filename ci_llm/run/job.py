@@ -6,16 +6,18 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from ci_llm.base.given import keep
+from ci_llm.base.load import Base
 from ci_llm.checkpoints.folders import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cluster.deadline import find_deadline
-from ci_llm.cluster.launch import Launch, exit_code_after_stop
+from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import record_attempt
@@ -38,6 +40,7 @@ from ci_llm.run.end.report import final_card, log_next_steps, push_result, score
 from ci_llm.run.end.shutdown import Attempt, end_at_once, require_written, watch_walltime
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
+from ci_llm.run.result import Result
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
@@ -47,46 +50,7 @@ from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning
 
-if TYPE_CHECKING:
-    from ci_llm.crowd.crowd import Crowd
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended; the same on every process. A run that fails is an exception and has none.
-
-    Attributes:
-        status: "interrupted": what is saved goes on with the same call.
-        step: optimizer steps taken.
-        folder: of the run.
-        metrics: `evaluation.json`, the final evaluation; empty if the run was interrupted.
-        reason: why it was interrupted: "signal:SIGINT", "walltime", "callback", ...; None if it is completed.
-    """
-
-    status: Literal["completed", "interrupted"]
-    step: int
-    folder: Path
-    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    reason: str | None = None
-
-    @cached_property
-    def crowd(self) -> Crowd:
-        """The crowd of the final checkpoint, or of the newest one of an interrupted run; loaded at first use.
-
-        Raises:
-            CiLlmError: nothing is saved, or it is damaged.
-        """
-        from ci_llm.crowd.crowd import Crowd
-
-        return Crowd.from_pretrained(self.folder)
-
-    def exit_code(self, config: Config) -> int:
-        """The exit code of a program that ends with this run."""
-        if self.status != "interrupted":
-            return 0
-        return exit_code_after_stop(self.reason or "", config.interrupted_exit_code)
 
 
 def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
@@ -123,12 +87,16 @@ def run_job(
     *,
     sources: Sequence[str] = (),
     callbacks: Iterable[object] = (),
+    given: Base | None = None,
+    quiet: bool = False,
 ) -> Result:
     """Train as `config` says, from the first step or where an earlier call stopped.
 
     Args:
         sources: lines for people about where the values of `config` come from.
         callbacks: see step/callbacks.py.
+        given: a base that is loaded already; the agents have left it at the end.
+        quiet: show people nothing but warnings.
 
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
@@ -138,7 +106,7 @@ def run_job(
     processes = meet(config, launch, interrupts)
     result: Result | None = None
     try:
-        result = run_among(processes, config, interrupts, sources=sources, callbacks=checked)
+        result = run_among(processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet)
         return result
     finally:
         if not processes.shutdown():
@@ -163,6 +131,8 @@ def run_among(
     sources: Sequence[str] = (),
     callbacks: Callbacks | None = None,
     loaded: Loaded | None = None,
+    given: Base | None = None,
+    quiet: bool = False,
     end_by: Callable[[Callable[[], str | None]], object] = lambda last_act: last_act(),
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
@@ -170,10 +140,11 @@ def run_among(
     Args:
         loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
             them; the base is free again at the end.
+        given, quiet: see `run_job`.
         end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
     """
     folder = config.run_folder
-    log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar)
+    log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar, quiet=quiet)
     manager = CheckpointManager(
         folder,
         save_interval_steps=config.save_steps,
@@ -198,7 +169,7 @@ def run_among(
             raise
         before = None if start.source is None else start.source.config
         config = settle_precision(config.settled_as(before), processes, before)
-        run = build(config, processes, interrupts, manager, mirror, log, loaded, before)
+        run = build(config, processes, interrupts, manager, mirror, log, loaded, before, given)
         run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)
         return result
@@ -213,7 +184,7 @@ def run_among(
             manager.close()
         finally:
             log.close()
-            if run is not None and loaded is not None:
+            if run is not None and (loaded is not None or given is not None):
                 run.crowd.detach()
 
 
@@ -361,7 +332,7 @@ def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Att
     """Lease the folder, make it what `start` says, start the trackers. What is refused here is no failed attempt."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
-    number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step))
+    number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step, run.base))
     begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
     run.log.known_tracker_state = processes.on_main(start_trackers)
@@ -375,7 +346,9 @@ def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Att
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
-def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: beginning.Start, step: int) -> int:
+def _lease(
+    manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: beginning.Start, step: int, base: Base
+) -> int:
     """Make the folder this attempt's; returns the attempt's number."""
     number = manager.acquire_lease()
     try:
@@ -383,6 +356,7 @@ def _lease(manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: be
         for line in beginning.prepare(manager, start):
             logger.info(line)
         record_attempt(manager.directory, number, step, beginning.place_of_attempt())
+        keep(base, manager.directory)
     except OSError as error:
         raise beginning.cannot_begin(manager.directory, error) from error
     mirror.begin(start.keeps, number)

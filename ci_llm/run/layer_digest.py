@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ci_llm.base.targets import layer_list, layer_numbers
+from ci_llm.base.targets import layer_list, layer_numbers, text_model
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
@@ -76,7 +76,7 @@ def fixed_batch(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> Micr
 def _digest(crowd: Crowd, batch: MicroBatch, train: Train, *, alone: bool) -> str:
     found: list[Any] = []
     with ExitStack() as after:
-        layer = after.enter_context(_one_layer(crowd)) if alone else crowd.model.base_model
+        layer = after.enter_context(_one_layer(crowd)) if alone else text_model(crowd.model)
         trained = [each for each in layer.parameters() if each.requires_grad]
         after.enter_context(_without_a_trace(crowd, trained))
         hook = layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output))

@@ -192,7 +192,8 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
         [K] the gradient norm of every agent before clipping, on the device, which is not waited for.
     """
     agents = run.crowd.agents
-    run.processes.reduce_flat_(agents.gradients)
+    for part in agents.gradients_to_add:
+        run.processes.reduce_flat_(part)
     scale, targets = run.state.loss_scale or 1.0, targets_of(verdict, run.crowd.num_agents)
     if len({*targets}) == 1:
         agents.gradients.div_(max(targets[0], 1) * scale)

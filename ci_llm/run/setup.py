@@ -97,23 +97,25 @@ def build(
     log: RunLog,
     loaded: loading.Loaded | None = None,
     before: Config | None = None,
+    given: Base | None = None,
 ) -> Run:
     """Load, check and join everything a run needs, at step 0; logs what it found.
 
     Args:
         loaded: base and rows of an earlier run of this process, whose crowd has left the base; None: they are loaded.
         before: the settings of the checkpoint that the run goes on from.
+        given: a base that is loaded already, by a call in Python.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    loaded = (loaded or loading.load(config, processes, before)).for_agents(config.num_agents)
+    loaded = (loaded or loading.load(config, processes, before, given)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
     config = config.model_copy(update=loaded.settled)
     for line in config.told_auto():
         logger.info(f"auto      {line}")
-    config = settle(config, rows, processes, before)
+    config = settle(config, rows, processes, before, given and given.model.config)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, [own.rows for own in rows]))

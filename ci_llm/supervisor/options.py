@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ci_llm.core.help import HelpfulParser
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.output_scan import UserPatterns
 from ci_llm.supervisor.policy import Policy
@@ -18,8 +19,8 @@ _DESCRIPTION = """Runs a training until it is done. It watches the output, and a
 again: with a smaller learning rate after NaN, with a smaller batch after out of memory. It never changes a
 configuration file, leaves no process behind, and writes what happened to safe_train.log."""
 _EXAMPLES = """examples:
-  python safe_train.py                                      this project's trainer, with configs.yaml
   python safe_train.py num_agents=8 -- torchrun --nproc-per-node 4 train.py
+  python safe_train.py                                      this project's trainer, with configs.yaml
   python safe_train.py --train-script train.py --config-path configs --config-name config training.learning_rate=1e-3
   python safe_train.py --train-script fit.py --config-flag=--config --config my.yaml --lr-key optim.lr
   python safe_train.py --lr-key lr -- python fit.py --lr 1e-3
@@ -144,12 +145,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(HelpfulParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint="python safe_train.py --help")
-
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse's own method hides a write error
+        raise ConfigError(message, where="command line", hint="python safe_train.py --help all")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,8 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="python safe_train.py [options] [key=value ...] [-- command ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        common=("--config", "--train-script", "--lr-key", "--max-retries", "--grace"),
     )
     _add_target_options(parser.add_argument_group("what to run"))
     _add_key_options(parser.add_argument_group("which keys are adjusted"))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.base.load import load_architecture
+from ci_llm.base.load import auto_class, load_architecture
 from ci_llm.checkpoints.folders import FINAL, open_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
@@ -181,6 +181,7 @@ def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -
         base=str(config["base_model_name_or_path"]),
         ranks=[int(str(config["r"]))],
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, shared.dataset_names))}`",
+        opened_with=auto_class(load_architecture(shared.model_name)).__name__,
     )
     return adapter_card(facts, f"The best of {len(standings.trials)} trials", what)
 

@@ -36,6 +36,7 @@ def kept(cache: Path) -> list[Path]:
     return [path for path in cache.rglob("*") if not path.is_dir() and path.name != "lock"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
@@ -58,6 +59,7 @@ def test_the_plain_folder_has_the_numbers_of_the_file(
         assert torch.equal(base.model.state_dict()[name], torch.from_numpy(stored)), name
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")
     tokenizer = AutoTokenizer.from_pretrained(load_base(str(file)).name)
@@ -116,6 +118,7 @@ def _forked(child: Callable[[], None]) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_of_processes_that_start_at_once_one_dequantises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")
     convert, (heard, told) = our._convert, os.pipe()
@@ -132,6 +135,7 @@ def test_of_processes_that_start_at_once_one_dequantises(tmp_path: Path, monkeyp
         assert pipe.read() == b"."
 
 
+@pytest.mark.slow
 def test_whichever_process_of_a_run_comes_first_writes_the_whole_folder(tmp_path: Path) -> None:
     """Transformers saves a model in process 0 only."""
     write_gguf(file := tmp_path / "tiny.gguf")
@@ -144,6 +148,7 @@ def test_whichever_process_of_a_run_comes_first_writes_the_whole_folder(tmp_path
     load_base(str(file))
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_counts(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +209,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("damage", "what"), DAMAGE.items(), ids=[one.__name__ for one in DAMAGE])
 def test_what_is_no_base_is_one_message(damage: Callable[[Path], None], what: str, tmp_path: Path, cache: Path) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")

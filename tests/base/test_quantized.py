@@ -71,6 +71,7 @@ def dense_twin(folder: Path, crowd: Crowd) -> Crowd:
     return twin.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "layers"),
     [("all-linear", "all"), (("q_proj",), "all"), ("all-linear", "upper_half")],
@@ -95,6 +96,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_base_to_the_bit(
         crowd.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder: Path, kind: str) -> None:
     crowd, packed = crowd_on(folder, kind), batch()
@@ -132,6 +134,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder:
     assert found.isfinite().all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_makes_each_weight_dense_once_per_pass_for_all_agents(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +175,7 @@ def test_layers_take_a_seventh_of_their_bytes_in_4_bits(folder: Path, kind: Any,
     assert found == predicted
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_that_of_the_checkpoint_and_the_way_it_is_stored(folder: Path) -> None:
     prints = {kind: load_base(str(folder), "fp32", "cpu", kind).fingerprint for kind in (None, *KINDS)}
     assert len({*prints.values()}) == 3
@@ -179,6 +183,7 @@ def test_the_fingerprint_is_that_of_the_checkpoint_and_the_way_it_is_stored(fold
     assert load_base(str(folder), "bf16", "cpu", "nf4").fingerprint != prints["nf4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_that_is_quantised_already_is_recognised(folder: Path, kind: Any, tmp_path: Path) -> None:
     first = load_base(str(folder), "fp32", "cpu", kind)
@@ -193,6 +198,7 @@ def test_a_checkpoint_that_is_quantised_already_is_recognised(folder: Path, kind
         load_base(str(tmp_path / "stored"), "fp32", "cpu", other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_crowd_generates_what_the_dequantised_one_does(folder: Path, kind: str) -> None:
     crowd = crowd_on(folder, kind)

@@ -306,6 +306,7 @@ def test_a_save_that_fails_at_the_exit_is_told(tmp_path: Path) -> None:
     assert "taken over" in told
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_flips_in_what_was_written_behind_is_noticed(tmp_path: Path) -> None:
     assert bit_flips.noticed(bit_flips.write_behind, 30, 0, tmp_path / "run") == 30
 

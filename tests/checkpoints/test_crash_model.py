@@ -118,6 +118,7 @@ def test_every_state_a_crash_may_leave_holds_the_old_or_the_new(tmp_path: Path) 
     assert disk.points > 150
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
 def test_the_replay_notices_a_forgotten_sync(tmp_path: Path, forgotten: str) -> None:
     root = tmp_path / "run"

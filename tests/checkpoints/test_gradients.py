@@ -132,6 +132,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, at: int, *, clear_f
         optimizer.zero_grad()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("clear_first", [True, False])
 @pytest.mark.parametrize("told", [True, False])
 def test_what_is_left_over_from_a_step_is_not_saved(clear_first: bool, told: bool, tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def random_tensor(dtype: torch.dtype, shape: list[int], seed: int, flip: bool) -
     return tensor.t() if flip and len(shape) == 2 else tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=campaign.size(50, 500))
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "rng"]), trees, max_size=3))
 def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
@@ -236,6 +237,7 @@ def test_a_flat_dict_keeps_its_order_whatever_the_types() -> None:
     assert list(read_snapshot(snapshot.forms, files)["a"]) == list("dacb")
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(min_size=1, max_size=4), tensors, min_size=1, max_size=5))
 def test_the_library_reads_what_our_writer_writes(state: dict[str, Tensor]) -> None:
     state = {name: tensor for name, tensor in state.items() if name != "__metadata__"}

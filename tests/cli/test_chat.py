@@ -70,6 +70,7 @@ def said(conversation: Conversation, message: str, capsys: pytest.CaptureFixture
 # Turns
 
 
+@pytest.mark.slow
 def test_a_template_that_shows_who_speaks_makes_a_conversation(
     talker: Crowd, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_template_that_shows_who_speaks_makes_a_conversation(
     assert said(talk, QUESTIONS[1], capsys) == talker.generate(QUESTIONS[1], **SHORT)[0]
 
 
+@pytest.mark.slow
 def test_a_run_on_single_questions_remembers_none(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(crowd, SHORT, (), shows_sureness=False)
     assert talk.kind == "Single questions: each message is one, and none is remembered."
@@ -102,6 +104,7 @@ def test_a_run_on_plain_text_continues_it(capsys: pytest.CaptureFixture[str]) ->
         Conversation(writer, SHORT, (), "Be short.")
 
 
+@pytest.mark.slow
 def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(talker, SHORT, ["\n"], "Be short.", shows_sureness=False)
     system = [{"role": "system", "content": "Be short."}]
@@ -135,6 +138,7 @@ def test_a_conversation_that_outgrows_the_base_says_how_to_go_on(
 # Commands
 
 
+@pytest.mark.slow
 def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(crowd, SHORT, ())
     with pytest.raises(ConfigError, match="nothing was asked yet"):
@@ -150,6 +154,7 @@ def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest
     assert f"of {K} agents agree" in told.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
     crowd: Crowd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +199,7 @@ def piped(run: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return main.main(["chat", str(run), "--max-new-tokens", "24"])
 
 
+@pytest.mark.slow
 def test_through_a_pipe_each_line_is_a_turn_and_answers_stand_alone(
     run: Path, crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +329,7 @@ def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
     assert not [line for line in shown if len(line) > 80 and not any(text in line for text in (*typed, str(run)))]
 
 
+@pytest.mark.slow
 def test_a_crowd_that_is_too_unsure_says_so_and_agents_are_asked_all_the_same(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,6 +194,7 @@ def nudged(tensor: Tensor) -> Tensor:
     return torch.nextafter(tensor, torch.full_like(tensor, 9.0))
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("change", "where", "what"),
     [
@@ -359,6 +360,7 @@ def test_a_disk_without_space_for_the_lease_names_what_to_remove(
 # Bad calls
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -472,6 +474,7 @@ def logits_of(crowd: Crowd, agent: int) -> Tensor:
         return logits
 
 
+@pytest.mark.slow
 def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = peft_folders(tmp_path, 2)
     code, made = told(capsys, "import", *folders, "--to", tmp_path / "crowd")
@@ -496,6 +499,7 @@ def bring_tokenizer(folder: Path, template: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_agents_are_asked_with_the_template_that_they_bring_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -521,6 +525,7 @@ def test_agents_are_asked_with_the_template_that_they_bring_along(
     assert not (tmp_path / "mixed").exists()
 
 
+@pytest.mark.slow
 def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb("import", *peft_folders(tmp_path, 1, use_rslora=True), "--to", tmp_path / "crowd") == 0
     made, _, command = capsys.readouterr().out.splitlines()
@@ -532,6 +537,7 @@ def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.Capt
     assert "one adapter" in load_initial_adapters(crowd, Path(str(config.init_from)))
 
 
+@pytest.mark.slow
 def test_a_folder_of_agents_in_some_layers_only(tmp_path: Path) -> None:
     place = tmp_path / "many"
     for k, folder in enumerate(peft_folders(tmp_path, 2, layers_to_transform=[1])):
@@ -542,6 +548,7 @@ def test_a_folder_of_agents_in_some_layers_only(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in crowd.agents.layers} == {*TARGETS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("whole", [False, True], ids=["agent<i>_weights.pth", "model.safetensors"])
 def test_the_first_ci_llm(parallel: bool, whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -561,6 +568,7 @@ def test_the_first_ci_llm(parallel: bool, whole: bool, tmp_path: Path, capsys: p
         torch.testing.assert_close(logits_of(crowd, k), wanted)
 
 
+@pytest.mark.slow
 def test_weights_that_peft_saved_as_a_pickle(tmp_path: Path) -> None:
     (folder,) = peft_folders(tmp_path, 1)
     weights = load_file(folder / "adapter_model.safetensors")
@@ -587,6 +595,7 @@ def test_a_pickle_that_wants_to_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "crowd").exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_a_crowd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = peft_folders(tmp_path / "one", 1)
     (other,) = peft_folders(tmp_path / "other", 1, r=2)
@@ -628,6 +637,7 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lone", "new"]
 
 
+@pytest.mark.slow
 def test_a_crash_in_the_replacement_of_a_checkpoint_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     lone = tmp_path / "lone"
     seen = set()
@@ -649,6 +659,7 @@ class Plain(FailingDisk):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FailingDisk, Plain])
 def test_a_disk_that_refuses_the_replacement_of_a_checkpoint_leaves_the_old_one(
     kind: type[FailingDisk], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -165,6 +165,7 @@ def words_of_the_job(words: list[str], folder: Path) -> list[str]:
     return [word for word in step[step.index(f"{folder}/train.py") + 1 :] if word]
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(("line", "comes_to"), WORK, ids=lambda value: value[:90] if isinstance(value, str) else "")
 def test_a_line_works_as_it_stands(line: str, comes_to: dict[str, Any], checkout: Path) -> None:
     config = understood(line, checkout)

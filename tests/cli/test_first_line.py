@@ -71,6 +71,7 @@ def modules_after(code: str, *words: str | Path) -> set[str]:
     return set(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("["))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_imports_little(command: str) -> None:
     found = modules_after(HELP, command)
@@ -79,6 +80,7 @@ def test_help_imports_little(command: str) -> None:
     assert len(found) <= MOST_MODULES["first line" if reads_keys else "help"]
 
 
+@pytest.mark.slow
 def test_a_report_imports_little(tmp_path: Path) -> None:
     found = modules_after(REPORT, leave_run(tmp_path / "run"))
     assert not HEAVY & found
@@ -92,6 +94,7 @@ def test_the_first_step_of_a_run_imports_only_what_it_needs(tmp_path: Path) -> N
     assert sorted(NOT_NEEDED & found) == []
 
 
+@pytest.mark.slow
 def test_the_first_line_of_a_run_comes_before_anything_heavy(tmp_path: Path) -> None:
     found = modules_after(FIRST_LINE, tmp_path)
     assert not HEAVY & found

@@ -80,6 +80,7 @@ def test_json_has_what_details_have(
     assert short["agents"] == found[0]["agents"]
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_how_sure_the_crowd_is(
     run: Path, crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_terminal_shows_how_sure_the_crowd_is(
     assert all(len(line) <= 80 for line in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["30", "200"])
 def test_the_agents_stand_beside_the_crowd_as_far_as_the_terminal_is_wide(
     run: Path, crowd: Crowd, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -153,6 +155,7 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "--agents asks all agents" in refused(capsys, run, "hello", "--agents", "--agents-per-prompt", "1.6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -271,6 +274,7 @@ def test_of_a_run_with_a_damaged_checkpoint_the_whole_one_before_it_answers(
     assert sorted(path.name for path in copied.iterdir()) == ["checkpoint_step_7", "final_checkpoint"]
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_is_named_with_the_option_that_gives_it(
     crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,6 +305,7 @@ def test_a_run_without_a_checkpoint_says_what_to_wait_for(tmp_path: Path, capsys
     assert "hint:  python train.py" in told
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_answers_with_its_newest_checkpoint_and_says_so(
     crowd: Crowd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def nobody_reads() -> Iterator[int]:
     os.close(writer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
 def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
@@ -59,6 +61,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffere
     assert (done.returncode, done.stderr) == (guard.BROKEN_PIPE_EXIT_CODE, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "words",
@@ -78,6 +81,7 @@ def test_an_output_that_takes_nothing_is_one_message(words: list[str | Path], un
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
     assert run("-m", "ci_llm", "status", tmp_path).returncode == 0
@@ -93,6 +97,7 @@ def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
     assert "OSError: [Errno 28] full" in done.stderr
 
 
+@pytest.mark.slow
 def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
     bad = f"{sys.executable} -m ci_llm train num_agent=3 2>/dev/full"
     done = subprocess.run(bad, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
@@ -105,6 +110,7 @@ OF_CHECKPOINTS = ("list", "verify", "diff", "prune", "import", "pull", "push")
 VERBS += [["checkpoints"], *(["checkpoints", verb] for verb in OF_CHECKPOINTS)]
 
 
+@pytest.mark.fast_cases(17)
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
 def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*words, "--help"]) == 0
@@ -114,6 +120,42 @@ def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys
     assert " ".join(words[-1:]) in said or words in (["check"], ["supervise"])  # named after their scripts
 
 
+@pytest.mark.fast_cases(17)
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside `--help` itself; in the case of train they are keys."""
+    said = {}
+    for which in ((), ("all",)):
+        assert main.main([*words, "--help", *which]) == 0
+        said[which] = capsys.readouterr().out
+    short, full = said.values()
+    options = re.findall(r"^  (?:--)?[a-z][\w-]+[= ].*", short.partition("options:\n")[2], re.MULTILINE)
+    keys = re.findall(r"^  \w+=", short, re.MULTILINE) if words == ["train"] else []
+    assert len(options) + len(keys) <= 5, short
+    assert len(re.findall(r"^examples?:", short, re.MULTILINE)) == 1
+    [example] = re.findall(r"^example: +(.+)", short, re.MULTILINE)
+    assert example in full
+    assert {*re.findall(r"--[a-z][\w-]+", short)} <= {*re.findall(r"--[a-z][\w-]+", full), "--help"}
+
+
+def test_the_first_page_has_every_verb_in_its_group_and_all_of_it_the_help_of_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups = dict(re.findall(r"^(start here|after the run|around the run)\n((?:  .*\n)+)", main.USAGE, re.MULTILINE))
+    verbs = [verb for lines in groups.values() for verb in re.findall(r"^  (\w+) ", lines, re.MULTILINE)]
+    assert sorted(verbs) == sorted(main.COMMANDS)
+    assert list(groups) == ["start here", "after the run", "around the run"]
+    assert main.main(["--help", "all"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(main.USAGE)
+    assert all(f" ci-llm {verb} -" in said for verb in main.COMMANDS)
+    assert "--distill-rate" in said
+    assert "interrupted_exit_code=0" in said
+
+
+@pytest.mark.slow
 def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
     done = run("-m", "ci_llm", "status", "--debug", tmp_path)
@@ -180,6 +222,7 @@ def test_one_process_explains_and_no_other_ends_without_a_word(
     assert told.endswith("where: ") or said == told
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("script", ["train.py", "safe_train.py", "dry_run_sanity_check.py"])
 def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
     bare = [sys.executable, "-S", ROOT / script]  # -S: no package that was installed is found

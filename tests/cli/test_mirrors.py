@@ -36,6 +36,7 @@ def url(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return url
 
 
+@pytest.mark.slow
 def test_a_pushed_run_is_listed_verified_compared_and_pulled(
     run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told["evaluation"]["is_final"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "absent"), [(["status"], HEAVY | {"rich"}), (["status", "--json"], HEAVY), (["watch", "--once"], HEAVY)]
 )
@@ -130,6 +131,7 @@ def test_a_picture_is_redrawn_until_the_run_has_ended(tmp_path: Path) -> None:
     assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l"), "the cursor stays hidden"
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_quietly(tmp_path: Path) -> None:
     leave_status(tmp_path, "running", 0)
     with watch(tmp_path) as terminal:
@@ -140,6 +142,7 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path) -> None:
     assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l")
 
 
+@pytest.mark.slow
 def test_a_look_at_a_long_run_takes_less_than_a_redraw(tmp_path: Path) -> None:
     """In processor time, which a busy machine does not lengthen: a reader of the whole file takes ten times as long."""
     line = json.dumps(metrics(1, 16)[0]).replace('"step": 1,', '"step": %d,')

@@ -94,6 +94,7 @@ def test_the_time_for_a_step_and_a_save_is_reserved() -> None:
     assert seconds_until_stop(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
 
 
+@pytest.mark.slow
 @given(left=st.floats(-1e6, 1e6), steps=durations, saves=durations, more=st.floats(0, 1e6))
 def test_slower_steps_never_leave_more_time(left: float, steps: list[float], saves: list[float], more: float) -> None:
     before = seconds_until_stop(left, steps, saves)

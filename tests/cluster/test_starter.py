@@ -297,6 +297,7 @@ def as_batch_script(srun: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_step_has_the_options_the_signals_and_the_exit_code(srun: Path) -> None:
     with as_batch_script(srun, "60", "wait", "key=a b") as process:
         assert process.stdout is not None
@@ -308,6 +309,7 @@ def test_a_step_has_the_options_the_signals_and_the_exit_code(srun: Path) -> Non
     assert process.returncode == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [pytest.param("mute", marks=pytest.mark.slow), "refused"])
 def test_without_a_step_it_goes_on_in_the_batch_script(broken: str, srun: Path) -> None:
     if broken == "refused":

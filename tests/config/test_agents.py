@@ -18,6 +18,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize(
     ("arguments", "agents"),
     [

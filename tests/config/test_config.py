@@ -153,6 +153,7 @@ def test_presets_are_valid_and_say_what_they_are_for(path: Path) -> None:
     assert path.name == "configs.yaml" or "Meant for:" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     code = "import ci_llm.config, sys; print([*{'torch', 'transformers', 'numpy'} & set(sys.modules)])"
     command = [sys.executable, "-c", code]
@@ -213,6 +214,7 @@ def test_what_is_no_configuration_is_named(value: Any) -> None:
 # Forms
 
 
+@pytest.mark.fast_cases(36)
 @pytest.mark.parametrize(
     ("arguments", "values"),
     [
@@ -311,6 +313,7 @@ def test_values_in_a_file_mean_what_their_key_makes_of_them(file: Path) -> None:
     }
 
 
+@pytest.mark.fast_cases(28)
 @pytest.mark.parametrize("name", sorted(ALIASES))
 def test_an_alias_is_its_key(name: str) -> None:
     assert f"{name} is no key" not in complaint(None, f"{name}={{}}", "nonsense")
@@ -480,6 +483,7 @@ def test_a_command_line_without_some_keys() -> None:
 # Bad input
 
 
+@pytest.mark.fast_cases(23)
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -816,6 +820,7 @@ def test_scheduler_names_are_those_of_transformers() -> None:
     assert set(field.annotation.__args__) == {name.value for name in SchedulerType}  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_mutated_configurations_are_valid_or_refused_in_words() -> None:
     outcome = runpy.run_path(str(ROOT / "benchmarks" / "config_fuzz.py"))["fuzz"](cases=300, seed=1)
     assert outcome.valid + outcome.refused == 300

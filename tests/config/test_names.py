@@ -134,6 +134,7 @@ def test_the_tables_are_of_a_size() -> None:
     assert len({name.partition("=")[0] for name, _ in [*ACCEPTED, *ANSWERED]}) >= 60
 
 
+@pytest.mark.fast_cases(30)
 @pytest.mark.parametrize(("word", "comes_to"), ACCEPTED, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_standard_name_is_accepted_where_the_thing_exists(word: str, comes_to: dict[str, Any]) -> None:
     assert changed(load_config(None, [word])) == comes_to
@@ -198,6 +199,7 @@ def written(value: object) -> str:
     return str(value).lower()
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("name", "value"), ASKED.items())
 def test_an_option_without_effect_is_no_key_and_is_answered_once_with_the_reason(
     name: str, value: object, tmp_path: Any
@@ -421,6 +423,7 @@ MISTAKES: list[tuple[str, str, str]] = [
 ]
 
 
+@pytest.mark.fast_cases(32)
 @pytest.mark.parametrize(("text", "what", "hint"), MISTAKES, ids=lambda value: value.partition("\n")[0])
 def test_a_mistake_is_one_message_with_its_place_and_what_to_write(
     text: str, what: str, hint: str, tmp_path: Any

@@ -53,6 +53,7 @@ def test_another_word_is_not_taken_for_a_slip(typed: str) -> None:
     assert nearest(typed, KNOWN) is None
 
 
+@pytest.mark.fast_cases(41)
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_an_option_of_another_trainer_is_named_with_the_way_here(name: str) -> None:
     was, way = UNSUPPORTED[name]

@@ -115,6 +115,7 @@ def test_the_longest_warm_up_of_any_trial(words: list[str], steps: int) -> None:
     assert read_sweep(None, ["lr=[1e-3,2e-3]", *words]).warmup_steps(200) == steps
 
 
+@pytest.mark.fast_cases(19)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def test_a_failure_survives_the_disk_and_the_first_of_a_process_stays(tmp_path: 
     assert "no such thing" in first.traceback
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["out_of_memory", "error:X", PEER_LOST]), st.floats(0, 10))))
 def test_a_lost_peer_is_a_cause_only_without_any_other_failure(told: list[tuple[str, float]]) -> None:
     cause = earliest_failure(failure(reason, when) for reason, when in told)

@@ -38,6 +38,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values)
 def test_typed_json_brings_back_what_it_was_given(value: object) -> None:
     text = dump_json(value)

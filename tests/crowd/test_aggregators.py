@@ -121,6 +121,7 @@ def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
     return float(mean.gather(-1, torch.tensor(text)[:, None]).sum())
 
 
+@pytest.mark.slow
 def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
     prompt = prompter.ids(QUESTIONS[0])
@@ -137,6 +138,7 @@ def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
     crowd.eval()
 
 
+@pytest.mark.slow
 def test_of_long_texts_the_more_probable_one_is_elected(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
     prompt, reference = prompter.ids(QUESTIONS[0]), prompter.tokenizer(rows("test")[0]["answer"])["input_ids"]

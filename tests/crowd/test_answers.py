@@ -239,6 +239,7 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     assert torch.equal(joined.right, scores.right)
 
 
+@pytest.mark.slow
 def test_scoring_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
     test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
     requests = iter([False, False, True, True])

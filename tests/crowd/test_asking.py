@@ -92,6 +92,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
     assert ended, "no text has an end, so its probability was not compared"
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_sum_of_its_tokens(detailed: list[Answer]) -> None:
     for answer in detailed:
         probabilities = [token.probability for token in answer.tokens]
@@ -102,6 +103,7 @@ def test_an_answer_is_the_sum_of_its_tokens(detailed: list[Answer]) -> None:
         assert answer.agreement in [k / K for k in range(K + 1)]
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) -> None:
     ended = next(answer for answer in detailed if answer.complete)
     [again] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens) - 1)
@@ -113,6 +115,7 @@ def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) ->
     assert whole.complete
 
 
+@pytest.mark.slow
 def test_answers_come_batch_by_batch_and_the_batch_changes_none(crowd: Crowd, detailed: list[Answer]) -> None:
     found = answers(crowd, QUESTIONS, options_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
     assert isinstance(found, Iterator)
@@ -140,6 +143,7 @@ def test_a_crowd_without_a_tokenizer_says_so(crowd: Crowd, monkeypatch: pytest.M
 # Stop strings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", first_fast(["####", ["\n"], ["=1", "=2", "0\n"], ["no such text"]]))
 def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
     crowd: Crowd, detailed: list[Answer], stop: Any
@@ -188,6 +192,7 @@ def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
         crowd.generate("hello", stop_strings=["a", ""])
 
 
+@pytest.mark.slow
 def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
     assert crowd.generate(QUESTIONS[0], stop_strings=None, **SHORT) == crowd.generate(QUESTIONS[0], **SHORT)
     assert crowd.stream(QUESTIONS[0], stop_strings=None, **SHORT).result.answer
@@ -216,6 +221,7 @@ def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: py
 # Streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices", first_fast([{}, {"stop_strings": ["####"]}, {"stop_strings": "=2"}, {"do_sample": True, "seed": 5}])
 )
@@ -232,6 +238,7 @@ def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, 
     assert (stream.result.agents, stream.result.agreement) == ((), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) -> None:
     found: list[torch.dtype] = []
@@ -267,6 +274,7 @@ def held(crowd: Crowd, detailed: list[Answer]) -> Iterator[Held]:
         held.go_on.set()
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_closed_stops_at_the_next_token(
     crowd: Crowd, detailed: list[Answer], held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +288,7 @@ def test_a_stream_that_is_closed_stops_at_the_next_token(
     assert crowd.generate(QUESTIONS[0], **SHORT) == [detailed[0].answer], "the crowd is free again"
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd, held: Held) -> None:
     stream = crowd.stream(QUESTIONS[0], max_new_tokens=200)
     thread = stream._thread

@@ -21,6 +21,7 @@ from tests.support.crowds import disturbed_crowd
 from tools.testbed.tiny import base, batch
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("route", ["packed", "padded"])
 def test_the_nll_is_that_of_the_plain_model(family: str, route: Any) -> None:
@@ -70,6 +71,7 @@ PLAIN = Completion(None, "Ann has 5 pens. Leo goes home.")
 MARKED = Chat((Message("user", "How many?"), Message("assistant", "2*3=6\n6+1=7\n7 and 7 and 7 and 7 and 7\n#### 7")))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("rows", "judge"),
     [

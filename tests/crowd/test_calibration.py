@@ -160,6 +160,7 @@ def test_signals_are_the_numbers_of_the_tokens() -> None:
 # How it is used
 
 
+@pytest.mark.slow
 def test_answers_carry_the_probability_that_they_are_right(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_price_becomes_the_share_of_prompts_that_all_are_asked() -> None:
     assert [made.escalates_below(price) for price in (1, 1.6, 3, 5, 9)] == pytest.approx([0, 0.15, 0.5, 1, 1])
 
 
+@pytest.mark.slow
 def test_what_needs_a_calibration_is_refused_without_one(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +244,7 @@ def test_it_survives_json(plain: list[Answer]) -> None:
     assert Calibration.of(json.loads(json.dumps(made.record()))) == made
 
 
+@pytest.mark.slow
 def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
     crowd: Crowd, plain: list[Answer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def become(crowd: Crowd, entries: Sequence[dict[str, Any]], sources: Sequence[in
     crowd.replace_agents(LoraSettings(agents=tuple(entries)), sources, [f"agent{source}" for source in sources])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_those_that_stay_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
     together, rows = crowd_of([SMALL, LARGE, FEW_LAYERS], dtype), batch(ROWS)

@@ -170,6 +170,7 @@ def mean_model(folder: Path, crowd: Crowd) -> Tensor:
         return logits.float()
 
 
+@pytest.mark.slow
 def test_a_saved_crowd_opens_with_the_same_bits(crowd: Crowd, source: Path) -> None:
     verify_folder(source)
     opened = Crowd.from_pretrained(source, device="cpu")
@@ -182,6 +183,7 @@ def test_a_saved_crowd_opens_with_the_same_bits(crowd: Crowd, source: Path) -> N
         crowd.save_pretrained(source)
 
 
+@pytest.mark.slow
 def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
     crowd: Crowd, source: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +198,7 @@ def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
         assert_alike(agent(input_ids=IDS).logits, logits_of(crowd)[2])
 
 
+@pytest.mark.slow
 def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path, tmp_path: Path) -> None:
     prepare(source, device="cpu", agent=0).write(tmp_path / "whole", None, into_base=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
@@ -206,6 +209,7 @@ def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path,
     assert not list((tmp_path / "whole").glob("adapter*"))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "ties", "--into-base"]], ids=str
 )
@@ -224,6 +228,9 @@ def test_what_a_card_says_of_ranks_and_bases() -> None:
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
     assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
     assert "--lora-modules $(for k in {0..1}; do echo agent$k=$PWD/agent$k; done)" in card
+    assert "base = AutoModelForCausalLM.from_pretrained" in card
+    whole = crowd_card(CardFacts("user/vision", [8], opened_with="AutoModelForImageTextToText"))
+    assert 'base = AutoModelForImageTextToText.from_pretrained("user/vision")' in whole
     local = crowd_card(CardFacts("/data/my models/base", [8]))
     assert "base_model:" not in local
     assert "BASE=base   # its folder on your machine" in local
@@ -258,6 +265,7 @@ def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
     return code, said.out, said.err
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
@@ -346,6 +354,7 @@ def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_of_a_common_start_the_mean_is_an_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_base("embedded")
     alike = Crowd(loaded.model, LoraSettings(2, rank=2, initialize_adapters_rand=False), loaded.name)
@@ -371,6 +380,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@pytest.mark.slow
 def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the hub's client lays it out: a snapshot of links to blobs."""
     repository, commit = hub / "models--someone--stories", "0" * 40

@@ -116,6 +116,7 @@ def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
     assert found != llama.generate_ids(PROMPTS, GREEDY).crowd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_one_agent_alone_generates_what_plain_peft_generates(family: str) -> None:
     model = base(family)
@@ -162,6 +163,7 @@ class Largest(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_vocabulary_is_multiplied_once_for_all_rows(dtype: torch.dtype) -> None:
     shape = FAMILIES["llama"]()
@@ -238,6 +240,7 @@ def flattened(numbers: Any) -> list[list[float]]:
     return [[token.probability for token in text] for lines in (*agents, crowd) for text in lines]
 
 
+@pytest.mark.slow
 def test_a_base_with_a_state_of_another_kind_keeps_all_rows() -> None:
     crowd = crowd_of(base("mamba")).eval()
     free = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
@@ -252,6 +255,7 @@ def test_a_request_to_stop_ends_everything_at_the_next_token(llama: Crowd) -> No
     assert generated == wanted
 
 
+@pytest.mark.slow
 def test_an_agent_with_nan_is_left_out() -> None:
     crowd = crowd_of(base("llama")).eval()
     wanted = [reference_ids(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
@@ -280,6 +284,7 @@ def sampled(crowd: Crowd, prompts: list[list[int]] = PROMPTS, **choices: Any) ->
     return crowd.generate_ids(prompts, decoding).crowd
 
 
+@pytest.mark.slow
 def test_samples_are_reproducible_and_differ_by_seed(llama: Crowd) -> None:
     state = torch.get_rng_state()
     assert sampled(llama) == sampled(llama)
@@ -290,11 +295,13 @@ def test_samples_are_reproducible_and_differ_by_seed(llama: Crowd) -> None:
     assert twice[0] == sampled(llama)[0], "what stands beside a prompt changes its sample"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
 def test_the_narrowest_sample_is_the_greedy_text(llama: Crowd, narrow: dict[str, Any]) -> None:
     assert sampled(llama, **narrow) == llama.generate_ids(PROMPTS, GREEDY).crowd
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("choices", "kept"),
     [({}, 5), ({"temperature": 2.0}, 5), ({"top_k": 2}, 2), ({"top_p": 0.75}, 3), ({"aggregator": "logit"}, 5)],
@@ -535,6 +542,7 @@ def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_pa
     assert Crowd.from_pretrained(checkpoint, device="cpu", base_model=str(BASE_FOLDER)).num_agents == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["chat", "text"])
 def test_a_crowd_saved_by_another_loop(tmp_path: Path, form: Any) -> None:
     """The embedded base was elsewhere, in another precision; no tokenizer was saved; prompts are plain text."""

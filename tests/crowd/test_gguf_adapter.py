@@ -161,6 +161,7 @@ def test_llama_cpp_itself_gives_the_probabilities_of_peft(architecture: str, tmp
             assert token["logprob"] == pytest.approx(expected[length - 1, token["id"]].item(), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_an_export_names_its_base_for_both_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, to = saved_crowd(tmp_path, "llama"), tmp_path / "llama"
     assert main(["export", str(run), "--agent", "0", "--no-score", "--format", "gguf", "--to", str(to)]) == 0
@@ -175,6 +176,7 @@ def test_an_export_names_its_base_for_both_programs(tmp_path: Path, capsys: pyte
     assert sorted(path.name for path in to.iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
 
 
+@pytest.mark.slow
 def test_of_a_base_in_a_folder_it_says_how_its_file_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_base("embedded")
     crowd = Crowd(loaded.model, LoraSettings(2, rank=2), loaded.name, loaded.pad_id)
@@ -189,6 +191,7 @@ def test_of_a_base_in_a_folder_it_says_how_its_file_is_made(tmp_path: Path, caps
     assert "convert_hf_to_gguf.py $BASE --outfile base.gguf" in (tmp_path / "to" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_base_where_the_cache_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved_crowd(tmp_path, "llama")
     before = Crowd.from_pretrained(run)

@@ -56,6 +56,7 @@ def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
     assert not torch.equal(made.agents.weights[0], made.agents.weights[1])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
@@ -72,6 +73,7 @@ def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError]
         load_initial_adapters(made(), tmp_path)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -102,6 +104,7 @@ def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
     assert "every agent" in load_initial_adapters(crowd(), tmp_path)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path) -> None:
     save_adapter(base(), tmp_path)
@@ -125,6 +128,7 @@ def trained(made: Crowd, diversity: str = "none") -> Crowd:
     return made
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
 def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> None:
     made = crowd(initialize_adapters_rand=False)
@@ -134,6 +138,7 @@ def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> N
     assert torch.equal(one, other)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("masks", ["dropout", "dropconnect"])
 def test_masks_of_their_own_make_equal_agents_different(masks: str, tmp_path: Path) -> None:
     save_adapter(base(), tmp_path)
@@ -144,6 +149,7 @@ def test_masks_of_their_own_make_equal_agents_different(masks: str, tmp_path: Pa
     assert not torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> None:
     for k, seed in enumerate((1, 2, 1)):
         save_adapter(base(), tmp_path / f"agent{k}", seed=seed)

@@ -62,6 +62,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(found[name], delta, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("use_rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("weights", [None, (1, 2, 5)], ids=["alike", "weighted"])
@@ -74,6 +75,7 @@ def test_cat_is_exactly_the_mean_of_the_products(dtype: Any, tolerance: float, u
     assert_same(deltas(found), mean_of(agents, shares), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_svd_is_the_nearest_of_its_rank_as_pefts_is(family: str) -> None:
     model = base(family)
@@ -90,6 +92,7 @@ def test_svd_is_the_nearest_of_its_rank_as_pefts_is(family: str) -> None:
     assert_same(deltas(merged(model, agents, merge_of("svd", rank=K * R))), exact, 1e-12)
 
 
+@pytest.mark.slow
 def test_agents_of_different_ranks_and_modules() -> None:
     model = base()
     one, other = (
@@ -120,6 +123,7 @@ def test_the_mean_is_that_of_a_and_that_of_b() -> None:
         torch.testing.assert_close(delta, scale * b @ a, **PEFTS_WEIGHTS)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_of_equal_agents_every_merge_is_that_agent(name: str) -> None:
     """Whatever is pruned, voted or averaged; PEFT's own weights of 1/K make `linear` K times too large."""
@@ -129,6 +133,7 @@ def test_of_equal_agents_every_merge_is_that_agent(name: str) -> None:
     assert_same(deltas(merged(model, agents, merge_of(name, density=density))), deltas(agents[0]), 1e-6)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.sparse])
 def test_what_prunes_is_pefts_own(name: str) -> None:
     model = base()
@@ -151,6 +156,7 @@ def test_what_prunes_is_pefts_own(name: str) -> None:
     assert_same(deltas(found), deltas(theirs), 1e-12)
 
 
+@pytest.mark.slow
 def test_dare_drops_the_same_values_for_the_same_seed_and_draws_from_nobodys_generator() -> None:
     model = base()
     agents = agents_on(model)

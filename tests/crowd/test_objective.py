@@ -60,6 +60,7 @@ def test_target_log_probs_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda s: target_log_probs(s, targets, own), (states,))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_sliced_wasserstein_equals_pot(rows: int) -> None:
     import ot  # slow to import: it loads all of scikit-learn

@@ -96,6 +96,7 @@ def together(*rows: Sequence[Batch | None]) -> list[list[list[Batch | None]]]:
     return [[[own[step] for own in rows]] for step in range(STEPS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
 def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
@@ -115,6 +116,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
         assert not differences(alone, train(model, entries, together(*rows))[place]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_ragged_pass_for_all_trains_the_same_agents(checkpointing: bool) -> None:
     model = base("phi")  # its norms compute in fp64
@@ -125,6 +127,7 @@ def test_one_ragged_pass_for_all_trains_the_same_agents(checkpointing: bool) -> 
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", first_fast(["gpt2", "qwen2", "gpt_neox", "gemma3"]))
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
@@ -135,6 +138,7 @@ def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> No
         assert not differences(alone, found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_holds_on_the_padded_route(dtype: torch.dtype) -> None:
     model = base("bloom", dtype)
@@ -143,6 +147,7 @@ def test_the_same_holds_on_the_padded_route(dtype: torch.dtype) -> None:
         assert not differences(alone, train(model, [LARGE, own], together(LONG, SHORT), route="padded")[1])
 
 
+@pytest.mark.slow
 def test_agents_may_have_other_numbers_of_micro_steps_and_very_few_tokens() -> None:
     for dtype in (torch.float32, torch.float64):
         model, few = base("llama", dtype), batch((2,), 1)
@@ -160,6 +165,7 @@ def test_agents_may_have_other_numbers_of_micro_steps_and_very_few_tokens() -> N
         assert not differences(train(model, [DROPPING], [[[own] for own in step] for step in theirs])[0], found[1])
 
 
+@pytest.mark.slow
 def test_row_weights_and_recomputed_layers_change_no_bit_of_it() -> None:
     model = base("llama", torch.float32)
     entries, rows = [DROPPING, SMALL, LARGE], (LONG, SHORT, OTHER)
@@ -194,6 +200,7 @@ def test_on_the_embedded_base(dtype: torch.dtype) -> None:
         assert not differences(train(model, [own], together(rows[k]))[0], found[k]), k
 
 
+@pytest.mark.slow
 def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
     model = base("phi")  # its norms compute in fp64, those of Llama in fp32
     entries = [SMALL, LARGE, ATTENTION, MLP | {"target_modules": ("fc1", "fc2")}]

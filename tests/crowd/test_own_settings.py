@@ -105,6 +105,7 @@ def train(
 # Alone and in company
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
 def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
@@ -115,6 +116,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
         assert not alone.differs_from(train(model, entries)[place]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", first_fast(["gpt2", "qwen2", "gpt_neox", "gemma3"]))
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
@@ -126,6 +128,7 @@ def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> No
         assert not alone.differs_from(train(model, [*others, own])[3])
 
 
+@pytest.mark.slow
 def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
     """Products of one to three rows take other kernels than those of K times as many."""
     model = base("bloom", torch.float32)
@@ -137,6 +140,7 @@ def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
         assert not alone.differs_from(train(llama, [LARGE, SMALL, LARGE | {"seed": 9}], packed=few)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sick", [0, 2])
 def test_a_sick_neighbour_changes_no_bit(sick: int) -> None:
     model = base("llama", torch.float32)
@@ -170,6 +174,7 @@ def test_the_comparison_notices_one_bit() -> None:
 # Equal to PEFT
 
 
+@pytest.mark.slow
 def test_three_optimizer_steps_equal_peft_for_agents_of_every_kind() -> None:
     model = base()
     entries = [SMALL, LARGE, ATTENTION, MLP]
@@ -189,6 +194,7 @@ def test_three_optimizer_steps_equal_peft_for_agents_of_every_kind() -> None:
         assert_weights_equal(found[k].tensors, twin, crowd, k, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) -> None:
     model = base(dtype=torch.float32)
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=(SMALL, ATTENTION, LARGE)), "toy").eval()

@@ -173,6 +173,7 @@ def test_an_agent_has_the_bits_that_it_has_alone(cell: Cell) -> None:
     assert differences(trained(replace(cell, place=0))[cell.place], alone) == []
 
 
+@pytest.mark.slow
 def test_the_losses_gradients_and_gap_are_those_of_one_pass() -> None:
     model, rows = base("phi"), MANY[0]
     together, apart = (train(model, AGENTS[1:2] * 2, rows, pass_per_agent=each) for each in (False, True))
@@ -203,6 +204,7 @@ def test_agents_without_settings_of_their_own_draw_what_they_draw_alone() -> Non
     assert found[0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_trunk_runs_once_and_changes_no_bit(family: str) -> None:
     """GPT-2 drops within its own layers: what it draws above the trunk is what an agent alone draws there."""

@@ -49,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_agents_and_card_arrive_private_and_open_from_there(
     run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_merge_lies_beside_the_agents(run: Path, hub: HubServer) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_later_push_takes_away_what_this_crowd_no_longer_has_and_nothing_else(run: Path, hub: HubServer) -> None:
     publishing.publish(run, "hub:user/twice", merge=merge_of("svd"))
     files = hub.files["user/twice"]
@@ -106,6 +108,7 @@ def test_a_later_push_takes_away_what_this_crowd_no_longer_has_and_nothing_else(
     assert len(hub.commits) == 2, "what goes and what comes is one commit"
 
 
+@pytest.mark.slow
 def test_without_a_login_the_way_is_named(run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_another")
     with pytest.raises(BadInput, match="the hub refuses \\(401\\)") as refused:
@@ -161,6 +164,7 @@ def test_push_to_hub_never_fails_the_run(
     assert "not published: IndexError: list index out of range; the same call or ci-llm push" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_push_that_failed_is_tried_again_and_one_that_arrived_is_not(
     run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def per_layer(dtype: torch.dtype = torch.float32, *, checkpointing: bool = False
 
 
 #: Bytes per layer, token and agent, at hidden width 32 and feed-forward width 48.
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "autocast", "checkpointing", "kept"),
     [

@@ -38,6 +38,7 @@ def streamed(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[list[str
     return pieces, count
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @given(
     text=st.text(alphabet="ab é日本🙂\n#", min_size=1, max_size=30),

@@ -126,6 +126,7 @@ def test_every_start_is_the_tail_of_the_whole() -> None:
         assert_same(steps(start, 12), whole[start:])
 
 
+@pytest.mark.slow
 def test_workers_change_nothing() -> None:
     assert_same(steps(2, 12, num_workers=2), steps(2, 12))
     cores = len(os.sched_getaffinity(0))
@@ -191,6 +192,7 @@ def steps_of_agents(first: int, last: int, **changes: Any) -> list[tuple[int, li
     return list(stream(dataset, PLANS, first, last, pin_memory=False, **how))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_agent_gets_the_batches_that_it_gets_alone(num_workers: int) -> None:
     found = steps_of_agents(1, 9, num_workers=num_workers)

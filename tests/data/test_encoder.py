@@ -92,6 +92,7 @@ def test_every_answer_and_its_end_is_learned(template: str | None, expected: lis
     assert tokenizer.decode(example.input_ids) == whole
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("template", [CHATML, WORDS])
 def test_the_answers_of_any_chat_are_found(template: str) -> None:
     """Also of turns that begin or end alike, of empty ones, and of one character that takes several tokens."""

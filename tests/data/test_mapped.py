@@ -33,6 +33,7 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_rows, "STRETCH_BYTES", MEGABYTE // 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_stretches")
 def test_rows_are_those_of_the_data_set(saved: Dataset) -> None:
     rows = mapped(saved)
@@ -47,12 +48,14 @@ def test_rows_are_those_of_the_data_set(saved: Dataset) -> None:
     assert list(pickle.loads(pickle.dumps(texts))) == list(texts)  # noqa: S301 - for a worker that is not forked
 
 
+@pytest.mark.slow
 def test_a_part_of_files_and_rows_in_memory_stay_as_they_are(saved: Dataset) -> None:
     shuffled = (saved.shuffle(seed=1), saved.shuffle(seed=1, keep_in_memory=True))
     for data in (*shuffled, saved.select(range(5)), saved.select([3, 1]), Dataset.from_list([{"text": "a"}])):
         assert list(mapped(data)) == list(data)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_stretches")
 def test_what_was_read_does_not_stay_resident(saved: Dataset) -> None:
     rows = mapped(saved)
@@ -68,6 +71,7 @@ def resident_of_mappings(folder: Path) -> int:
     return 1024 * sum(map(int, re.findall(rf" {re.escape(str(folder))}/.*\n(?:\w+:.*\n)*?Rss: +(\d+) kB", text)))
 
 
+@pytest.mark.slow
 def test_a_choice_of_rows_takes_a_few_bytes_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a million rows take megabytes, however they are held out, joined or weighted."""
     Dataset.from_dict({"text": ["word"] * 20_000}).save_to_disk(str(tmp_path / "rows"))
@@ -87,6 +91,7 @@ def test_a_choice_of_rows_takes_a_few_bytes_for_each(tmp_path: Path, monkeypatch
     assert len(joined) == 2 * len(rows) == 24_000
 
 
+@pytest.mark.slow
 def test_a_mixture_of_files_keeps_order_and_places(saved: Dataset) -> None:
     parts = [recognised(mapped(saved), "a"), recognised(mapped(saved), "b").select([5, 4])]
     joined = mix(parts, None, seed=1)

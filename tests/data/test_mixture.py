@@ -118,6 +118,7 @@ def test_a_file_with_a_comma_in_its_name_means_itself(tmp_path: Path) -> None:
     assert Config(dataset_name=f"{tmp_path}/a,b.csv").dataset_names == (f"{tmp_path}/a,b.csv",)
 
 
+@pytest.mark.slow
 def test_data_sets_share_the_rows_of_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     for name in "ab":
@@ -148,6 +149,7 @@ def test_a_home_that_nobody_has_is_no_traceback() -> None:
 # Agents with data sets of their own
 
 
+@pytest.mark.slow
 def test_agents_have_rows_of_their_own_and_share_what_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

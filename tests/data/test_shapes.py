@@ -362,6 +362,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
@@ -401,6 +402,7 @@ def test_what_only_other_objectives_take_says_which(name: str, tmp_path: Path) -
     assert hint in str(caught.value.hint)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path) -> None:
     row, what, hint = REFUSED[name]

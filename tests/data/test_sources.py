@@ -96,6 +96,7 @@ FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
 }
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_row_is_recognised(name: str) -> None:
     raw, expected = FORMS[name]
@@ -210,6 +211,7 @@ def _plain_folder(data: Dataset, path: Path) -> str:
 WAYS = [_folder, _single, _arrow, _jsonl, _json, _gz, _csv, _parquet, _glob, _plain_folder]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("write", WAYS, ids=lambda write: write.__name__.strip("_"))
 def test_every_file_format_gives_the_same_rows(write: Callable[[Dataset, Path], str], tmp_path: Path) -> None:
     data = Dataset.from_list(ROWS)
@@ -233,6 +235,7 @@ def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
     assert list(rows) == [Completion(None, "one"), Completion(None, "two")]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "values",
     [
@@ -362,6 +365,7 @@ def _questions(config: Config, split: Any) -> list[str | None]:
     return [row.question for row in load_rows(config, split) if row]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("count", "held_out"), [(2, 1), (9, 1), (57, 5), (5000, 400)])
 def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: int, tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(count, tmp_path))
@@ -373,6 +377,7 @@ def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: 
     assert any(f"{held_out} rows are held out" in line for line in load_rows(config, "train").description)
 
 
+@pytest.mark.slow
 def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> None:
     name = _numbered(50, tmp_path)
     usual = _questions(Config(dataset_name=name), "train")
@@ -391,6 +396,7 @@ def _each_tenth_empty(count: int, path: Path) -> str:
     return _parquet(Dataset.from_list(rows), path)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("settings", "held_out"), [({}, 18), ({"val_set_size": 20}, 20), ({"val_set_size": 0.1}, 18)])
 def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
     settings: dict[str, Any], held_out: int, tmp_path: Path
@@ -401,6 +407,7 @@ def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
     assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
 
 
+@pytest.mark.slow
 def test_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
     name = _each_tenth_empty(200, tmp_path)
     for settings in ({"eval_split": "train"}, {"eval_dataset_name": name}):
@@ -436,6 +443,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("settings", "count", "word"),
     [
@@ -462,6 +470,7 @@ def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
     assert len(_questions(config, "train")) == 40
 
 
+@pytest.mark.slow
 def test_rows_to_evaluate_on_are_drawn_by_the_seed(tmp_path: Path) -> None:
     """Every tenth row is of another kind: evenly spread rows are all of it, or none."""
     name = _numbered(400, tmp_path)
@@ -492,6 +501,7 @@ def test_an_older_run_keeps_the_rows_that_it_held_out(tmp_path: Path) -> None:
     assert _questions(resumed, "eval") == _questions(before, "eval") != _questions(config, "eval")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", EVAL_SPLITS)
 def test_the_split_to_evaluate_on_is_found(name: str, tmp_path: Path) -> None:
     DatasetDict({"train": Dataset.from_list(ROWS), name: Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "d")
@@ -500,6 +510,7 @@ def test_the_split_to_evaluate_on_is_found(name: str, tmp_path: Path) -> None:
     assert list(load_rows(config, "eval")) == EXPECTED[:1]
 
 
+@pytest.mark.slow
 def test_test_rows_are_left_for_a_last_evaluation_where_there_are_others(tmp_path: Path) -> None:
     for number, name in enumerate(EVAL_SPLITS[:-1]):
         splits = {"train": ROWS, "test": ROWS[1:], name: ROWS[:1]}
@@ -639,6 +650,7 @@ def test_a_later_row_that_is_not_utf8_is_one_message_too(tmp_path: Path) -> None
         [*load_rows(Config(dataset_name=str(tmp_path / "a.parquet"), val_set_size=0), "train")]
 
 
+@pytest.mark.fast_cases(9)
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input_is_one_clear_message(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, what, hint = BAD_INPUT[name]
@@ -723,6 +735,7 @@ def test_a_subset_is_not_used_for_a_local_data_set_and_noted(tmp_path: Path) -> 
     assert any("dataset_subset main" in line for line in rows.description)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("size", "held_out"), [(0.25, 10), (7, 7), (0.001, 1)])
 def test_val_set_size_is_a_share_or_a_number_of_rows(size: float, held_out: int, tmp_path: Path) -> None:
     config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=size)
@@ -875,6 +888,7 @@ def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: 
     assert len(load_rows(Config(dataset_name=str(tmp_path), val_set_size=0), "train")) == 4
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("train", "test"),
     [

@@ -111,6 +111,7 @@ def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, t
                 assert np.array_equal(read[number].input_ids, expected[number][0])
 
 
+@pytest.mark.slow
 def test_copies_of_other_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     def kept(raw: list[dict[str, Any]]) -> TokenizedRows:
         return tokenize(rows(raw), tokenizer, max_seq_length=500, cache_folder=tmp_path)
@@ -173,6 +174,7 @@ def test_what_changes_the_tokens_changes_the_place(tokenizer: PreTrainedTokenize
     assert len({found.path for found in made}) == len({found.fingerprint for found in made}) == 5
 
 
+@pytest.mark.slow
 def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     many = [{"text": f"text number {number}"} for number in range(ROWS_PER_CHUNK + 5)]
     found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
@@ -322,6 +324,7 @@ def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tm
     assert caught.value.where == "here, row 0 (counted from 0)"
 
 
+@pytest.mark.slow
 def test_tokens_are_read_without_pandas(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     code = f"""

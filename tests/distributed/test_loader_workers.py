@@ -22,6 +22,7 @@ begun: list[int] = []
 pytestmark = pytest.mark.usefixtures("pool_of_threads")
 
 
+@pytest.mark.slow
 def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
     sampler = StatefulSampler(ROWS, seed=1)
     loader = DataLoader(ROWS, 2, sampler=sampler, num_workers=2)
@@ -29,6 +30,7 @@ def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
     assert sorted(row for batch in batches for row in batch.tolist()) == [*ROWS]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_signalled_before_its_first_line_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = ForkProcess._bootstrap  # what a forked process calls first
 
@@ -44,6 +46,7 @@ def test_a_worker_that_is_signalled_before_its_first_line_goes_on(monkeypatch: p
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
+@pytest.mark.slow
 def test_a_manager_knows_the_loaders_that_accelerate_has_prepared(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(ROWS, 2, num_workers=2))
@@ -63,6 +66,7 @@ class Marked:
         return len(begun)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_loader_keeps_what_it_does_in_a_new_worker(passes: int) -> None:
     sampler = StatefulSampler(Marked())

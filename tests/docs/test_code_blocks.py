@@ -69,6 +69,7 @@ def name_of(page: Path) -> str:
 # What every block is
 
 
+@pytest.mark.fast_cases(59)
 @pytest.mark.parametrize("block", BLOCKS, ids=ident)
 def test_a_block_says_what_it_is_and_can_be_read(block: Block) -> None:
     assert block.language in LANGUAGES, "give it a language; `text` if it is no code"

@@ -82,6 +82,7 @@ def messages() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_the_symptoms_of_the_troubleshooting_page_are_messages_of_the_program() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "you see" not in line]

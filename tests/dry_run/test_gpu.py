@@ -65,6 +65,7 @@ def test_where_no_determinism_is_wanted_none_is_proven() -> None:
         gpu.determinism_of(context(torch.device("cuda"), deterministic=False))
 
 
+@pytest.mark.slow
 def test_a_half_precision_that_goes_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = gpu.Toy.gradients
 
@@ -76,12 +77,14 @@ def test_a_half_precision_that_goes_wrong_is_seen(monkeypatch: pytest.MonkeyPatc
         gpu.autocast(CPU)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_moves_nobody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: None)
     with pytest.raises(ModelError, match="not every agent has moved"):
         gpu.autocast(CPU)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_looks_into_the_next_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "EXPLICIT_UP_TO", 0)  # every row takes the fused kernel, as on a GPU
     assert "within" in gpu.attention(CPU)
@@ -95,6 +98,7 @@ def test_a_kernel_that_looks_into_the_next_row_is_seen(monkeypatch: pytest.Monke
         gpu.attention(CPU)
 
 
+@pytest.mark.slow
 def test_other_bits_are_told_or_where_determinism_is_required_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = iter((0.0, 1e-7, 0.0, 1e-7))
     exact = gpu.Toy.gradients
@@ -110,6 +114,7 @@ def test_a_bus_that_changes_bits_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         gpu.copies(CPU)
 
 
+@pytest.mark.slow
 def test_a_copy_that_comes_too_late_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu.CheckpointManager, "restore", lambda *_, **__: None)  # the weights of the step after stay
     with pytest.raises(CheckpointError, match="7 of 7 tensors come back changed"):

@@ -199,6 +199,7 @@ def test_other_rows_are_asked_and_every_answer_is_kept(
     assert found["exact_match"]["crowd_minus_mean"]["interval95"] is None, "of ten rows"
 
 
+@pytest.mark.slow
 def test_the_table_names_who_answered_and_the_failed_rows(
     saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +245,7 @@ def test_string_match_looks_past_case_articles_punctuation_and_space() -> None:
     assert METRICS[0] == "exact_match"
 
 
+@pytest.mark.slow
 def test_plain_text_gives_perplexity_and_bits_per_byte(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +270,7 @@ def test_plain_text_gives_perplexity_and_bits_per_byte(
     assert "perplexity" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rows_that_leave_no_place_are_counted_and_not_asked(
     saved: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +293,7 @@ def test_copies_of_training_rows_are_no_held_out_rows(
     assert found["rows_trained_on"] == kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "told"),
     [
@@ -375,6 +379,7 @@ def test_a_bad_call_is_one_message(
     assert told in refusal(capsys, saved, *words)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -437,6 +442,7 @@ def test_a_file_of_something_else_is_refused_before_anything_is_loaded(
     assert (tmp_path / "notes.jsonl").read_text() == "mine\n"
 
 
+@pytest.mark.slow
 def test_plain_text_has_no_predictions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "plain.jsonl", {"text": "Ann has 5 pens."})
     assert "plain text has no answers" in refusal(capsys, saved, "--data", data, "--output", tmp_path / "p.jsonl")

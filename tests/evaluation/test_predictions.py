@@ -122,6 +122,7 @@ def test_a_damaged_source_is_named(path: Path) -> None:
         opened(path)
 
 
+@pytest.mark.slow
 def test_of_two_evaluations_at_a_time_the_second_is_refused(path: Path) -> None:
     code = (
         "from tests.evaluation.test_predictions import *\n"

@@ -1,12 +1,15 @@
-"""The examples do what they say: DDP has the gradients of one process, and own loops end with the same bits."""
+"""The examples do what they say: DDP has the gradients of one process, own loops end with the same bits, and a callback
+and a notebook get through."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,12 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ci_llm import Config
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from examples import accelerate_loop, own_loop
+from examples import accelerate_loop, callback, own_loop
+from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 ROWS_PER_STEP = 8
 
@@ -109,3 +114,49 @@ def test_own_loops_end_with_the_same_bits(
     assert server.run(own, tmp_path / "log", **how) == [0] * processes, (tmp_path / "log").read_text()
     ended = load_checkpoint(tmp_path / "run" / f"checkpoint_step_{LAST}")
     assert compare(ended, load_checkpoint(straight[loop, processes])).identical
+
+
+# A callback, and a notebook
+
+
+def with_a_callback(folder: str) -> int:
+    """In a process of its own: a run that the callback of the example ends, and the rest of it."""
+    few = {"lora_rank": 2, "batch_size": 2, "eval_samples": 4, "generation_eval_samples": 0, "num_workers": 0}
+    few |= {"max_train_samples": 12, "eval_steps": 2, "max_train_steps": 6, "write_report": False}
+    eager, patient = callback.EnoughForMe(nll=1e9), callback.EnoughForMe(nll=0.0)
+    assert callback.train(Path(folder), eager, **few) == "interrupted"
+    assert callback.train(Path(folder), patient, **few) == "completed"
+    assert [step for step, _ in (*eager.history, *patient.history)] == [2, 4, 6]
+    assert all(nll > 0 for _, nll in patient.history)
+    return 0
+
+
+def test_a_callback_ends_a_run_and_the_rest_is_trained_without_it(server: ForkServer, tmp_path: Path) -> None:
+    codes = server.run(with_a_callback, tmp_path / "log", folder=str(tmp_path / "run"))
+    said = (tmp_path / "log").read_text()
+    assert codes == [0], said
+    assert "2 agents, 2 of 6 steps: " in said
+    assert re.search(r"2 agents, 6 of 6 steps: \d+\.\d+ at step 4, \d+\.\d+ at step 6", said)
+
+
+def test_the_notebook_trains_asks_and_exports(tmp_path: Path) -> None:
+    """As it stands, but for fewer steps and rows."""
+    missing = "there is no nbclient or ipykernel; pip install nbclient ipykernel"
+    nbclient, _ = pytest.importorskip("nbclient", reason=missing), pytest.importorskip("ipykernel", reason=missing)
+    book = nbformat.read(ROOT / "examples/quickstart.ipynb", as_version=4)
+    for key, fewer in {"max_train_steps": 4, "eval_samples": 4, "generation_eval_samples": 2}.items():
+        book.cells[1].source, found = re.subn(rf"\b{key}=\d+", f"{key}={fewer}", book.cells[1].source)
+        assert found == 1
+    where = {"metadata": {"path": str(tmp_path)}}
+    done = nbclient.NotebookClient(book, timeout=DEADLINE_S, kernel_name="python3", resources=where).execute()
+    said = [
+        "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+        for cell in done.cells
+        if cell.cell_type == "code"
+    ]
+    assert "status='completed', step=4" in said[0]
+    assert re.fullmatch(r"agents( \d\.\d{3}){4}\ncrowd  \d\.\d{3}\n", said[1])
+    assert re.search(r"^agreement .*, disagreement \d\.\d{3}$", said[2], re.MULTILINE)
+    assert len(re.findall("^agent[0-3]: ", said[2], re.MULTILINE)) == 4
+    assert said[3].count("/adapter_model.safetensors") == 4
+    assert all((tmp_path / "agents" / f"agent{k}" / "adapter_config.json").is_file() for k in range(4))

@@ -60,6 +60,7 @@ def test_of_more_agents_than_fit_there_are_mean_and_range() -> None:
     assert drawn(79, 64)[2:] == ["loss 1.315  lowest 1.000 agent0  highest 1.630 agent63"]
 
 
+@pytest.mark.fast_cases(18)
 @pytest.mark.parametrize("width", [10, 20, 30, 47, 48, 60, 79, 100, 159, 240])
 @pytest.mark.parametrize("num_agents", [1, 2, 4, 7, 16, 33, 128])
 def test_no_line_is_wider_than_the_terminal(width: int, num_agents: int) -> None:

@@ -485,6 +485,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert ids[0] == ids[1]
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     code = "import ci_llm.logs.run_log, ci_llm.logs.hardware, sys; print([*{'torch', 'accelerate'} & set(sys.modules)])"
     command = [sys.executable, "-c", code]

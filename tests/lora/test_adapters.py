@@ -84,6 +84,7 @@ PACKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 @pytest.mark.parametrize(
     ("family", "dtype", "route"),
@@ -107,6 +108,7 @@ def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: s
     compare_with_peft(crowd, model, batch(), COARSE.get(family, 1e-6 if dtype == torch.float32 else 1e-12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 def test_the_padded_route_equals_peft(family: str) -> None:
     model = base(family)
@@ -115,6 +117,7 @@ def test_the_padded_route_equals_peft(family: str) -> None:
     compare_with_peft(crowd, model, batch(), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changed", "route"),
     [
@@ -158,6 +161,7 @@ def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float)
         assert gradient_error(crowd, twin, agent) < tolerance
 
 
+@pytest.mark.slow
 def test_three_optimizer_steps_equal_peft() -> None:
     model = base()
     crowd = crowd_of(copy.deepcopy(model), use_rslora=True)
@@ -251,6 +255,7 @@ def test_an_agent_starts_the_same_whatever_k_is() -> None:
     assert torch.equal(same[0], same[1])
 
 
+@pytest.mark.slow
 def test_dropconnect_masks_belong_to_step_and_agent_and_reach_the_gradient() -> None:
     def gradient(step: int) -> Tensor:
         crowd = crowd_of(base(), dropconnect=0.5).train()
@@ -277,6 +282,7 @@ def test_dropout_is_independent_per_agent_and_off_in_evaluation() -> None:
     torch.testing.assert_close(quiet[0], quiet[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_own_functions_pass_gradcheck(masked: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -316,6 +322,7 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     assert torch.autograd.gradcheck(low_rank, (x, *parameters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_exact_ones(family: str) -> None:
     crowd = crowd_of(base(family, torch.float32)).train()
@@ -331,6 +338,7 @@ def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_exact_ones(family: s
     assert similarity.min() > 0.99
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_changes_no_gradient() -> None:
     def gradient(checkpointing: bool) -> Tensor:
         crowd = crowd_of(base(), dropconnect=0.3, dropout=0.2).train()
@@ -354,6 +362,7 @@ def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str
     assert "q_proj" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_deep_copy_learns_as_the_crowd_does(checkpointing: bool) -> None:
     crowd = crowd_of(base(), target_modules=("q_proj", "down_proj")).train()
@@ -384,6 +393,7 @@ def test_target_modules_as_in_peft() -> None:
     assert len(Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.layers) == 3
 
 
+@pytest.mark.slow
 def test_a_non_causal_base_is_refused() -> None:
     with pytest.raises(ModelError, match="no causal language model"):
         Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()

@@ -73,6 +73,7 @@ def test_a_step_is_that_of_the_paper() -> None:
     assert float(state["step"]) == 3
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dropconnect", [0.0, 0.3])
 def test_gradients_are_those_at_the_weights_that_were_drawn(checkpointing: bool, dropconnect: float) -> None:
@@ -104,6 +105,7 @@ def trained(*agents: dict[str, Any]) -> tuple[list[Tensor], Ivon]:
     return [row.detach() for row in crowd.agents.rows], optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 2])
 def test_an_agent_has_the_bits_that_it_has_alone(place: int) -> None:
     others = [{"rank": 3, "seed": 7}, {"rank": 8, "seed": 8}]
@@ -126,6 +128,7 @@ def test_an_agent_that_is_left_out_keeps_its_bits() -> None:
     assert crowd.agents.rows[1] not in optimizer.state
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dropconnect", [0.0, 0.3])
 def test_a_draw_that_memory_ran_out_for_is_repeated(dropconnect: float, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = crowd_of({**AGENT, "dropconnect": dropconnect})
@@ -175,6 +178,7 @@ def test_a_crowd_that_moves_draws_in_its_new_storage() -> None:
     assert crowd.agents.weights.isfinite().all()
 
 
+@pytest.mark.slow
 def test_examples_are_the_tokens_that_an_agent_learns(tmp_path: Path) -> None:
     """Of its own rows, if it has some, or what `ivon_ess` says."""
     tokenizer, common = load_base("embedded").tokenizer, {"dataset_name": "embedded"}

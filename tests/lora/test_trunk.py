@@ -69,6 +69,7 @@ def copies_read(layers: Any) -> list[list[int]]:
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("layers", "numbers"), [("upper_half", [2, 3]), ((1, 3), [1, 3]), ((3,), [3]), ((0, 2), [0, 2])], ids=str
@@ -99,6 +100,7 @@ def module_of(tensor: str) -> str:
     return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["llama", "gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_neox", "gemma3", "phi", "bloom"))],
@@ -111,6 +113,7 @@ def test_the_bits_are_those_of_a_base_that_runs_for_every_agent(family: str) -> 
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_trunk_runs_once_for_all_agents_and_not_again_in_the_backward_pass(checkpointing: bool) -> None:
     crowd = crowd_on(base(layers=LAYERS), (2,))
@@ -134,6 +137,7 @@ def test_an_error_in_a_pass_leaves_the_base_as_it_was() -> None:
     assert not crowd.agents.trunk[-1]._forward_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_of_the_trunk_is_kept_for_the_backward_pass(autocast: bool) -> None:
     def kept(layers: int, adapted: tuple[int, ...]) -> int:
@@ -144,12 +148,14 @@ def test_nothing_of_the_trunk_is_kept_for_the_backward_pass(autocast: bool) -> N
     assert kept(6, (4, 5)) < kept(6, (3, 5))
 
 
+@pytest.mark.slow
 def test_agents_on_the_first_layer_have_no_trunk() -> None:
     assert crowd_on(base(layers=LAYERS), "all").agents.trunk == ()
     assert crowd_on(base(layers=LAYERS), (0, 3)).agents.trunk == ()
     assert Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.trunk
 
 
+@pytest.mark.slow
 def test_a_crowd_of_fewer_agents_has_the_trunk_of_the_old_one() -> None:
     crowd = crowd_on(base(layers=LAYERS))
     wanted = gradients(crowd)
@@ -195,6 +201,7 @@ def test_a_base_without_a_list_of_layers_is_refused() -> None:
 UPPER: Final = {**SMALL, "layers": "upper_half", "seed": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 def test_an_agent_has_the_same_bits_alone_and_beside_agents_of_other_layers(dtype: torch.dtype) -> None:
     model = base("llama", dtype)
@@ -203,6 +210,7 @@ def test_an_agent_has_the_same_bits_alone_and_beside_agents_of_other_layers(dtyp
         assert not alone.differs_from(test_own_settings.train(model, company)[place])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_agents_with_rows_of_their_own_have_the_bits_that_they_have_alone(checkpointing: bool) -> None:
     model = base("llama", torch.float32)
@@ -212,6 +220,7 @@ def test_agents_with_rows_of_their_own_have_the_bits_that_they_have_alone(checkp
     assert not test_own_rows.differences(alone, found[1])
 
 
+@pytest.mark.slow
 def test_rows_of_each_agents_own_go_through_the_trunk_without_a_gradient() -> None:
     crowd = crowd_on(base(layers=LAYERS))
     layers = crowd.model.model.layers

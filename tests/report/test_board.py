@@ -49,6 +49,7 @@ def drawn(*words: Path, width: int, height: int | None = None, encoding: str = "
     return file.buffer.getvalue().decode(encoding).splitlines()
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize("width", [40, 80, 97, 160])
 @pytest.mark.parametrize("height", [None, 10, 24])
 @pytest.mark.parametrize("count", [1, 2, 6])

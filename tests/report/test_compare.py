@@ -115,6 +115,7 @@ def test_answers_of_another_step_than_the_scores_are_not_paired(
 ASKED = {"questions": "a1", "metric": "exact_match", "aggregator": "probability", "max_new_tokens": 64}
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("key", [None, *ASKED])
 def test_answers_of_something_else_than_the_scores_are_not_paired(
     two: list[str], tmp_path: Path, key: str | None, capsys: pytest.CaptureFixture[str]
@@ -208,6 +209,7 @@ def test_a_bad_call_is_one_message(
     assert (told.out, message in told.err, "Traceback" in told.err) == ("", True, False)
 
 
+@pytest.mark.slow
 def test_the_first_line_waits_for_neither_torch_nor_numpy(two: list[str]) -> None:
     code = (
         "import sys; from ci_llm.cli.main import main; main(['compare', *sys.argv[1:]]); "

@@ -9,6 +9,7 @@ import pytest
 from ci_llm.core.text_curves import draw_curve
 
 
+@pytest.mark.fast_cases(31)
 @pytest.mark.parametrize("width", [14, 35, 160])
 @pytest.mark.parametrize("height", [2, 3, 12])
 @pytest.mark.parametrize("count", [2, 7, 2000])

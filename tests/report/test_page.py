@@ -99,6 +99,7 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
     assert "reference 19" in failed
 
 
+@pytest.mark.slow
 def test_a_run_that_has_gone_on_says_of_which_step_scores_and_answers_are(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=20)
     answers = f"Answers of step 20 of {run}, to rows of my.jsonl."
@@ -120,6 +121,7 @@ def test_answers_of_the_best_step_are_those_of_the_result(tmp_path: Path) -> Non
     assert "The result of this run" not in text_of(write_report(run))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("status", "told"),
     [

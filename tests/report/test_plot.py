@@ -22,6 +22,7 @@ def plot(across: Axis | None = None, up: Axis | None = None) -> Plot:
     return Plot(400, 200, "a & b", across or Axis(0, 10, "steps"), up or Axis(0, 1, "<share>"))
 
 
+@pytest.mark.slow
 @given(ENDS, st.integers(3, 12), st.booleans())
 def test_marks_are_round_few_and_inside(ends: tuple[float, float], most: int, whole: bool) -> None:
     low, high = ends[0], max(ends[1], ends[0] + whole)

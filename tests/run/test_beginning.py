@@ -84,6 +84,7 @@ def from_path(path: Path) -> str:
 # Said once, and again
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["checkpoint_step_4", "checkpoint_step_8", "final_checkpoint", ""])
 def test_a_path_says_where_a_run_begins_and_afterwards_its_own_newest_wins(
     name: str, source: Folder, run: Folder

@@ -40,6 +40,7 @@ def test_an_agent_that_learns_its_rows_by_heart_is_joined() -> None:
     assert not choice_from_nll(5, 0.10, math.nan).alone
 
 
+@pytest.mark.slow
 @given(st.integers(2, 12), st.integers(2, 5000))
 def test_either_way_the_agents_take_the_steps_of_a_fixed_crowd(agents: int, steps: int) -> None:
     config = AUTO.model_copy(update={"num_agents": agents})

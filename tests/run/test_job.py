@@ -547,6 +547,7 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -670,6 +671,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
         assert (folder / "final_checkpoint" / name).read_bytes() == (finished / "final_checkpoint" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_failure_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the sky fell")

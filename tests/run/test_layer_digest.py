@@ -85,6 +85,7 @@ def tensors_alive() -> int:
     return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_it_leaves_no_trace(training: bool) -> None:
     crowd = crowd_on(dropout=0.1)
@@ -132,6 +133,7 @@ def nudge(layer: Any) -> None:
     layer.weight.mul_(1 + 2**-20)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_rounding_of_anything_shows(change: str) -> None:
     crowd = crowd_on()
@@ -161,6 +163,7 @@ def test_rows_of_other_lengths_and_of_each_agent_its_own_have_another_digest() -
     assert digest_of(crowd, own_rows=True) == digest_of(crowd, own_rows=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_DECODERS])
 def test_one_layer_of_every_family_is_taken_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = crowd_on(family, layers=None)

@@ -56,6 +56,7 @@ def test_vanished_gradients_are_reported_before_any_loss_is_compared() -> None:
     assert warning == "no gradient reaches every agent any more, at a loss of 6.36: nothing is learned"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("spread", [0.1, 0.3, 0.6, 1.0])
 def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
     """Runs that learn nothing at all: their loss goes up and down as their batches do."""

@@ -56,6 +56,7 @@ def after(members: Members, *changes: CrowdChange, config: Config = FOUR, step: 
 # Branches
 
 
+@pytest.mark.slow
 @given(st.integers(2, 12), st.integers(2, 5000), st.floats(0.01, 0.99))
 def test_a_run_that_branches_takes_the_agent_steps_of_its_crowd(agents: int, steps: int, share: float) -> None:
     config = Config(num_agents=agents, branch_at=share)

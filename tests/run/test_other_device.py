@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -126,6 +128,29 @@ def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back
     assert hindrance.startswith("CUDA generators")
     assert torch.equal(torch.rand(3), wanted)
     assert determinism.restore(determinism.capture()) is None
+
+
+@pytest.mark.parametrize(("processes", "handed_on"), [(2, True), (1, False), (3, False)])
+def test_generators_return_in_as_many_processes_and_begin_from_a_key_in_others(processes: int, handed_on: bool) -> None:
+    """A callback that draws between the steps draws the same in every repetition of the resume, and not by chance."""
+    kept = determinism.capture()
+    draw = lambda: [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: E731
+    saved = {}
+    for index in range(2):
+        determinism.seed_everything("process", index)
+        saved[f"process{index}"] = determinism.capture()
+    wanted = draw()  # of process 1
+    part: Any = SimpleNamespace(
+        processes=SimpleNamespace(process_index=processes - 1, num_processes=processes), config=Config(seed=3)
+    )
+    drawn = []
+    for before in range(2):
+        determinism.seed_everything("whatever it was before", before)
+        assert RunCheckpoint._restore_generators(part, saved, 5, processes == len(saved)) == []
+        drawn.append(draw())
+    determinism.restore(kept)
+    assert drawn[0] == drawn[1]
+    assert (drawn[0] == wanted) == handed_on
 
 
 @pytest.mark.parametrize(("mode", "is_sure"), [(False, False), ("auto", False), (True, True)])

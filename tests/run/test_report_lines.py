@@ -22,6 +22,7 @@ from tests.support.crowds import disturbed_crowd
 from tests.support.log_lines import log_lines
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("settings", "source"),
     [
@@ -106,6 +107,7 @@ def test_the_blocks_of_a_text_are_no_rows_that_are_left_out(tmp_path: Path) -> N
     assert lines[-1] == f"data      to evaluate on: {len(rows)} rows of text from here, 1 left out"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("length", "counted", "warned"), [(40, 2, False), (9, 3, True), (400, 0, False)])
 def test_rows_that_leave_no_place_for_an_answer_are_counted_and_none_left_is_warned_about(
     length: int, counted: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,6 +126,7 @@ def kernels_of_a_step(**shape: Any) -> Counter[str]:
     return kernels.launched
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_step_waits_for_the_device_once(dtype: torch.dtype | None) -> None:
     step, waits = Step(dtype=dtype), Waits()
@@ -134,6 +135,7 @@ def test_a_step_waits_for_the_device_once(dtype: torch.dtype | None) -> None:
     assert waits.calls == ["cpu"], "the ballot, and nothing else"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_layers_launch_as_many_kernels_for_many_agents_as_for_few(dtype: torch.dtype | None) -> None:
     few, deep, many = (
@@ -143,6 +145,7 @@ def test_the_layers_launch_as_many_kernels_for_many_agents_as_for_few(dtype: tor
     assert (many.total() - few.total()) / 4 == KERNELS_PER_AGENT[dtype]
 
 
+@pytest.mark.slow
 def test_the_agents_are_cast_once_per_pass_and_an_input_once_for_all_layers_that_read_it() -> None:
     few, deep = (kernels_of_a_step(layers=layers, dtype=torch.bfloat16)["_to_copy"] for layers in (2, 4))
     # Seven weights forward and seven backward; the input of q, k and v, and that of gate and up, with five gradients

@@ -118,6 +118,7 @@ def test_a_walltime_and_a_notice_cost_no_steps_and_a_notice_that_is_too_short_do
     assert too_short.lost_s > 100.0 * 10
 
 
+@pytest.mark.slow
 def test_the_supervisor_and_the_queue_have_their_limits_and_then_a_person_is_called() -> None:
     failing: dict[str, Any] = {"job_mtbf": 600.0, "work": 30_000.0, "silent_share": 0.0}
     processes = simulate(Cluster(**failing, process_share=1.0))

@@ -46,6 +46,7 @@ def assert_clean(folder: Path) -> None:
     assert "original unchanged: configs/config.yaml" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_nan_in_a_bar_divides_the_learning_rate_although_the_script_exits_0(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "diverges.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
@@ -100,6 +101,7 @@ def test_an_override_is_passed_on_and_rewritten_where_it_is_adjusted(folder: Pat
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "talks.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
@@ -158,6 +160,7 @@ def test_a_pattern_of_the_user_means_nan(folder: Path) -> None:
     assert "nonfinite: blown up" in log_of(folder)
 
 
+@pytest.mark.slow
 def test_bytes_pass_unchanged_and_both_streams_are_terminals(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "bar.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
@@ -181,6 +184,7 @@ def test_without_a_terminal_streams_stay_apart_and_nothing_waits_in_a_buffer(fol
     assert b"100%|##########| 3/3" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_new_window_size_reaches_the_script(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "columns.py", cwd=folder) as terminal:
         terminal.read_until("columns: 90")
@@ -206,6 +210,7 @@ def test_a_command_gets_its_keys_rewritten_or_appended(folder: Path) -> None:
     assert "['--lr', '0.00013333333', '--name', 'x']" in terminal.text
 
 
+@pytest.mark.slow
 def test_a_file_behind_a_flag(folder: Path) -> None:
     (folder / "my.yaml").write_text("optim:\n  lr: 2e-4\nbatch_size: 8\n")
     (folder / "fit.py").write_text(
@@ -295,6 +300,7 @@ def test_a_signal_ends_what_ignores_it_and_all_it_started(folder: Path, number: 
     assert_clean(folder)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "600", cwd=folder) as terminal:
         terminal.read_until("ready")
@@ -332,6 +338,7 @@ def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path
     assert "attempt 2" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not ours; run on Linux")
 def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     (folder / "leaves.py").write_text(
@@ -416,6 +423,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> Non
     assert (folder / "done").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk is always full; run on Linux")
 def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -> None:
     (folder / "long.py").write_text("for step in range(2000): print('step', step)\nopen('done', 'w').close()\n")
@@ -437,6 +445,7 @@ def test_closed_standard_files_are_no_harm(folder: Path) -> None:
 # Bad calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     first_fast(

@@ -155,6 +155,7 @@ def test_help_takes_the_standard_library_and_a_few_files_of_this_package() -> No
     assert len(loaded) <= 100, sorted(loaded)
 
 
+@pytest.mark.slow
 def test_an_external_script_starts_without_the_configuration_of_this_project() -> None:
     """Which is strict, by a library that takes longer to load than everything else together."""
     code = "import sys\nfrom ci_llm.supervisor import external_script, loop, shim, wandb_cleanup\n"
@@ -163,6 +164,7 @@ def test_an_external_script_starts_without_the_configuration_of_this_project() -
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_no_part_of_the_supervisor_loads_torch() -> None:
     names = sorted(path.stem for path in (ROOT / "ci_llm" / "supervisor").glob("*.py"))
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module('ci_llm.supervisor.' + name)\n"

@@ -108,6 +108,7 @@ def test_no_progress_gives_up(tmp_path: Path) -> None:
     assert "giving up: 3 attempts in a row without progress" in (tmp_path / "safe_train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
     (tmp_path / "saves.py").write_text(
         "from ci_llm.cli.main import run_guarded\nfrom ci_llm.interrupts import Interrupts\n"
@@ -157,6 +158,7 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
 # What is refused before anything is launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     first_fast(

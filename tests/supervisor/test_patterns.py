@@ -114,6 +114,7 @@ def lines(*tables: Lines | list[str]) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.fast_cases(52)
 @lines(NONFINITE, NONFINITE_LINES)
 def test_says_nonfinite(line: str) -> None:
     assert says_nonfinite(line)
@@ -125,6 +126,7 @@ def test_says_nonfinite_in_capitals(line: str) -> None:
     assert says_nonfinite(line.upper())
 
 
+@pytest.mark.fast_cases(52)
 @lines(HARMLESS, FINITE_LINES, OUT_OF_MEMORY, OUT_OF_MEMORY_LINES, ROOM_ENOUGH, ENOUGH_MEMORY_LINES)
 def test_does_not_say_nonfinite(line: str) -> None:
     assert not says_nonfinite(line)
@@ -136,6 +138,7 @@ def test_says_out_of_memory(line: str) -> None:
     assert output_scan.may_match(line)
 
 
+@pytest.mark.fast_cases(88)
 @lines(ROOM_ENOUGH, ENOUGH_MEMORY_LINES, HARMLESS, FINITE_LINES, NONFINITE, NONFINITE_LINES)
 def test_does_not_say_out_of_memory(line: str) -> None:
     assert not says_out_of_memory(line)

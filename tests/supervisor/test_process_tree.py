@@ -25,11 +25,13 @@ def end_of(folder: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are found by their session; run on Linux")
 @pytest.mark.parametrize("order", ["parent-first", "children-first"])
 def test_an_orphan_whose_parent_ends_during_the_look_may_save(tmp_path: Path, order: str) -> None:
     assert end_of(tmp_path, "dying_launcher.py", order) == "killed [], saved True\n"
 
 
+@pytest.mark.slow
 def test_what_is_started_after_the_term_may_save(tmp_path: Path) -> None:
     assert end_of(tmp_path, "saves_by_a_child.py") == "killed [], saved True\n"

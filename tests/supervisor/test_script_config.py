@@ -62,6 +62,7 @@ def test_only_the_value_changes(tmp_path: Path) -> None:
     assert config.replaced(new) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     st.dictionaries(

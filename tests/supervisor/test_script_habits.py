@@ -53,6 +53,7 @@ def test_a_positional_configuration_is_exchanged_and_nothing_is_added(tmp_path: 
     assert [path.name for path in tmp_path.glob("*.yaml")] == ["my.yaml"]
 
 
+@pytest.mark.slow
 def test_a_configuration_behind_a_key_is_exchanged(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("lr: 1.2e-4\n")
     script = [sys.executable, SCRIPTS / "key_equals_value.py", "config=my.yaml", "name=x"]
@@ -310,6 +311,7 @@ def test_ctrl_c_reaches_a_script_that_saves_at_it(tmp_path: Path, kind: list[str
     assert "interrupted: signal:SIGINT" in terminal.text
 
 
+@pytest.mark.slow
 def test_term_is_passed_on_as_term(tmp_path: Path) -> None:
     with Terminal("--", sys.executable, SCRIPTS / "saves_at_ctrl_c.py", cwd=tmp_path) as terminal:
         terminal.read_until("ready")

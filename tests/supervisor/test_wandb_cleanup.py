@@ -160,6 +160,7 @@ class Api:
 """
 
 
+@pytest.mark.slow
 def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path) -> None:
     fit(tmp_path, ["bad", "good"])
     (tmp_path / "client").mkdir()

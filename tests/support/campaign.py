@@ -6,7 +6,8 @@ A campaign repeats one proof with other values. Whatever kind of proof it is, th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -36,6 +37,22 @@ def first_fast(cases: Sequence[Any], count: int = 1) -> list[Any]:
     """The parameters of a test, or tuples of several: the first ones are fast, the others run in `make test`."""
     more = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
     return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in more)]
+
+
+def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
+    """Of a test with the marker `fast_cases(n)` n cases are fast, evenly spread over all, and the others slow."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        left_out = {"slow", "campaign"} & {mark.name for mark in item.iter_markers()}
+        if item.get_closest_marker("fast_cases") and not left_out:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one in cases.values():
+        mark = of_one[0].get_closest_marker("fast_cases")
+        assert mark is not None
+        fast = {number * len(of_one) // mark.args[0] for number in range(mark.args[0])}
+        for number, item in enumerate(of_one):
+            if number not in fast:
+                item.add_marker(pytest.mark.slow)
 
 
 def every_pair(cells: Sequence[T]) -> list[T]:

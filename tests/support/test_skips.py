@@ -70,6 +70,7 @@ def reasons(file: Path) -> Iterator[str]:
             yield from (ast.unparse(one) for one in given if not isinstance(one, ast.Name))
 
 
+@pytest.mark.slow
 def test_every_reason_to_skip_says_what_brings_the_test() -> None:
     found = {reason: file for file in (ROOT / "tests").rglob("test_*.py") for reason in reasons(file)}
     assert len(found) > 5

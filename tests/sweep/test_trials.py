@@ -145,6 +145,7 @@ def test_no_rung_ends_after_a_step_in_which_nothing_is_learned() -> None:
     assert HalvingPlan.of(12, 3, 4, 2, keep=0.25, metric="nll", warmup=0).steps == (1, 3, 12)
 
 
+@pytest.mark.slow
 @given(
     trials=st.integers(1, 20),
     per_pass=st.integers(1, 8),

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ci_llm.base.load import auto_class
 from ci_llm.cluster.launch import Launch, has_rounds
 from ci_llm.config import Config, default_file
 from ci_llm.config.foreign import NO_EFFECT
@@ -67,6 +68,7 @@ def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str],
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
         scores=score_table({**record, "data": [*map(public_name, record["data"])]}, "."),
         notes=[_GOES_ON],
+        opened_with=auto_class(crowd.model.config).__name__,
     )
     return crowd_card(facts)
 

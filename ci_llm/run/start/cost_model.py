@@ -9,6 +9,7 @@ activations would fit.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import weakref
@@ -23,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from ci_llm.base.load import load_architecture, load_error
+from ci_llm.base.load import attention_of, auto_class, load_architecture, load_error
 from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
@@ -179,11 +180,10 @@ def base_dtype(config: Config, shape: PreTrainedConfig, device: torch.device) ->
 
 
 def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Crowd:
-    eager = "eager" if getattr(shape, "attn_logit_softcapping", None) else None
     dtype = base_dtype(config, shape, device)
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=eager)
+            model = auto_class(shape).from_config(shape, dtype=dtype, attn_implementation=attention_of(shape))
     except ValueError as error:
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
@@ -302,7 +302,13 @@ def flops_per_s(config: Config, shape: PreTrainedConfig, device: torch.device) -
     return EFFICIENCY * 2.0 * side**3 / min(times)
 
 
-def settle(config: Config, each: Sequence[TokenizedRows], processes: Processes, before: Config | None) -> Config:
+def settle(
+    config: Config,
+    each: Sequence[TokenizedRows],
+    processes: Processes,
+    before: Config | None,
+    shape: PreTrainedConfig | None = None,
+) -> Config:
     """The configuration with true or false in place of auto, where memory may decide. The same on all processes.
 
     A collective. The base is in memory, and the agents are not.
@@ -310,6 +316,7 @@ def settle(config: Config, each: Sequence[TokenizedRows], processes: Processes, 
     Args:
         each: the rows of every agent, or of all.
         before: the settings of the checkpoint that this run goes on from. It keeps what it began with.
+        shape: of a base that a call in Python has loaded; None: `model_name` says where it is.
     """
     for key in ("pass_per_agent", "use_gradient_checkpointing"):
         if getattr(config, key) != AUTO:
@@ -318,7 +325,7 @@ def settle(config: Config, each: Sequence[TokenizedRows], processes: Processes, 
         if before is not None:
             settled, why = getattr(before, key) is True, "auto keeps what the run began with"
         if settled is None:
-            settled, why = _too_large(config.model_copy(update={key: False}), each, processes)
+            settled, why = _too_large(config.model_copy(update={key: False}), each, processes, shape)
         logger.info(f"memory    {key}={str(settled).lower()}: {why}")
         config = config.model_copy(update={key: settled})
     return config
@@ -349,11 +356,13 @@ def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:
     return any(processes.gather_object(needed > USABLE * free))
 
 
-def _too_large(config: Config, each: Sequence[TokenizedRows], processes: Processes) -> tuple[bool, str]:
+def _too_large(
+    config: Config, each: Sequence[TokenizedRows], processes: Processes, shape: PreTrainedConfig | None
+) -> tuple[bool, str]:
     """Whether the longest micro-step would not fit into the memory of any process, and why. A collective."""
     lengths, rows = Lengths.of(sampled(each)), config.batch_size
     try:
-        shape = load_architecture(config.model_name)
+        shape = copy.deepcopy(shape) if shape else load_architecture(config.model_name)
         found = trace_longest(config, shape, processes.device, rows, lengths, processes.num_processes)
     except Untraceable as error:
         return False, f"this architecture cannot be traced without weights ({error})"

@@ -54,16 +54,18 @@ class Loaded:
         return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
 
 
-def load(config: Config, processes: Processes, before: Config | None = None) -> Loaded:
+def load(config: Config, processes: Processes, before: Config | None = None, given: Base | None = None) -> Loaded:
     """Load base and rows; logs what it found. A collective.
 
     Args:
         before: the settings with which the run began, if it goes on.
+        given: a base that is loaded already, by a call in Python.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
-    shape, settled = load_architecture(config.model_name), dict[str, Any]()
+    shape = given.model.config if given else load_architecture(config.model_name)
+    settled = dict[str, Any]()
     if not config.is_open("max_seq_length"):
         require_positions(shape, config.max_seq_length)
     per_step = config.rows_per_step(processes.num_processes)
@@ -74,7 +76,9 @@ def load(config: Config, processes: Processes, before: Config | None = None) -> 
     if config.is_open("eval_samples"):
         settled["eval_samples"] = eval_samples_of(config, [*map(len, found)], per_step)
     asked = load_rows_of_each(config.model_copy(update=settled), "eval")
-    base = open_base(config, processes)
+    if given is not None:
+        given.model.to(processes.device)
+    base = given or open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
     shared = describe_shards(base.model) if config.base_sharding == "layers" else ""

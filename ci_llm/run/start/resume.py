@@ -59,9 +59,11 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
         changes: what differs between the run in the folder and `config`.
     """
     changes = list(changes)
-    command = command_line(launch, {"experiment_name": _new_name(changes, config)})
+    name = {"experiment_name": _new_name(changes, config)}
+    by_call = launch.called_at is not None  # from Python, where a command line says nothing
+    command = f"experiment_name={name['experiment_name']}" if by_call else f"`{command_line(launch, name)}`"
     ways = [
-        f"`{command}` begins a new run beside it",
+        f"{command} begins a new run beside it",
         "overwrite_output_dir=true begins here and moves the old run aside",
     ]
     if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
@@ -85,7 +87,7 @@ def _is_free(config: Config, name: str) -> bool:
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
 _RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent")
-_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent")  # of what an environment names
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "all_reduce")  # of an environment
 
 
 @dataclass(frozen=True)
@@ -252,11 +254,13 @@ class RunCheckpoint:
     def environment(self, state: TrainState) -> dict[str, Any]:
         """What must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
+        parts = len(self.crowd.agents.gradients_to_add) if self.processes.num_processes > 2 else 1
         return {
             "processes": self.processes.num_processes,
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
             "pass_per_agent": self.crowd.agents.pass_per_agent,
+            "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
             # warn_only (`deterministic: auto`).
             "deterministic": on_cpu
@@ -307,8 +311,7 @@ class RunCheckpoint:
         precision, precision_now = self._precisions(source)
         if precision != precision_now:
             odd.append(f"precision of the base {precision} -> {precision_now}")
-        if same_processes:
-            odd += self._restore_generators(source)
+        odd += self._restore_generators(source.checkpoint.state["rng"], state.step, same_processes)
         changes = _bits_changing(source.config.diff(self.config), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
@@ -321,11 +324,19 @@ class RunCheckpoint:
             grade = f"{'sample' if odd else 'state'}-exact ({'; '.join(odd + unsure)})"
         return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
 
-    def _restore_generators(self, source: Source) -> list[str]:
-        generators: Any = source.checkpoint.state["rng"]
-        count = self.processes.num_processes
-        odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in generators]
-        own = generators.get(f"process{self.processes.process_index}")
+    def _restore_generators(self, saved: Any, step: int, same_processes: bool) -> list[str]:
+        """Set the global generators; returns what keeps them from being as they were.
+
+        In as many processes as before, each gets its own back. In another number of processes none is handed on: rows
+        are dealt in another way, and every micro-step sets the generators by a key. What draws between the steps, such
+        as a callback, then begins from a key as well, so that a resume which is repeated draws the same.
+        """
+        index, count = self.processes.process_index, self.processes.num_processes
+        if not same_processes:
+            determinism.seed_everything(self.config.seed, "processes", step, count, index)
+            return []  # the numbers of processes are named already
+        odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in saved]
+        own = saved.get(f"process{index}")
         if own is not None and (hindrance := determinism.restore(own)):
             odd.append(hindrance)
         return odd
@@ -448,7 +459,7 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
-    before = {"pass_per_agent": False, **before}  # what older releases did
+    before = {"pass_per_agent": False, "all_reduce": "one", **before}  # what older releases did
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
     return odd + differences(before, now)
 

@@ -1,0 +1,51 @@
+"""The help of a command: one example and the options that most people use; `--help all` shows the rest."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+ALL: Final = "all"
+REST: Final = "--help all: every option, more examples, exit codes"
+
+
+def asked_help(words: Sequence[str]) -> str:
+    """The help that the words of a command line ask for: "short", "all", or "" for none."""
+    for place, word in enumerate(words):
+        if word in ("-h", "--help"):
+            return ALL if words[place + 1 : place + 2] == [ALL] else "short"
+    return ""
+
+
+class HelpfulParser(argparse.ArgumentParser):
+    """A parser whose `--help` shows its common options, those that are required, and one example, as they were written.
+
+    Args:
+        common: the options that most people use; None: the help shows all of them.
+    """
+
+    def __init__(self, *words: Any, common: Collection[str] | None = None, **more: Any) -> None:
+        super().__init__(
+            *words, **{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **more}
+        )
+        self.common = common
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.shorten_for(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
+
+    def shorten_for(self, words: Sequence[str]) -> None:
+        """Leave out of the help what few people need, unless the words ask for all."""
+        if asked_help(words) == ALL:
+            return
+        for action in self._actions if self.common is not None else ():
+            shown = action.required or {"--help", *(self.common or ())} & {*action.option_strings}
+            if action.option_strings and not shown:
+                action.help = argparse.SUPPRESS
+        example = re.search(r"^examples?:\s*(.+?)(?:   .*)?$", self.epilog or "", re.MULTILINE)
+        self.epilog = f"example: {example[1]}\n\n{REST}" if example else REST

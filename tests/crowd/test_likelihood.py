@@ -1,0 +1,195 @@
+"""What `Crowd` says of given answers and of batches of tensors, and an agent of it as a plain PEFT model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+import ci_llm
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.errors import BadInput, ModelError
+from tests.support.crowds import K, disturbed_crowd
+
+PROMPTS = ["Ann has 7 pens. Ann breaks 6. How many pens are left?", "Ben has 2 cups. How many cups are there?"]
+ANSWERS = ["7 - 6 = 1 #### 1", "#### 2"]
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    return disturbed_crowd()
+
+
+def batch_of(crowd: Crowd, *, left: bool) -> dict[str, torch.Tensor]:
+    """The prompts with their answers as a collator makes them, padded at one end."""
+    assert crowd.prompter is not None
+    rows = [crowd.prompter.row(*pair) for pair in zip(PROMPTS, ANSWERS, strict=True)]
+    longest = max(len(row.input_ids) for row in rows)
+    batch = {name: torch.zeros(2, longest, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
+    for n, row in enumerate(rows):
+        place = slice(longest - len(row.input_ids), longest) if left else slice(len(row.input_ids))
+        ids = torch.from_numpy(row.input_ids).long()
+        batch["input_ids"][n, place], batch["attention_mask"][n, place] = ids, 1
+        batch["labels"][n, place] = torch.where(torch.from_numpy(row.supervised), ids, -100)
+    return batch
+
+
+def by_hand(crowd: Crowd, agent: int, n: int) -> torch.Tensor:
+    """The nats of each token of an answer and its end, from the logits of the model's own forward pass."""
+    assert crowd.prompter is not None
+    row = crowd.prompter.row(PROMPTS[n], ANSWERS[n])
+    ids = torch.from_numpy(row.input_ids).long()
+    with torch.no_grad(), crowd.active_agent(agent) as model:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    return torch.stack([logits[at - 1, ids[at]] for at in range(len(ids)) if row.supervised[at]]).double()
+
+
+def test_log_probs_are_those_of_the_base_with_each_agent(crowd: Crowd) -> None:
+    found = crowd.log_probs(PROMPTS, ANSWERS)
+    assert found.shape == (K + 1, 2)
+    for n in range(2):
+        each = torch.stack([by_hand(crowd, agent, n) for agent in range(K)])
+        together = each.logsumexp(0) - math.log(K)
+        torch.testing.assert_close(found[:, n], torch.cat([each, together[None]]).sum(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(crowd.log_probs(PROMPTS[0], ANSWERS[0]), found[:, :1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(crowd.log_probs(PROMPTS, ANSWERS, batch_size=1), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_a_batch_of_tensors_is_scored_as_its_texts(crowd: Crowd, left: bool) -> None:
+    batch = batch_of(crowd, left=left)
+    torch.testing.assert_close(crowd.log_probs(batch), crowd.log_probs(PROMPTS, ANSWERS))
+    torch.testing.assert_close(crowd.disagreement(batch), crowd.disagreement(PROMPTS, ANSWERS))
+
+
+def test_without_labels_every_token_but_the_first_counts(crowd: Crowd) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    parts = [crowd.log_probs({"input_ids": ids, "labels": torch.tensor([mark])}) for mark in ONE_EACH]
+    torch.testing.assert_close(crowd.log_probs(ids)[:K], torch.stack(parts).sum(0)[:K], rtol=1e-5, atol=1e-5)
+
+
+ONE_EACH = [[-100, 6, -100, -100], [-100, -100, 7, -100], [-100, -100, -100, 8]]
+
+
+def test_agents_that_are_alike_do_not_disagree_and_others_do(crowd: Crowd) -> None:
+    found = crowd.disagreement(PROMPTS, ANSWERS)
+    assert found.shape == (2,)
+    assert bool((found > 1e-3).all() and (found <= math.log(K)).all())
+    alike = disturbed_crowd()
+    with torch.no_grad():
+        alike.agents.weights.copy_(alike.agents.weights[:1].expand_as(alike.agents.weights))
+    assert float(alike.disagreement(PROMPTS, ANSWERS).max()) < 1e-6
+    assert crowd.training is alike.training is False
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_a_batch_of_tensors_is_continued_as_its_texts(crowd: Crowd, left: bool) -> None:
+    assert crowd.prompter is not None
+    rows = [crowd.prompter.ids(prompt) for prompt in PROMPTS]
+    longest = max(map(len, rows))
+    pads = [[0] * (longest - len(row)) for row in rows]
+    ids = torch.tensor([pad + row if left else row + pad for row, pad in zip(rows, pads, strict=True)])
+    mask = torch.tensor(
+        [[0] * len(p) + [1] * len(r) if left else [1] * len(r) + [0] * len(p) for r, p in zip(rows, pads, strict=True)]
+    )
+    found = crowd.generate({"input_ids": ids, "attention_mask": mask}, max_new_tokens=6, batch_size=1)
+    assert isinstance(found, torch.Tensor)
+    texts = [crowd.prompter.text(row[row != crowd.pad_id].tolist()) for row in found]
+    assert texts == crowd.generate(PROMPTS, max_new_tokens=6, batch_size=1)
+    assert any(texts)
+
+
+def test_temperature_0_takes_the_most_probable_token(crowd: Crowd) -> None:
+    greedy = crowd.generate(PROMPTS, max_new_tokens=6)
+    assert crowd.generate(PROMPTS, max_new_tokens=6, temperature=0) == greedy
+    assert crowd.generate(PROMPTS, max_new_tokens=6, temperature=0.0, do_sample=True, top_p=0.5, seed=1) == greedy
+    with pytest.raises(BadInput, match="temperature must be above 0"):
+        crowd.generate(PROMPTS, temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda crowd: crowd.log_probs(PROMPTS, ["1"]), "2 prompts and 1 answers"),
+        (lambda crowd: crowd.log_probs(PROMPTS), "2 prompts and 0 answers"),
+        (lambda crowd: crowd.log_probs(torch.ones(1, 4).long(), ["1"]), "its answers in labels"),
+        (lambda crowd: crowd.log_probs(torch.ones(4).long()), r"input_ids \[N, L\]"),
+        (lambda crowd: crowd.generate(torch.ones(1, 4)), r"input_ids \[N, L\]"),
+        (
+            lambda crowd: crowd.generate({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)}),
+            "N, L",
+        ),
+        (lambda crowd: crowd.disagreement({"input_ids": ONES, "attention_mask": 0 * ONES}), "has no token"),
+        (lambda crowd: crowd.disagreement(PROMPTS, ANSWERS, batch_size=0), "batch_size must be at least 1"),
+        (lambda crowd: crowd.generate(ONES, details=True), "only token ids come back"),
+        (lambda crowd: crowd.generate(ONES, stop_strings="x"), "only token ids come back"),
+    ],
+)
+def test_what_does_not_fit_is_refused(crowd: Crowd, call: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        call(crowd)
+
+
+ONES = torch.ones(1, 4, dtype=torch.long)
+
+
+def test_no_rows_are_no_numbers(crowd: Crowd) -> None:
+    assert crowd.log_probs([], []).shape == (K + 1, 0)
+    assert crowd.disagreement([], []).shape == (0,)
+
+
+def test_an_agent_is_a_plain_peft_model_that_answers_alone(crowd: Crowd, tmp_path: Path) -> None:
+    assert crowd.prompter is not None
+    ids = torch.tensor([crowd.prompter.ids(PROMPTS[0])])
+    alone = crowd.generate(PROMPTS[:1], max_new_tokens=6, details=True)[0].agents
+    weights = crowd.agents.weights.clone()
+    for number in range(K):
+        agent = crowd[number]
+        assert isinstance(agent, PeftModel)
+        with torch.no_grad(), crowd.active_agent(number) as model:
+            wanted = model(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(agent(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
+            text = agent.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        ends = crowd.prompter.ends
+        told = [int(token) for token in text]
+        until = next((at for at, token in enumerate(told) if token in ends), len(told))
+        assert crowd.prompter.text(told[:until]) == alone[number]
+    shared = agent.get_input_embeddings().weight.data_ptr()
+    assert shared == crowd.model.get_input_embeddings().weight.data_ptr()
+    agent.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    with torch.no_grad():
+        for name, parameter in agent.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(1)
+    assert torch.equal(crowd.agents.weights, weights), "it has a copy"
+    assert crowd.generate(PROMPTS[:1], max_new_tokens=6, details=True)[0].agents == alone
+
+
+def test_agents_are_counted_from_both_ends(crowd: Crowd) -> None:
+    assert len([*crowd]) == K
+    first, last = ({n: p for n, p in crowd[k].named_parameters() if "lora_A" in n} for k in (0, -1))
+    assert not all(torch.equal(first[name], last[name]) for name in first)
+    same = {n: p for n, p in crowd[K - 1].named_parameters() if "lora_A" in n}
+    assert all(torch.equal(same[name], last[name]) for name in last)
+    for number in (K, -K - 1):
+        with pytest.raises(IndexError, match=f"there is no agent {number}: there are {K}"):
+            crowd[number]
+
+
+def test_an_agent_on_a_quantised_base_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    monkeypatch.setattr(crowd.model.config, "quantization_config", quantised, raising=False)
+    with pytest.raises(ModelError, match="quantised base cannot be shared"):
+        crowd[0]
+
+
+def test_a_text_crowd_scores_what_continues_a_text() -> None:
+    crowd = disturbed_crowd("text")
+    longer, shorter = crowd.log_probs(["Ann has", "Ann has"], [" 7 pens", " 7"]).T
+    assert bool((longer < shorter).all())
+    assert ci_llm.Crowd is Crowd
