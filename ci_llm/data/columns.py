@@ -399,8 +399,8 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
         raise DataError(
             f"The objective takes {wants}, and the data set has: {shown(columns)}.",
             where=where,
-            hint="rename the columns, name that of the prompt by prompt_column=, or take objective=sft or auto; answers"
-            " to pictures are not learned here",
+            hint="take objective=auto, which goes by the columns, or rename them; prompt_column= names that of the"
+            " prompt; answers to pictures are not learned here",
         )
     return form
 

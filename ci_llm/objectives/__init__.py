@@ -149,11 +149,6 @@ BY_ROWS: Final[Mapping[RowKind, str]] = {"single": "sft", "pairs": "dpo", "rated
 SFT: Final = "sft"
 
 
-def is_sft(name: str) -> bool:
-    """Whether rows are single ones, or may turn out to be: auto is decided by the rows."""
-    return name in (SFT, "auto")
-
-
 def objective_of(name: str, each: Sequence[Any], device: torch.device | str = "cpu") -> Objective:
     """The objective `name` with the settings of these agents.
 
@@ -201,9 +196,9 @@ def _imported(name: str) -> Any:
 
 def one_loss_type(given: Sequence[str] | None, known: Sequence[str], objective: str) -> str:
     """The only loss type of an objective that has no mixtures; the first known one is the default."""
-    (kind,) = given if given and len(given) == 1 else (given and ("",)) or known[:1]
-    require_loss_types([kind] if kind else [", ".join(given or ())], known, objective)
-    return kind
+    kinds = given or known[:1]
+    require_loss_types(kinds if len(kinds) == 1 else [" with ".join(kinds)], known, objective)
+    return kinds[0]
 
 
 def require_loss_types(given: Sequence[str], known: Sequence[str], objective: str) -> None:

@@ -379,7 +379,7 @@ def refused() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "dpo", {"label_smoothing": 0.1}, "label_smoothing 0.1 does nothing"
     yield "dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights has 1 for 2"
     yield "kto", {"loss_type": ["sigmoid"]}, "no loss_type sigmoid"
-    yield "kto", {"loss_type": ["kto", "apo_zero_unpaired"]}, "no loss_type kto, apo"
+    yield "kto", {"loss_type": ["kto", "apo_zero_unpaired"]}, "no loss_type kto with apo"
     yield "nowhere:loss", {}, "there is no such objective"
 
 
