@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -331,6 +332,21 @@ def test_the_reference_is_the_base_without_agents() -> None:
     crowd.agents.weights.zero_()
     assert torch.equal(found, crowd(batch).log_probs[:1].detach())
     assert not found.requires_grad
+
+
+def test_agents_that_are_the_base_have_the_loss_of_no_preference() -> None:
+    crowd, batch = crowd_of(torch.float64), pack(small_units(), range(3))
+    crowd.agents.weights.zero_()
+    losses, _, _ = step_of(crowd, Preferences(ours(case("dpo", beta=0.3)), crowd), [batch])
+    torch.testing.assert_close(losses, torch.full((K,), 3 * math.log(2), dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_the_next_token_loss_is_a_mean_over_the_tokens_of_the_step() -> None:
+    """Two pairs whose chosen answers have 1 and 4 tokens: a mean over pairs would be another number."""
+    nll = torch.tensor([[3.0, 2.0]], dtype=torch.float64)
+    e = evidence([-3.0, -9.0, -2.0, -9.0], [1, 2, 4, 2], nll=nll, nll_tokens=torch.tensor([1, 4]), nll_share=2 / 5)
+    losses = ours(case("dpo", loss_type=("sft",))).losses(e)
+    assert float(losses.mean()) == pytest.approx(5 / 5)
 
 
 def test_row_weights_of_an_agent_weigh_its_units() -> None:

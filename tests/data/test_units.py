@@ -77,6 +77,16 @@ def test_a_prompt_may_be_turns_that_both_answers_begin_with(
         assert chat.messages[-1] == Message("assistant", answer)
 
 
+def test_a_column_of_the_system_stands_before_messages_that_have_none(tmp_path: Path) -> None:
+    row = {"system": "be", "chosen": said("u hi", "a yes"), "rejected": said("u hi", "a no")}
+    for chat in chats_of(rows_of(tmp_path, row)[0]):
+        assert [message.role for message in chat.messages] == ["system", "user", "assistant"]
+        assert chat.trained_from == 2
+    own = {key: [*said("s own"), *row[key]] for key in ("chosen", "rejected")}  # type: ignore[misc]
+    for chat in chats_of(rows_of(tmp_path, row | own)[0]):
+        assert [message.content for message in chat.messages[:2]] == ["own", "hi"]
+
+
 @pytest.mark.parametrize(("label", "good"), [(True, True), (False, False), (1, True), (0, False), ("False", False)])
 def test_labels_are_true_or_false_in_any_writing(label: object, good: bool, tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, RATED | {"label": label})
