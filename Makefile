@@ -90,7 +90,7 @@ lint: install-dev
 
 # The site, into build/site; a warning is an error.
 docs: install-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Of small changes to the files on which most depends, the share that their tests notice; about an hour.
 mutation: install-dev
@@ -100,7 +100,7 @@ mutation: install-dev
 bench: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.record
 
-# Trials of a real base in one job that is killed about every minute, and the same bytes: docs/proof.md. SMALL=1: its small form.
+# Trials of a real base in one job that is killed about every minute, and the same bytes: docs/results.md. SMALL=1: its small form.
 proof: install-dev
 	$(BIN)/python -m benchmarks.proof $(if $(SMALL),--small) $(if $(BASE),--base $(BASE))
 

@@ -25,6 +25,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -69,6 +70,8 @@ class Form:
         validation, test: rows that choose the winner, and rows that compare it with the base.
         kill_every_s: seconds between two kills in the mean, at least.
         rivals: runs of SFTTrainer; fewer than trials are multiplied.
+        by_steps: the kills come after steps that the seed draws, and none by the clock. An attempt is told the step in
+            `STAND_AFTER`: whoever starts it so must let it stand there.
     """
 
     rates: tuple[float, ...]
@@ -79,6 +82,7 @@ class Form:
     test: int
     kill_every_s: float = 60.0
     rivals: int = 1
+    by_steps: bool = False
 
     @property
     def trials(self) -> list[dict[str, Any]]:
@@ -118,7 +122,11 @@ class Job:
             return subprocess.Popen(
                 [sys.executable, "-m", "ci_llm", *self._words, f"output_dir={self.folder}", *words],
                 cwd=self.log.parent,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                    **(environment or {}),
+                },
                 stdout=log,
                 stderr=log,
             )
@@ -174,6 +182,8 @@ class Killer:
         self._job, self._form, self._dice = job, form, random.Random(seed)
         self._least_s = self._every_s = max(form.kill_every_s, 2 * SAVE_STEPS * step_s)
         self.kills, self._began = 0, time.monotonic()
+        saved = range(SAVE_STEPS, form.steps, SAVE_STEPS)
+        self._steps = sorted(self._dice.sample(saved, MOVED_AT)) if form.by_steps else []
 
     def run(self, address: str) -> float:
         """Until the job has completed; seconds on the clock.
@@ -184,8 +194,11 @@ class Killer:
         environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": address}
         while True:
             before = self._job.step
+            if self._form.by_steps:
+                environment["STAND_AFTER"] = str([*self._steps, self._form.steps][self.kills])
             process = self._job.start(environment, f"mirror=s3://{BUCKET}/proof")
-            code = self._strike(process, time.monotonic() + self._dice.uniform(0, 2 * self._every_s))
+            wait_s = math.inf if self._form.by_steps else self._dice.uniform(0, 2 * self._every_s)
+            code = self._strike(process, time.monotonic() + wait_s)
             if code is not None:
                 self._job.check(code)
                 self._tell(f"attempt {self.kills + 1} has completed")
@@ -203,7 +216,8 @@ class Killer:
             the exit code of an attempt that ended before.
         """
         while (code := process.poll()) is None:
-            quota = self._form.steps * (self.kills + 1) // (MOVED_AT + 1) if self.kills < MOVED_AT else self._form.steps
+            quotas = self._steps or [self._form.steps * kill // (MOVED_AT + 1) for kill in range(1, MOVED_AT + 1)]
+            quota = quotas[self.kills] if self.kills < MOVED_AT else self._form.steps
             due = time.monotonic() > at or self._job.step >= quota > 0
             if due and self._job.step < self._form.steps and self._has_what_it_takes():
                 process.send_signal(signal.SIGKILL)

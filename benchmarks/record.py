@@ -36,7 +36,7 @@ ROWS: Final = (2, 8)
 def surroundings() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
-        "processor": torch.cpu.get_capabilities().get("cpu_name", platform.processor()),
+        "processor": getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", platform.processor()),
         "vector_units": torch.backends.cpu.get_cpu_capability(),
         "bf16_units": torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported(),
         "threads": torch.get_num_threads(),

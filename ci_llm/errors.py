@@ -33,11 +33,12 @@ class CiLlmError(Exception):
     Attributes:
         exit_code: of a command that ends with it: 2 for bad input, else 1.
 
-    >>> try:
-    ...     ci_llm.Config(num_agents=0)
-    ... except ci_llm.CiLlmError as error:
-    ...     print(error.exit_code, error.hint)
-    2 the default is 4
+    Examples:
+        >>> try:
+        ...     ci_llm.Config(num_agents=0)
+        ... except ci_llm.CiLlmError as error:
+        ...     print(error.exit_code, error.hint)
+        2 the default is 4
     """
 
     exit_code = 1

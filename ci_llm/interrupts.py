@@ -54,9 +54,10 @@ class Interrupts:
     Raises:
         ConfigError: a name is no signal, or a signal that cannot be caught.
 
-    >>> with ci_llm.Interrupts(["SIGTERM"], announce=print) as interrupts:
-    ...     interrupts.stop_reason is None, interrupts.installed
-    (True, True)
+    Examples:
+        >>> with ci_llm.Interrupts(["SIGTERM"], announce=print) as interrupts:
+        ...     interrupts.stop_reason is None, interrupts.installed
+        (True, True)
     """
 
     def __init__(

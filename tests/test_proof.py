@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import proof
-from benchmarks.proof import MOVED_AT, Form, Job, Proof, prove
+from benchmarks.proof import MOVED_AT, SAVE_STEPS, Form, Job, Proof, prove
 from tests.support.story_rows import write_stories
 
-#: The kills come at quarters of the steps, so that the test depends on no clock.
-TINY = Form((2e-3, 8e-3), (4,), steps=12, rows=4, validation=8, test=8, kill_every_s=3600.0, rivals=0)
+TINY = Form((2e-3, 8e-3), (4,), steps=12, rows=4, validation=8, test=8, rivals=0, by_steps=True)
+
+#: An attempt stands before it gives the next checkpoint its name, until it is killed: no clock decides how far it is.
+STAND = f"""
+import os, sys, threading
+name = "checkpoint_step_%d" % (int(os.environ.get("STAND_AFTER", 0)) + {SAVE_STEPS})
+def stand(event, arguments):
+    if event == "os.rename" and os.path.basename(str(arguments[1])) == name:
+        threading.Event().wait()
+if "STAND_AFTER" in os.environ:
+    sys.addaudithook(stand)
+"""
 
 
-@pytest.mark.campaign  # its kills come by the clock: a machine that is slow to look sees the job end before the move
 @pytest.mark.slow
 def test_a_job_that_is_killed_wiped_and_moved_ends_with_the_bytes_of_an_undisturbed_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STAND)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     stories = write_stories(tmp_path / "stories", 40)
     assert prove(TINY, "embedded", stories, tmp_path, seed=0)
     shown = capsys.readouterr().out
-    assert shown.count("kill -9") == MOVED_AT
+    killed_after = [int(step) for step in re.findall(r"kill -9 .* of step (\d+)", shown)]
+    assert killed_after == sorted(random.Random(0).sample(range(SAVE_STEPS, TINY.steps, SAVE_STEPS), MOVED_AT))
     assert "the disk is wiped; only the bucket has the run" in shown
     assert "the folder has moved to elsewhere/killed" in shown
     assert "2 of 2 agents are the same file" in shown

@@ -1,4 +1,4 @@
-"""Prints the table of `decide` that docs/supervision.md shows: every case, computed by the code itself."""
+"""Prints the table of `decide` that docs/interruptions.md shows: every case, computed by the code itself."""
 
 from __future__ import annotations
 

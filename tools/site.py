@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 import ci_llm
@@ -18,35 +19,56 @@ ROOT: Final = Path(__file__).parents[1]
 #: Pages of the site that have another place in the repository.
 PAGES: Final = {"index.md": "README.md", "slurm.md": "slurm/README.md", "contributing.md": "CONTRIBUTING.md"}
 SOURCES: Final = "source"
-#: The signatures and docstrings of the public names; mkdocstrings fills it in.
-REFERENCE: Final = "reference.md"
+#: The page of the public names, and where in it mkdocstrings writes their signatures and docstrings.
+NAMES: Final = "api.md"
+SIGNATURES: Final = "<!-- signatures -->"
+#: How much a page counts in the search: what people do comes before how it is made, and copies of files are left out.
+TASKS: Final = re.compile(r"install|first_run|own_data|own_model|run_folder|recipes/")
+INSIDES: Final = ("api.md", "architecture.md", "contributing.md")
 _FENCE: Final = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_EXAMPLE: Final = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 _LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+class Examples(griffe.Extension):
+    """An example in a docstring is a block of code; Markdown would take its `>>>` for a quotation."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from elsewhere, and a copy of every file that a page links to."""
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, REFERENCE, content=_reference()))
-    for page in files.documentation_pages():
+    pages = list(files.documentation_pages())
+    for page in pages:  # grows: a copy may be a page with links of its own
         for _, _, target, _ in _LINK.findall(_FENCE.sub("", page.content_string)):
             path = _in_repository(page.src_uri, target)
             if _is_source(path) and files.get_file_from_path(f"{SOURCES}/{path}") is None:
-                files.append(File.generated(config, f"{SOURCES}/{path}", content=(ROOT / path).read_bytes()))
+                copy = File.generated(config, f"{SOURCES}/{path}", content=(ROOT / path).read_bytes())
+                files.append(copy)
+                pages += [copy] * copy.is_documentation_page()
     return files
 
 
-def _reference() -> str:
+def _signatures() -> str:
     names = [
         f"::: {module}" + f".{name}" * (not module.endswith(f".{name}")) for name, module in ci_llm._MODULES.items()
     ]
-    return "\n\n".join(["# Signatures", "What every public name takes, returns and raises.", *names])
+    return "\n\n".join(names)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the links of a page, but for those inside blocks of code."""
+    """Rewrite the links of a page, but for those inside blocks of code; fill in the signatures."""
     here = page.file.src_uri
+    if here.startswith(f"{SOURCES}/"):
+        page.meta["search"] = {"exclude": True}
+    elif TASKS.match(here) or here in INSIDES:
+        page.meta["search"] = {"boost": 0.5 if here in INSIDES else 2}
+    if here == NAMES:
+        markdown = markdown.replace(SIGNATURES, _signatures())
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_LINK.sub(lambda link: _rewritten(link, here), markdown[end : fence.start()]), fence[0]]
@@ -71,7 +93,8 @@ def _rewritten(link: re.Match[str], page: str) -> str:
 
 def _in_repository(page: str, target: str) -> str:
     """The path that a link of a page of the site means, from the root of the repository."""
-    source = PAGES.get(page, f"docs/{page}")
+    copied = page.startswith(f"{SOURCES}/")
+    source = page.removeprefix(f"{SOURCES}/") if copied else PAGES.get(page, f"docs/{page}")
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
 
 

@@ -1,21 +1,21 @@
-"""A base that a call in Python has loaded already: refused where it cannot be trained on, lent to a run, given back."""
+"""A base that a call in Python has loaded already: refused where it cannot be trained on, found again, or kept."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ci_llm.base import load
 from ci_llm.base.load import Base
+from ci_llm.base.progress import weights_counted
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.core.durable import new_folder, remove_tree
 from ci_llm.core.run_folder import BASE_MODEL
@@ -33,31 +33,23 @@ def require_usable(model: Any, tokenizer: Any) -> None:
     Raises:
         ModelError: with the way.
     """
-    if tokenizer is None:
-        raise _refused("a model needs its tokenizer", "give both: train(model=model, tokenizer=tokenizer)")
-    if model is None:
-        raise _refused("tokenizer= goes with model=, a model that is loaded", "leave it out, or give model= as well")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise _refused(f"tokenizer= is a {type(tokenizer).__name__}", "give what AutoTokenizer.from_pretrained returns")
-    modules = [*model.modules()] if isinstance(model, torch.nn.Module) else []
+    if model is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = f"model= is a {type(model).__name__}, tokenizer= a {type(tokenizer).__name__}"
+        both = "give both: what AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained return"
+        raise _refused(f"a loaded model and its tokenizer go together: {given}", both)
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
     if any(hasattr(module, "lora_A") or hasattr(module, "peft_config") for module in modules):
         alone = "give the base alone: model.merge_and_unload() of PEFT, or crowd.detach() of a Crowd; init_from=FOLDER"
         raise _refused("there are adapters on this model already", f"{alone} starts agents from saved adapters")
-    if not _is_causal(model):
+    if type(model) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None):
         causal = "give what AutoModelForCausalLM.from_pretrained returns"
         raise _refused(f"a {type(model).__name__} is no causal language model of Transformers", causal)
     places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
-    if torch.device("meta") in places:
-        raise _refused("weights of this model are on the device meta: it has none yet", "load it without device_map")
-    if stored_quantization(model.config) or len(places) > 1:
-        how = "quantised" if stored_quantization(model.config) else f"spread over {len(places)} devices"
-        keys = "quantization=nf4 or base_sharding=layers"
-        raise _refused(f"this model is {how}", f"give its name or folder, model=NAME, and {keys} where you want it")
+    if stored_quantization(model.config) or len(places) > 1 or torch.device("meta") in places:
+        how = "quantised" if stored_quantization(model.config) else f"on {', '.join(sorted(map(str, places)))}"
+        keys = "quantization='nf4' or base_sharding='layers'"
+        raise _refused(f"this model is {how}", f"load it whole on one device, or give its name, model=NAME, and {keys}")
     load.require_tokenizer("model=", tokenizer)
-
-
-def _is_causal(model: Any) -> bool:
-    return type(model) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None)
 
 
 def _refused(what: str, hint: str) -> ModelError:
@@ -91,31 +83,24 @@ def _described(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
 
 
-@contextmanager
-def lent(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Iterator[Base]:
-    """The base of a run, of a model that is afterwards as it was."""
-    config, modules, device = model.config, dict(model.named_modules()), model.device
-    attention, cache, training = config._attn_implementation, config.use_cache, model.training
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    head = model.get_output_embeddings()
-    hooks = dict(head._forward_pre_hooks)
-    if getattr(config, "attn_logit_softcapping", None):
+def on_same_weights(model: PreTrainedModel, instead: Mapping[int, Any] = {}) -> PreTrainedModel:
+    """A frozen copy with modules and a configuration of its own, whose weights take no further memory.
+
+    Args:
+        instead: what stands in the copy for objects of the model, by their `id`.
+    """
+    known = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, {**known, **{id(buffer): buffer for buffer in model.buffers()}, **instead})
+
+
+def base_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Base:
+    """The base of a run, on the weights of a model that stays as it is."""
+    model = on_same_weights(model).eval()
+    if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # as `load_base`
-    config.use_cache = False
-    opened, prints = load.opened_by(name), (load.fingerprint_of(model), load.fingerprint_of(model, rounded=True))
-    try:
-        yield Base(model.eval(), copy.deepcopy(tokenizer), opened, *prints)
-    finally:
-        for path, module in modules.items():  # a run that failed may have left agents on it
-            if path and model.get_submodule(path) is not module:
-                model.set_submodule(path, module)
-        head._forward_pre_hooks.clear()
-        head._forward_pre_hooks.update(hooks)
-        model.set_attn_implementation(attention)
-        config.use_cache = cache
-        for parameter in learned:
-            parameter.requires_grad_()
-        model.to(device).train(training)
+    model.config.use_cache = False
+    prints = load.fingerprint_of(model), load.fingerprint_of(model, rounded=True)
+    return Base(model, copy.deepcopy(tokenizer), load.opened_by(name), *prints)
 
 
 def keep(base: Base, run_folder: Path) -> None:
@@ -125,9 +110,8 @@ def keep(base: Base, run_folder: Path) -> None:
         return
     if folder.exists():  # of a run that never came to a checkpoint
         remove_tree(folder)
-    weights: Mapping[str, Tensor] = load.weights_of(base.model)
-    with new_folder(folder) as draft:
-        base.model.save_pretrained(draft, state_dict=dict(weights))
+    with new_folder(folder) as draft, weights_counted():
+        base.model.save_pretrained(draft, state_dict=load.weights_of(base.model))
         base.tokenizer.save_pretrained(draft)
-    size = sum(tensor.nbytes for tensor in base.model.parameters()) / 1e9
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
     logger.info(f"model     no folder has its weights, so that they are kept in {folder}, {size:.2f} GB")

@@ -119,9 +119,10 @@ def load_base(
     Raises:
         ModelError: the model is not found, not readable, not complete, or no causal language model.
 
-    >>> base = ci_llm.load_base("embedded")
-    >>> base.num_parameters, type(base.model).__name__
-    (877696, 'LlamaForCausalLM')
+    Examples:
+        >>> base = ci_llm.load_base("embedded")
+        >>> base.num_parameters, type(base.model).__name__
+        (877696, 'LlamaForCausalLM')
     """
     name = opened_by(model_name)
     config = load_architecture(model_name)

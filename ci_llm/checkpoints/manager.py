@@ -14,7 +14,7 @@ A restore compares what can be compared before it touches any object.
             manager.wait_until_finished()
             sys.exit()
 
-Its methods have the names of Orbax's CheckpointManager (docs/coming_from/orbax.md). It knows nothing of agents.
+Its methods have the names of Orbax's CheckpointManager (docs/coming_from.md). It knows nothing of agents.
 """
 
 from __future__ import annotations
@@ -227,13 +227,14 @@ class CheckpointManager:
             same meaning; the first save of an empty folder is then due at any step, as it is there.
         positional: Orbax's older call, `CheckpointManager(directory, checkpointers, options)`.
 
-    >>> manager = ci_llm.CheckpointManager(folder / "loop", save_interval_steps=2)
-    >>> [manager.save(step, {"weights": torch.ones(3) * step}) for step in range(3)]
-    [True, False, True]
-    >>> manager.wait_until_finished()
-    >>> manager.latest_step(), manager.restore(2)["weights"].tolist()
-    (2, [2.0, 2.0, 2.0])
-    >>> manager.close()
+    Examples:
+        >>> manager = ci_llm.CheckpointManager(folder / "loop", save_interval_steps=2)
+        >>> [manager.save(step, {"weights": torch.ones(3) * step}) for step in range(3)]
+        [True, False, True]
+        >>> manager.wait_until_finished()
+        >>> manager.latest_step(), manager.restore(2)["weights"].tolist()
+        (2, [2.0, 2.0, 2.0])
+        >>> manager.close()
     """
 
     #: Called with every result, in the thread that saved: a mirror looks at the folder then.

@@ -6,15 +6,16 @@
     manager.save(step, args=ocp.args.StandardSave(state))
     state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
 
-Calls are translated, and formats are not: the checkpoints are ours. docs/coming_from/orbax.md says what differs.
+Calls are translated, and formats are not: the checkpoints are ours. docs/coming_from.md says what differs.
 
->>> manager = ci_llm.orbax.CheckpointManager(folder / "orbax")
->>> manager.save(0, args=ci_llm.orbax.args.StandardSave({"x": torch.ones(2)}))
-True
->>> manager.wait_until_finished()
->>> manager.restore(0, args=ci_llm.orbax.args.StandardRestore())["x"].tolist()
-[1.0, 1.0]
->>> manager.close()
+Examples:
+    >>> manager = ci_llm.orbax.CheckpointManager(folder / "orbax")
+    >>> manager.save(0, args=ci_llm.orbax.args.StandardSave({"x": torch.ones(2)}))
+    True
+    >>> manager.wait_until_finished()
+    >>> manager.restore(0, args=ci_llm.orbax.args.StandardRestore())["x"].tolist()
+    [1.0, 1.0]
+    >>> manager.close()
 """
 
 from __future__ import annotations
@@ -82,4 +83,4 @@ StandardCheckpointHandler = JsonCheckpointHandler = PyTreeCheckpointHandler
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"{name} of orbax.checkpoint has no counterpart here; docs/coming_from/orbax.md has what has")
+    raise AttributeError(f"{name} of orbax.checkpoint has no counterpart here; docs/coming_from.md has what has")

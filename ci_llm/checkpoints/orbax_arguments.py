@@ -210,5 +210,5 @@ def _require_known(fields: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{', '.join(strange)} of Orbax's options has no counterpart here",
             where="CheckpointManagerOptions",
-            hint="leave it out; docs/coming_from/orbax.md has what is there instead, and why",
+            hint="leave it out; docs/coming_from.md has what is there instead, and why",
         )

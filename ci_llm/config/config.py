@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,26 +40,41 @@ def describe_keys(chosen: Sequence[str] = ()) -> str:
 
 
 def keys_as_markdown() -> str:
-    """All keys as tables, one for each group: key, default, what it is; other names of a key stand below its own.
+    """All keys as tables, one for each group: key, default, what another value means on a resume, what it is.
 
-    They are the tables of docs/keys.md.
+    The names that other trainers have for a key stand below what it is. They are the tables of docs/keys.md.
     """
+    head = "| key | default | on a resume | what it is, and its names elsewhere |\n| --- | --- | --- | --- |"
     parts = []
     for title, keys in groups().items():
-        rows = [f"| {_names(key)} | `{dump_value(FIELDS[key].default)}` | {_text(key)} |" for key in keys]
-        parts.append("\n".join([f"## {title}", "", "| key | default | what it is |", "| --- | --- | --- |", *rows]))
+        rows = [
+            f"| `{key}` | `{dump_value(FIELDS[key].default)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |"
+            for key in keys
+        ]
+        parts.append("\n".join([f"## {title}", "", head, *rows]))
     return "\n\n".join(parts)
 
 
-def _names(key: str) -> str:
-    translated = [
-        name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())
-    ]
-    return "<br>".join([f"`{key}`", *(alias for alias, meant in ALIASES.items() if meant == key), *translated])
+def _on_resume(key: str) -> str:
+    """A word for what another value means for a resumed run; docs/keys.md explains each."""
+    meaning = FIELDS[key].json_schema_extra
+    assert isinstance(meaning, dict)
+    if meaning["kind"] == "free":
+        return "free" if meaning["keeps_bits"] else "rounding"
+    if meaning["kind"] == "schedule":
+        return "ending" if meaning["keeps_bits"] else "length"
+    return "refused"
+
+
+def _elsewhere(key: str) -> str:
+    """The names that other trainers have for a key, on a line of their own; some of them mean it by their value."""
+    names = [alias for alias, meant in ALIASES.items() if meant == key]
+    names += [name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())]
+    return f"<br>elsewhere {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _text(key: str) -> str:
-    return str(FIELDS[key].description).replace("|", "or")
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", str(FIELDS[key].description).replace("|", "or"))
 
 
 def _described(key: str) -> str:
@@ -104,9 +120,10 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
     Raises:
         ConfigError: everything that is wrong with the values, at once.
 
-    >>> config = ci_llm.Config(lr=1e-3, max_runtime="1h")
-    >>> config.learning_rate, config.max_runtime
-    (0.001, 3600.0)
+    Examples:
+        >>> config = ci_llm.Config(lr=1e-3, max_runtime="1h")
+        >>> config.learning_rate, config.max_runtime
+        (0.001, 3600.0)
     """
 
     def __init__(self, **values: Any) -> None:

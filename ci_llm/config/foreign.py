@@ -202,7 +202,7 @@ _HELD_OUT = "eval_dataset_name=FILE, or eval_split=NAME for a split of dataset_n
 _LAUNCHER = "the launcher sets it: torchrun --nproc-per-node 4 train.py, or accelerate launch, or srun"
 _DEVICE = "leave it out: a GPU is used where there is one; CUDA_VISIBLE_DEVICES picks one, ACCELERATE_USE_CPU=true none"
 _QUANTIZED = "quantization=nf4 or quantization=int8"
-_SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/bases.md)"
+_SHARDED = "base_sharding=layers: each process stores a part of the base's layers (docs/own_model.md)"
 _PLAIN_LORA = "leave it out: an agent is a plain LoRA adapter; use_rslora, lora_dropout and dropconnect_p exist"
 _ADAMW = "leave it out: the optimizer is AdamW; optimizer=ivon is the only other one"
 _FUSED_KERNEL = "leave it out: packed rows take a fused kernel wherever it agrees with the base"
@@ -211,11 +211,11 @@ _BATCH_SIZE = "leave it out: an evaluation derives it from batch_size"
 _STEPS = "write a number of optimizer steps: {}; the log says at the start how many steps an epoch has"
 _EVAL_STEPS = _STEPS.format("eval_steps=N, or eval_steps=null for the end only")
 _SAVE_STEPS = _STEPS.format("save_steps=N; save_steps=null save_interval_seconds=null saves at the end only")
-_OWN_TEMPLATE = "leave it out for the base's own chat template, or chat_template=NAME or FILE (docs/data.md)"
+_OWN_TEMPLATE = "leave it out for the base's own chat template, or chat_template=NAME or FILE (docs/own_data.md)"
 _ALL_ROWS = "leave it out: no row is dropped, and the order is a function of seed, epoch and position"
 _PACKED = "leave it out: rows are always packed, and never see each other"
 _EVERY_ROW = "leave it out: rows are packed, so that lengths cost nothing"
-_PATHS = "{}, or a list of paths or names: the format is recognised by the columns (docs/data.md)"
+_PATHS = "{}, or a list of paths or names: the format is recognised by the columns (docs/own_data.md)"
 _WANDB = "set {} in the environment; report_to=wandb switches the tracker on"
 _NO_CODE = "leave it out: code from a hub is never executed"
 
@@ -234,7 +234,7 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "kd_first_k_weight": ("the weight of LatentWire's distillation", _ONE_LOSS),
     "warm_anchor_text": (
         "the text between LatentWire's latent prefix and the answer",
-        "leave it out: the chat template writes what stands before an answer (docs/data.md)",
+        "leave it out: the chat template writes what stands before an answer (docs/own_data.md)",
     ),
     "sequential_models": (
         "LatentWire's switch to train one model after the other",

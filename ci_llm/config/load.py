@@ -54,8 +54,9 @@ def load_config(path: str | Path | None, arguments: Sequence[str] = ()) -> Confi
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
 
-    >>> ci_llm.load_config(None, ["--lr", "1e-3", "num_agents=8"]).num_agents
-    8
+    Examples:
+        >>> ci_llm.load_config(None, ["--lr", "1e-3", "num_agents=8"]).num_agents
+        8
     """
     return read_config(path, arguments).config
 

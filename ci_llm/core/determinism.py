@@ -34,11 +34,12 @@ def seed_everything(*parts: int | str) -> None:
     Args:
         parts: such as seed, step and process; other parts give independent numbers.
 
-    >>> ci_llm.seed_everything(42, 7)
-    >>> first = torch.rand(2)
-    >>> ci_llm.seed_everything(42, 7)
-    >>> torch.equal(torch.rand(2), first)
-    True
+    Examples:
+        >>> ci_llm.seed_everything(42, 7)
+        >>> first = torch.rand(2)
+        >>> ci_llm.seed_everything(42, 7)
+        >>> torch.equal(torch.rand(2), first)
+        True
     """
     key = derive_seed(*parts)
     random.seed(key)

@@ -45,6 +45,7 @@ class Status:
         pid_space: the scope of `pid`: one boot of one machine, and the PID namespace of a container.
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
+        judged_by: "nll" for rows whose answers are free text, which have no exact match.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
         warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
         first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
@@ -68,6 +69,7 @@ class Status:
     heartbeat: float
     next_command: str | None = None
     best_step: int | None = None
+    judged_by: Literal["exact_match", "nll"] = "exact_match"
     micro_batch_size: int | None = None
     warning: str | None = None
     first_loss: float | None = None

@@ -16,7 +16,7 @@ from ci_llm.crowd.likelihood import TokenBatch
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
 from ci_llm.data.prompts import Prompt, prompts_of
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import ModelError
 from ci_llm.lora.adapters import peft_model
 
 if TYPE_CHECKING:
@@ -48,14 +48,15 @@ class Crowd(CrowdModel):
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
 
-    >>> crowd = ci_llm.Crowd.from_pretrained(run)
-    >>> [answer] = crowd.generate(["Ann has 7 pens. Ann breaks 6. How many pens are left?"], max_new_tokens=4)
-    >>> isinstance(answer, str), crowd.num_agents
-    (True, 3)
-    >>> crowd.log_probs(["Ann has 7 pens.", "Ben has 2."], ["7", "2"]).shape  # 3 agents and the crowd, in nats
-    torch.Size([4, 2])
-    >>> type(crowd[0]).__name__
-    'PeftModelForCausalLM'
+    Examples:
+        >>> crowd = ci_llm.Crowd.from_pretrained(run)
+        >>> [answer] = crowd.generate(["Ann has 7 pens. Ann breaks 6. How many pens are left?"], max_new_tokens=4)
+        >>> isinstance(answer, str), crowd.num_agents
+        (True, 3)
+        >>> crowd.log_probs(["Ann has 7 pens.", "Ben has 2."], ["7", "2"]).shape  # 3 agents and the crowd, in nats
+        torch.Size([4, 2])
+        >>> type(crowd[0]).__name__
+        'PeftModelForCausalLM'
     """
 
     @classmethod
@@ -139,8 +140,9 @@ class Crowd(CrowdModel):
         """How far the agents are apart on given answers: the Jensen-Shannon divergence of their distributions.
 
         Args:
-            prompts, answers, batch_size: as for `log_probs`. For answers that the crowd writes itself, take
-                `generate(..., details=True)`.
+            prompts: as for `log_probs`.
+            answers: as for `log_probs`. For answers that the crowd writes itself, take `generate(..., details=True)`.
+            batch_size: rows at a time.
 
         Returns:
             [N], fp64, in nats: the mean over the tokens of each answer; from 0, all agents alike, to log K.
@@ -230,10 +232,7 @@ class Crowd(CrowdModel):
             seed=seed,
         )
         if likelihood.is_tokens(prompts):
-            if details or stop_strings or abstain_below is not None or agents_per_prompt is not None:
-                only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
-                raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
-            return likelihood.continued(self, prompts, options.decoding, batch_size)  # type: ignore[arg-type]
+            return likelihood.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
         how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
         return list(answers(*how)) if details else texts(*how)
 
@@ -246,7 +245,9 @@ class Crowd(CrowdModel):
         with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
 
         Args:
-            prompt, stop_strings, choices: as for `generate`.
+            prompt: as for `generate`.
+            stop_strings: as for `generate`.
+            **choices: the other arguments of `generate`.
 
         Returns:
             an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.

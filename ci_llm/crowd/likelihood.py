@@ -7,8 +7,6 @@ Legend: K agents, N rows of at most L tokens, S targets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.answers import decompose
-from ci_llm.crowd.asking import prompter_of
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.asking import GenerationOptions, prompter_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, Packable, pack
+from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, prompts_of
 from ci_llm.errors import BadInput
 
@@ -30,19 +28,13 @@ Asked = Prompt | Sequence[Prompt] | TokenBatch
 _IGNORED = -100  # in labels, as everywhere
 
 
-@dataclass(frozen=True)
-class _TokenRow:
-    input_ids: np.ndarray[Any, Any]
-    supervised: np.ndarray[Any, Any]
-
-
 def is_tokens(given: object) -> bool:
     """Whether these are token ids as tensors, and no texts."""
     return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
 
 
-def token_rows(batch: TokenBatch) -> list[_TokenRow]:
-    """The rows of a batch without their padding.
+def token_rows(batch: TokenBatch) -> list[Example]:
+    """The rows of a batch without their padding, for `pack`.
 
     Args:
         batch: ids [N, L]; or `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded, at either end, and
@@ -66,16 +58,25 @@ def token_rows(batch: TokenBatch) -> list[_TokenRow]:
             raise BadInput("a row of the batch has no token", where="attention_mask", hint="leave the row out")
         counted = (label[kept] != _IGNORED).numpy()
         counted[:1] = False  # nothing comes before the first token
-        found.append(_TokenRow(row[kept].numpy().astype(np.int32), counted))
+        found.append(Example(row[kept].numpy().astype(np.int32), counted))
     return found
 
 
-def continued(crowd: CrowdModel, batch: TokenBatch, decoding: Decoding, batch_size: int) -> Tensor:
-    """[N, T] the ids that follow each row, without the end of the answer; short ones are padded by `pad_id`."""
+def continued(
+    crowd: CrowdModel, batch: TokenBatch, options: GenerationOptions, batch_size: int, *, details: bool
+) -> Tensor:
+    """[N, T] the ids that follow each row, without the end of the answer; short ones are padded by `pad_id`.
+
+    Raises:
+        BadInput: what is asked for needs texts.
+    """
+    if details or options != GenerationOptions(options.decoding):
+        only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
+        raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
     rows = [row.input_ids.tolist() for row in token_rows(batch)]
     parts = [slice(at, at + batch_size) for at in range(0, len(rows), batch_size)]
     numbers = range(len(rows))
-    texts = [generation.generate_ids(crowd, rows[at], decoding, numbers=numbers[at]).crowd for at in parts]
+    texts = [generation.generate_ids(crowd, rows[at], options.decoding, numbers=numbers[at]).crowd for at in parts]
     ids = [torch.tensor(text, dtype=torch.long) for part in texts for text in part]
     return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
 

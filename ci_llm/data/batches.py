@@ -172,11 +172,13 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
     Raises:
         ValueError: no row, an empty row, or a row whose first token is a target: nothing comes before it.
 
-    >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
-    >>> tokens = ci_llm.tokenize(rows, ci_llm.load_base("embedded").tokenizer, max_seq_length=256, cache_folder=folder)
-    >>> batch = ci_llm.pack([tokens[0], tokens[1]], [0, 1])
-    >>> batch.num_rows, batch.num_tokens == len(batch.input_ids)
-    (2, True)
+    Examples:
+        >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
+        >>> tokenizer = ci_llm.load_base("embedded").tokenizer
+        >>> tokens = ci_llm.tokenize(rows, tokenizer, max_seq_length=256, cache_folder=folder)
+        >>> batch = ci_llm.pack([tokens[0], tokens[1]], [0, 1])
+        >>> batch.num_rows, batch.num_tokens == len(batch.input_ids)
+        (2, True)
     """
     units = [example for example in examples if isinstance(example, Unit)]
     if units:

@@ -38,10 +38,11 @@ class Prompter:
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
 
-    >>> prompter = ci_llm.Prompter(ci_llm.load_base("embedded").tokenizer)
-    >>> ids = prompter.ids("Ann has 7 pens.")  # a list of numbers
-    >>> prompter.text(ids)
-    'Ann has 7 pens.\\n'
+    Examples:
+        >>> prompter = ci_llm.Prompter(ci_llm.load_base("embedded").tokenizer)
+        >>> ids = prompter.ids("Ann has 7 pens.")  # a list of numbers
+        >>> prompter.text(ids)
+        'Ann has 7 pens.\\n'
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: PromptForm = "chat") -> None:

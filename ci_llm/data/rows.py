@@ -307,6 +307,11 @@ class Rows:
         """Where a row stands in its source, in words."""
         return f"{self.where}, row {self.numbers[number] if self.numbers else number} (counted from 0)"
 
+    def is_marked(self, number: int) -> bool:
+        """Whether a chat has an answer that is marked as not to be learned."""
+        column = self.form.columns.get("messages")
+        return column is not None and not all(each.learned for each in messages_of(self.raw[number][column]))
+
     def _read(self, number: int, row: RawRow) -> Row | None:
         try:
             return self.form.read(row)

@@ -48,10 +48,11 @@ class StatefulSampler(Sampler[int]):
         epoch: of the batch that was handed out last.
         pass_ended: called with the epoch when the last row of a pass was asked for.
 
-    >>> sampler = ci_llm.StatefulSampler(range(5), seed=1)
-    >>> first, second = list(sampler), list(sampler)  # an epoch each
-    >>> sorted(first) == sorted(second) == [0, 1, 2, 3, 4], first == second
-    (True, False)
+    Examples:
+        >>> sampler = ci_llm.StatefulSampler(range(5), seed=1)
+        >>> first, second = list(sampler), list(sampler)  # an epoch each
+        >>> sorted(first) == sorted(second) == [0, 1, 2, 3, 4], first == second
+        (True, False)
     """
 
     def __init__(self, data_source: Sized, *, seed: int = 42) -> None:

@@ -210,9 +210,10 @@ def load_rows(config: Config, split: Part) -> Rows:
     Raises:
         DataError: there is no such data set or split, it is empty, or no column can be used.
 
-    >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
-    >>> len(rows), rows.form.name
-    (20, 'question + answer')
+    Examples:
+        >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
+        >>> len(rows), rows.form.name
+        (20, 'question + answer')
     """
     each = load_rows_of_each(config, split)
     if split == "train":

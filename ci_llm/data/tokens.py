@@ -35,6 +35,8 @@ from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+_MARKED = "marked by weight 0, train false or training false"
+
 
 @dataclass
 class Tally:
@@ -50,6 +52,7 @@ class Tally:
     blocks: int = 0
     too_long: int = 0
     without_answer: int = 0
+    unlearned: int = 0
     lacking: str = "without an answer"
     answer_too_far: int = 0
     hidden_tools: int = 0
@@ -82,7 +85,8 @@ class Tally:
                 self.hidden_tools += 1
                 continue
             if row is None or not wholes or not all(whole.supervised.any() for whole in wholes):
-                self.without_answer += 1
+                is_marked = row is None and rows.is_marked(number)
+                self.unlearned, self.without_answer = self.unlearned + is_marked, self.without_answer + (not is_marked)
                 continue
             self._look_at(branches[0], wholes[0], encoder)
             self.longest = max(self.longest, *(len(whole.input_ids) for whole in wholes))
@@ -145,7 +149,7 @@ class Tally:
             f"the longest row has {self.longest}"
         )
         if self.marked:
-            yield f"{self.marked} answers are not learned: they are marked by weight 0, train false or training false"
+            yield f"{self.marked} answers are not learned: they are {_MARKED}"
         if self.split:
             yield (
                 f"{self.split} texts of more than max_seq_length {self.max_seq_length} tokens are cut into"
@@ -182,6 +186,8 @@ class Tally:
         columns = ", ".join(rows.form.columns.values())
         if self.answer_too_far or self.too_long:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
+        elif self.unlearned:
+            hint = "weight 1, or no weight, lets an answer be learned"
         elif self.hidden_tools:
             hint = "take a base or a chat_template that shows calls of tools"
         else:
@@ -193,11 +199,12 @@ class Tally:
 
     @property
     def _num_left_out(self) -> int:
-        return self.without_answer + self.answer_too_far + self.too_long + self.hidden_tools
+        return self.without_answer + self.unlearned + self.answer_too_far + self.too_long + self.hidden_tools
 
     def _left_out(self) -> str:
         reasons = {
             self.lacking: self.without_answer,
+            f"whose answers are all {_MARKED}": self.unlearned,
             f"whose answer begins after max_seq_length {self.max_seq_length}": self.answer_too_far,
             f"of more than max_seq_length {self.max_seq_length} tokens": self.too_long,
             "whose tools the chat template cannot show": self.hidden_tools,
@@ -432,10 +439,12 @@ def tokenize(
         DataError: the chat template fails on a row, nothing is left to learn, or the cache cannot be written.
         ModelError: the tokenizer cannot tell which characters a token stands for.
 
-    >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
-    >>> tokens = ci_llm.tokenize(rows, ci_llm.load_base("embedded").tokenizer, max_seq_length=256, cache_folder=folder)
-    >>> len(tokens), tokens[0].input_ids.dtype
-    (20, dtype('int32'))
+    Examples:
+        >>> rows = ci_llm.load_rows(ci_llm.Config(max_train_samples=20, eval_samples=9), "train")
+        >>> tokenizer = ci_llm.load_base("embedded").tokenizer
+        >>> tokens = ci_llm.tokenize(rows, tokenizer, max_seq_length=256, cache_folder=folder)
+        >>> len(tokens), tokens[0].input_ids.dtype
+        (20, dtype('int32'))
     """
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]

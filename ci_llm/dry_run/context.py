@@ -177,7 +177,7 @@ class CheckContext:
     @property
     def rows_per_step(self) -> int:
         """The effective batch of the real run."""
-        return self.config.rows_per_step(self.processes.num_processes)
+        return self.config.rows_per_step(self.launch.num_processes)
 
     @property
     def num_rows(self) -> list[int]:

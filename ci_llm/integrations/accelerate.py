@@ -67,11 +67,12 @@ def register_hooks(accelerator: Any) -> None:
     Raises:
         ConfigError: no crowd was prepared, or more than one; or by something that owns the checkpoint.
 
-    >>> model, optimizer = accelerator.prepare(crowd, torch.optim.AdamW(crowd.agents.rows))
-    >>> ci_llm.register_hooks(accelerator)
-    >>> _ = accelerator.save_state(str(folder / "state"))
-    >>> (folder / "state" / "ci_llm" / "agent0" / "adapter_model.safetensors").is_file()
-    True
+    Examples:
+        >>> model, optimizer = accelerator.prepare(crowd, torch.optim.AdamW(crowd.agents.rows))
+        >>> ci_llm.register_hooks(accelerator)
+        >>> _ = accelerator.save_state(str(folder / "state"))
+        >>> (folder / "state" / "ci_llm" / "agent0" / "adapter_model.safetensors").is_file()
+        True
     """
     hooks = _Hooks(accelerator)
     for note in hooks.notes():
@@ -85,8 +86,9 @@ def latest_state(folder: Path | str) -> Path | None:
 
     Folders that are unfinished or damaged are passed over with a warning. None if there is no other.
 
-    >>> ci_llm.latest_state(folder) is None
-    True
+    Examples:
+        >>> ci_llm.latest_state(folder) is None
+        True
     """
     found = []
     for place in Path(folder).glob(f"*/{FOLDER}"):
@@ -249,7 +251,7 @@ def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
         return ConfigError(
             f"{names} is no Crowd, and only of a crowd do these hooks know what to save",
             where="register_hooks",
-            hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/own_loops.md",
+            hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/recipes/own_code.md",
         )
     return ConfigError(
         f"{crowds or 'no'} crowd was prepared by this accelerator, and there must be one",

@@ -62,10 +62,11 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
         interrupted: why the last `fit()` has ended before its work was done, "signal:SIGTERM" for instance; None if it
             was done.
 
-    >>> checkpoints = ci_llm.LightningCheckpoints(folder / "lightning", save_interval_steps=100)
-    >>> trainer = lightning.Trainer(max_steps=200, callbacks=[checkpoints], **small_trainer)
-    >>> checkpoints.interrupted is None
-    True
+    Examples:
+        >>> checkpoints = ci_llm.LightningCheckpoints(folder / "lightning", save_interval_steps=100)
+        >>> trainer = lightning.Trainer(max_steps=200, callbacks=[checkpoints], **small_trainer)
+        >>> checkpoints.interrupted is None
+        True
     """
 
     def __init__(self, directory: Path | str, **settings: Any) -> None:

@@ -73,8 +73,12 @@ class CrowdLM(TemplateLM):  # type: ignore[misc]
         max_batch_size: int | None = None,
         device: str | None = None,
         max_length: int | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
+        if others:
+            known = "pretrained, agent, aggregator and max_length"
+            raise BadInput(f"{', '.join(others)} is no option of ci-llm", where="--model_args", hint=f"it has {known}")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise BadInput(f"batch_size {batch_size} is no number", where="--batch_size", hint="give a number of rows")
         # The harness says cuda:0 unless it is told otherwise, and means it as a wish.

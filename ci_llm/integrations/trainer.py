@@ -57,9 +57,10 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         interrupted: why the last `train()` has ended before its work was done, "signal:SIGTERM" for instance; None if
             it was done.
 
-    >>> checkpoints = ci_llm.TrainerCheckpoints(folder / "trainer", save_interval_steps=100)
-    >>> checkpoints.interrupted is None  # give it to Trainer(..., callbacks=[checkpoints])
-    True
+    Examples:
+        >>> checkpoints = ci_llm.TrainerCheckpoints(folder / "trainer", save_interval_steps=100)
+        >>> checkpoints.interrupted is None  # give it to Trainer(..., callbacks=[checkpoints])
+        True
     """
 
     def __init__(self, directory: Path | str, **settings: Any) -> None:

@@ -10,7 +10,6 @@ Legend: K agents, P parameters of the largest agent, r rank.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ci_llm.base.given import on_same_weights
 from ci_llm.base.quantized import replace_quantized_layers
 from ci_llm.base.targets import find_targets, peft_targets, trunk_of
 from ci_llm.core.determinism import generator_for
@@ -480,10 +480,7 @@ def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: 
     """Agent k on the plain model: it shares the base's weights with the crowd, and has a copy of the agent's own."""
     from peft import get_peft_model, set_peft_model_state_dict
 
-    shared = [*model.parameters(), *model.buffers()]
-    known: dict[int, Any] = {id(tensor): tensor for tensor in shared}
-    known |= {id(layer): layer.base_layer for layer in agents.layers.values()}
-    plain: PreTrainedModel = copy.deepcopy(model, known)
+    plain = on_same_weights(model, {id(layer): layer.base_layer for layer in agents.layers.values()})
     plain.config.use_cache = True
     found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
     set_peft_model_state_dict(found, agents.agent_tensors(k))

@@ -329,9 +329,10 @@ class LoraSettings:
     Raises:
         ConfigError: a value cannot be used.
 
-    >>> settings = ci_llm.LoraSettings(num_agents=2, rank=4, alpha=8)
-    >>> settings.num_agents, [agent.scaling for agent in settings.each()]
-    (2, [2.0, 2.0])
+    Examples:
+        >>> settings = ci_llm.LoraSettings(num_agents=2, rank=4, alpha=8)
+        >>> settings.num_agents, [agent.scaling for agent in settings.each()]
+        (2, [2.0, 2.0])
     """
 
     num_agents: int = 4

@@ -542,7 +542,7 @@ def _skipped(layers: Sequence[nn.Module], output: Any, restore_draws: Callable[[
 
 def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
     """Let autograd keep the inputs of the base's layers only; the backward pass computes the rest again."""
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
+    _checkpointing(model, "enable")({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
     # Transformers lets the embedded tokens have a gradient, which another form of checkpointing needs. Here it would
     # lead through the trunk, and have it computed again for nothing.
     model.disable_input_require_grads()
@@ -550,8 +550,15 @@ def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
 
 def stop_recomputing(model: PreTrainedModel) -> None:
     """Undo `recompute_layers`, by which the layers of the base hold the agents."""
-    if model.is_activation_checkpointing:
-        model.activation_checkpointing_disable()
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        _checkpointing(model, "disable")()
+
+
+def _checkpointing(model: PreTrainedModel, what: str) -> Callable[..., None]:
+    """The method of Transformers that does it, which before 5.23 was called after gradients."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    method: Callable[..., None] = getattr(model, f"{name}_checkpointing_{what}")
+    return method
 
 
 def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

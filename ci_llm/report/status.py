@@ -122,17 +122,23 @@ class Scores:
 
     Attributes:
         step: the optimizer step after which it was made.
-        crowd_nll: nats per target token.
-        crowd_exact_match: share of rows.
-        agents_exact_match: the mean over agents.
+        crowd_nll, agents_nll: nats per target token; of the agents the mean.
+        crowd_exact_match, agents_exact_match: share of rows; NaN for free text, which has none.
         is_final: it is the result of the run.
     """
 
     step: int
     crowd_nll: float
+    agents_nll: float
     crowd_exact_match: float
     agents_exact_match: float
     is_final: bool = False
+
+    @classmethod
+    def of(cls, step: int, nll: Sequence[float], exact: Sequence[float], judged_by: str, is_final: bool) -> Scores:
+        """From the numbers of the crowd, which come first, and of every agent."""
+        values = [(crowd, statistics.fmean(agents) if agents else math.nan) for crowd, *agents in (nll, exact)]
+        return cls(step, *values[0], *((math.nan,) * 2 if judged_by == "nll" else values[1]), is_final)
 
 
 @dataclass(frozen=True)
@@ -252,7 +258,9 @@ class RunReader:
             tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
             steps_per_s=steps_per_s,
             left_s=left if status.status == "running" and left and math.isfinite(left) else None,
-            scores=_result(self.folder) if status.status == "completed" else _scores(self._tail.evaluation),
+            scores=_result(self.folder)
+            if status.status == "completed"
+            else _scores(self._tail.evaluation, status.judged_by),
             points=self._tail.points,
             slurm_job=str(place["slurm_job"]) if "slurm_job" in place else None,
             is_supervised=bool(place.get("supervised")),
@@ -274,22 +282,25 @@ def _of_agents(record: Record, group: str, measure: str) -> Iterator[float]:
     yield from (number(found[k]) for k in sorted(found))
 
 
-def _scores(line: Record) -> Scores | None:
+def _scores(line: Record, judged_by: str) -> Scores | None:
     """Of a line of metrics about an evaluation."""
     if not line:
         return None
-    agents = [*_of_agents(line, "eval", "exact_match")]
-    nll, exact = (number(line.get(f"eval/crowd/{measure}")) for measure in ("nll", "exact_match"))
-    return Scores(line["step"], nll, exact, statistics.fmean(agents) if agents else math.nan)
+    nll, exact = (
+        [number(line.get(f"eval/crowd/{measure}")), *_of_agents(line, "eval", measure)]
+        for measure in ("nll", "exact_match")
+    )
+    return Scores.of(line["step"], nll, exact, judged_by, is_final=False)
 
 
 def _result(folder: Path) -> Scores | None:
     """Of evaluation.json; None if it is not there, or not of this program."""
     try:
         record: Any = read_json(folder / "evaluation.json")
-        exact, agents = record["exact_match"], [number(value) for value in record["exact_match"]["agents"]]
-        nll = number(record["nll"]["crowd"])
-        return Scores(int(record["step"]), nll, number(exact["crowd"]), statistics.fmean(agents), is_final=True)
+        nll, exact = (
+            [*map(number, (record[measure]["crowd"], *record[measure]["agents"]))] for measure in ("nll", "exact_match")
+        )
+        return Scores.of(int(record["step"]), nll, exact, record.get("judged_by", ""), is_final=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -371,10 +382,12 @@ def scores(reading: Reading, width: int | None = None) -> str:
     """`evaluation after step 100: crowd nll 0.512, exact match 0.310 (agents 0.250)`."""
     if (found := reading.scores) is None:
         return ""
-    nll, exact = f"{found.crowd_nll:.3g}", f"{found.crowd_exact_match:.3f}"
+    nll, exact = f"nll {found.crowd_nll:.3g}", f"{found.crowd_exact_match:.3f}"
+    long, short = f"{nll}, exact match {exact} (agents {found.agents_exact_match:.3f})", f"{nll}, exact {exact}"
+    if math.isnan(found.crowd_exact_match):
+        long, short = f"{nll} (agents {found.agents_nll:.3g})", nll
     what = f"result, step {found.step}" if found.is_final else f"evaluation after step {found.step}"
-    long = f"{what}: crowd nll {nll}, exact match {exact} (agents {found.agents_exact_match:.3f})"
-    return _fitting(width, long, f"at {found.step}: nll {nll}, exact {exact}")
+    return _fitting(width, f"{what}: crowd {long}", f"at {found.step}: {short}")
 
 
 def whereabouts(reading: Reading, width: int | None = None) -> str:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,7 +81,7 @@ def train(
             resume with other rows is refused.
         eval_dataset: the rows to evaluate on, as `dataset`. None: a split of `dataset`, or rows held out of it.
         model: a name or a folder as `model_name` takes it, or a causal language model of Transformers that is loaded.
-            It is trained on in place, frozen, and is afterwards as it was. If no folder has its weights, they are kept
+            Agents are trained on its weights, and it stays as it is. If no folder has its weights, they are kept
             in `base_model` in the folder of the run, where the adapters find them.
         tokenizer: of the loaded model.
         callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see step/callbacks.py.
@@ -94,10 +94,11 @@ def train(
     Raises:
         CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
 
-    >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(20)]
-    >>> result = ci_llm.train(dataset=rows, quiet=True, **small)  # `small`: keys that keep the example short
-    >>> result.status, result.step, result.crowd.num_agents
-    ('completed', 2, 2)
+    Examples:
+        >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(20)]
+        >>> result = ci_llm.train(dataset=rows, quiet=True, **small)  # `small`: keys that keep the example short
+        >>> result.status, result.step, result.crowd.num_agents
+        ('completed', 2, 2)
     """
     arguments = {"dataset": dataset, "eval_dataset": eval_dataset, "model": model}
     with _in_words_of_python([name for name, value in arguments.items() if value is not None]):
@@ -128,14 +129,14 @@ def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[obje
         note = offline_note(read.config.names_of_inputs)
         offline = [f"the hub is {note}"] if note else []
         set_library_defaults()
-        from ci_llm.base.given import lent
+        from ci_llm.base.given import base_of
         from ci_llm.run.job import run_job
 
         launch = replace(launch, arguments=_words_for_a_shell(read.config))
-        lending = lent(*loaded, read.config.model_name) if loaded else nullcontext()
-        with _process_as_it_was(), lending as base:
-            told = {"sources": [*read.lines, *offline], "callbacks": callbacks, "quiet": quiet}
-            return run_job(read.config, interrupts, launch, given=base, **told)  # type: ignore[arg-type]
+        base = base_of(*loaded, read.config.model_name) if loaded else None
+        told: Any = {"sources": [*read.lines, *offline], "callbacks": callbacks, "given": base, "quiet": quiet}
+        with _process_as_it_was():
+            return run_job(read.config, interrupts, launch, **told)
 
 
 def _is_name(given: Any) -> bool:
@@ -158,14 +159,11 @@ def _as_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_no_loading(config: Config) -> None:
     """Refuse keys that say how a base is loaded, beside one that is."""
-    if keys := [key for key in ("model_dtype", "quantization") if getattr(config, key) is not None]:
-        raise BadInput(
-            f"{' and '.join(keys)} cannot be set beside a model that is loaded",
-            where="train(model=...)",
-            hint="leave it out, and load the model as you want it; or give its name: model=NAME",
-        )
-    if config.base_sharding != "none":
-        raise BadInput("a loaded model cannot be sharded", where="base_sharding", hint="give its name: model=NAME")
+    if keys := [
+        key for key in ("model_dtype", "quantization", "base_sharding") if getattr(config, key) not in (None, "none")
+    ]:
+        what = f"{' and '.join(keys)} cannot be set beside a model that is loaded"
+        raise BadInput(what, where="train(model=...)", hint="leave it out, or give the name of the model: model=NAME")
 
 
 _TYPED: Final = re.compile(r"(?<![\w./-])([a-z_]+)=([^\s;,`)(]*[^\s;,`)(.:])")

@@ -95,7 +95,7 @@ def run_job(
     Args:
         sources: lines for people about where the values of `config` come from.
         callbacks: see step/callbacks.py.
-        given: a base that is loaded already; the agents have left it at the end.
+        given: a base that is loaded already.
         quiet: show people nothing but warnings.
 
     Raises:
@@ -143,19 +143,8 @@ def run_among(
         given, quiet: see `run_job`.
         end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
     """
-    folder = config.run_folder
-    log = RunLog(folder, is_main_process=processes.is_main_process, live=config.progress_bar, quiet=quiet)
-    manager = CheckpointManager(
-        folder,
-        save_interval_steps=config.save_steps,
-        save_interval_seconds=config.save_interval_seconds,
-        max_to_keep=config.save_total_limit,
-        async_save=config.async_save,
-        checkpoint_backend=config.checkpoint_backend,
-        processes=processes,
-        interrupts=interrupts,
-        on_disk_full=config.on_disk_full,
-    )
+    shown: Any = {"is_main_process": processes.is_main_process, "live": config.progress_bar, "quiet": quiet}
+    log, manager = RunLog(config.run_folder, **shown), _manager_of(config, processes, interrupts)
     mirror = RunMirror(config, manager, processes, interrupts)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
@@ -184,8 +173,22 @@ def run_among(
             manager.close()
         finally:
             log.close()
-            if run is not None and (loaded is not None or given is not None):
+            if run is not None and loaded is not None:
                 run.crowd.detach()
+
+
+def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:
+    return CheckpointManager(
+        config.run_folder,
+        save_interval_steps=config.save_steps,
+        save_interval_seconds=config.save_interval_seconds,
+        max_to_keep=config.save_total_limit,
+        async_save=config.async_save,
+        checkpoint_backend=config.checkpoint_backend,
+        processes=processes,
+        interrupts=interrupts,
+        on_disk_full=config.on_disk_full,
+    )
 
 
 def _record_refusal(
@@ -377,6 +380,7 @@ def _open(run: Run, number: int) -> None:
         total_steps=run.total_steps,
         agent_steps=run.state.agent_steps,
         best_step=run.state.validation.best_step,
+        judged_by=run.evaluator.judged_by,
         micro_batch_size=run.micro_batch_size,
         warning=run.learning.earlier,
         first_loss=run.learning.first_loss,

@@ -263,8 +263,8 @@ def evaluate(run: Run) -> str | None:
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         run.last_scores = scores
-        best = "; best yet" if run.state.validation.best_step == run.state.step else ""
-        logger.info(f"{evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)}{best}")
+        said = evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)
+        logger.info(f"{said}{run.state.said_of_best}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
         if run.config.show_example:

@@ -67,15 +67,16 @@ class Result:
 
     @property
     def history(self) -> pd.DataFrame:
-        """`metrics.jsonl`, all attempts of the run: a line per step that has a record, a column per number.
+        """`metrics.jsonl` of all attempts of the run, and the final evaluation: a line per step, a column per number.
 
         Losses and NLL are in nats per token, `step_time_s` is in seconds. NaN where a step has no such number.
         """
         import pandas as pd
 
-        lines = [*read_metrics(self.folder).lines]
-        found = pd.DataFrame(lines, columns=[*dict.fromkeys(key for line in lines for key in line)] or ["step"])
-        return found.groupby("step").last().apply(pd.to_numeric, errors="coerce")
+        found = read_metrics(self.folder)
+        lines = (found.with_last(self.metrics) if self.metrics else found).lines
+        table = pd.DataFrame(lines, columns=[*dict.fromkeys(key for line in lines for key in line)] or ["step"])
+        return table.groupby("step").last().apply(pd.to_numeric, errors="coerce")
 
     @property
     def best(self) -> Mapping[str, Any]:

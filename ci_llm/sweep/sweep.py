@@ -201,11 +201,12 @@ class Sweep:
     Raises:
         BadInput: everything that is wrong with the keys; or the folder holds another sweep.
 
-    >>> sweep = ci_llm.Sweep(learning_rate=[1e-3, 2e-3, 4e-3, 8e-3], output_dir=folder / "sweep", max_train_steps=4)
-    >>> pack = sweep.ask()
-    >>> len(pack.trials), pack.config.num_agents
-    (4, 4)
-    >>> sweep.tell(pack, [0.9, 0.7, 0.4, 0.8])  # of each trial, as `metric` has it: here nats per token
+    Examples:
+        >>> sweep = ci_llm.Sweep(learning_rate=[1e-3, 2e-3, 4e-3, 8e-3], output_dir=folder / "sweep", max_train_steps=4)
+        >>> pack = sweep.ask()
+        >>> len(pack.trials), pack.config.num_agents
+        (4, 4)
+        >>> sweep.tell(pack, [0.9, 0.7, 0.4, 0.8])  # of each trial, as `metric` has it: here nats per token
     """
 
     def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keys: Any) -> None:

@@ -77,7 +77,7 @@ def test_what_has_no_counterpart_is_refused_by_name(call: Callable[[], Any], tol
 
 
 def test_a_name_of_orbax_that_is_not_here_says_where_to_look() -> None:
-    with pytest.raises(AttributeError, match=r"SingleReplicaArrayHandler .* docs/coming_from/orbax.md"):
+    with pytest.raises(AttributeError, match=r"SingleReplicaArrayHandler .* docs/coming_from.md"):
         _ = ocp.SingleReplicaArrayHandler
 
 

@@ -39,7 +39,7 @@ def test_status_of_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
         "running: step 20, attempt 1, process 1 on here",
         "20 of 60 steps, 33 %, 1 steps/s, 100 tokens/s, 0:00:40 left",
         "loss 0.1 (0.1 0.2)",
-        "evaluation after step 20: crowd nll 0.05, exact match nan (agents nan)",
+        "evaluation after step 20: crowd nll 0.05 (agents 0.05)",
         "attempt 1 on here, heartbeat 0 s ago",
     ]
 

@@ -192,9 +192,9 @@ def test_a_base_by_itself_holds_nothing_of_its_crowd_and_recomputes_nothing() ->
     crowd = Crowd(model, LoraSettings(2, rank=2, target_modules=TARGETS), "toy")
     crowd.gradient_checkpointing_enable()
     agents = weakref.ref(crowd.agents)
-    assert model.is_activation_checkpointing
+    assert model.model.gradient_checkpointing
     crowd.detach()
-    assert not model.is_activation_checkpointing
+    assert not model.model.gradient_checkpointing
     del crowd
     gc.collect()
     assert agents() is None

@@ -222,6 +222,12 @@ NOTHING_LEFT: dict[str, tuple[list[dict[str, Any]], int, str, str]] = {
         "1 whose answer begins after max_seq_length 20",
         "raise max_seq_length (the lo",
     ),
+    "unlearned": (
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}],
+        20,
+        "1 of 1 rows: 1 whose answers are all marked by weight 0, train false or training false",
+        "weight 1, or no weight",
+    ),
     "no answer": ([ROWS[1]], 20, "1 of 1 rows: 1 without an answer", "check that the columns hold text"),
     "one token": ([{"text": "a"}], 1, "1 whose answer begins after max_seq_length 1", "raise max_seq_length"),
 }
@@ -270,7 +276,8 @@ def test_marked_answers_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path
     chats = [[asked, answer | {"weight": 0}, asked, answer | {"weight": 1}], [asked, answer | {"weight": 0}]]
     found = tokenize(rows([{"messages": chat} for chat in chats]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert "1 answers are not learned: they are marked by weight 0, train false or training false" in found.description
-    assert "left out: 1 of 2 rows: 1 without an answer" in found.description
+    all_marked = "whose answers are all marked by weight 0, train false or training false"
+    assert f"left out: 1 of 2 rows: 1 {all_marked}" in found.description
 
 
 TOOLS = [

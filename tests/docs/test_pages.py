@@ -17,6 +17,7 @@ from tests.support.markdown import ROOT
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "slurm/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tools/*/README.md")),
@@ -53,7 +54,7 @@ def test_every_page_is_in_the_menu() -> None:
     named = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
     assert pages <= {*named}, "give it a place in mkdocs.yml"
-    assert {*named} - pages == {"index.md", "slurm.md", "contributing.md", "reference.md"}, "these are made by a hook"
+    assert {*named} - pages == {"index.md", "slurm.md", "contributing.md"}, "these are made by a hook"
 
 
 def test_the_site_asks_for_nothing_from_outside() -> None:
@@ -64,7 +65,7 @@ def test_the_site_asks_for_nothing_from_outside() -> None:
 
 
 def test_the_pages_say_ensemble_where_people_search_for_it() -> None:
-    for name in ("README.md", "docs/crowd.md", "docs/faq.md", "docs/tutorial.md", "mkdocs.yml"):
+    for name in ("README.md", "docs/crowd.md", "docs/first_run.md", "mkdocs.yml"):
         assert "ensemble" in (ROOT / name).read_text(encoding="utf-8").lower(), name
 
 
@@ -83,10 +84,40 @@ def messages() -> str:
 
 
 @pytest.mark.slow
-def test_the_symptoms_of_the_troubleshooting_page_are_messages_of_the_program() -> None:
-    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "you see" not in line]
+def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> None:
+    page = (ROOT / "docs/messages.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| you see \|.*\n\|[-| ]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = [line.split(" | ")[0] for table in tables for line in table.splitlines()]
     symptoms = [fragment for row in rows for fragment in re.findall(r"`([^`]+)`", row)]
     assert len(symptoms) > 30
     known = messages()
     assert not [one for one in symptoms if one.removeprefix("warning: ") not in known]
+
+
+# How much there is to read
+
+#: Rendered from the code, or behind this line in the page of the names.
+RENDERED = {"docs/keys.md"}
+SIGNATURES = "<!-- signatures -->"
+MOST_PAGES, MOST_WORDS = 24, 24_000
+#: For whom a page is, in its first two lines of text.
+READERS = re.compile(r"^For (?:\w+ )?(?:users|readers|people|everyone|a reader) ")
+WRITTEN = [page for page in sorted(ROOT.glob("docs/**/*.md")) if name_of(page) not in RENDERED]
+
+
+def words(text: str) -> int:
+    """Words with a letter or a digit in them: lines of tables hold others."""
+    return len([word for word in text.partition(SIGNATURES)[0].split() if re.search(r"\w", word)])
+
+
+def test_the_pages_are_few_and_can_be_read_in_a_day() -> None:
+    counted = {name_of(page): words(page.read_text(encoding="utf-8")) for page in WRITTEN}
+    assert len(counted) <= MOST_PAGES, counted
+    assert sum(counted.values()) <= MOST_WORDS, counted
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_a_page_says_first_for_whom_it_is(page: Path) -> None:
+    title, *lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line]
+    assert title.startswith("# ")
+    assert READERS.search(" ".join(lines[:2])), lines[:2]

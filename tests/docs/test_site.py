@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -33,7 +34,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
         timeout=DEADLINE_S,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "WARNING" not in said
     return folder
 
 
@@ -53,12 +56,13 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_it_has_the_first_page_the_tutorial_and_the_signatures(site: Path) -> None:
+def test_it_has_the_first_page_the_first_run_and_the_signatures(site: Path) -> None:
     assert "ensemble of LoRA adapters" in (site / "index.html").read_text()
-    assert "from your own data to an adapter that serves" in (site / "tutorial.html").read_text()
-    reference = (site / "reference.html").read_text()
-    assert "save_interval_steps" in reference
-    assert "KeyboardInterrupt" in reference, "the docstring of train"
+    assert "Interrupt it and resume" in (site / "first_run.html").read_text()
+    names = (site / "api.html").read_text()
+    assert "save_interval_steps" in names
+    assert "KeyboardInterrupt" in names, "the docstring of train"
+    assert "&gt;&gt;&gt;" not in re.sub(r"<code>.*?</code>", "", names, flags=re.DOTALL), "an example outside of code"
 
 
 def test_links_to_files_of_the_repository_lead_to_copies(site: Path) -> None:
@@ -78,7 +82,7 @@ def test_no_page_names_another_server_for_what_it_loads(site: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-@pytest.mark.parametrize("page", ["index", "troubleshooting"])
+@pytest.mark.parametrize("page", ["index", "messages"])
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
 def test_a_browser_shows_it_without_a_complaint(
     page: str, width: int, scheme: str, address: str, tmp_path: Path
@@ -94,3 +98,47 @@ def test_a_browser_shows_it_without_a_complaint(
         assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
         assert not [request for request in browser.requests if not request.startswith((address, "data:"))]
         assert not browser.complaints
+
+
+#: What people type, and the page that they want, or several of which each says it.
+QUESTIONS = {
+    "two GPUs": "recipes/large_models.html",
+    "memory of an 8B": "recipes/large_models.html",
+    "W&B": "recipes/following.html",
+    "only answers": "own_data.html",
+    "DPO": "own_data.html",
+    "vLLM": "recipes/using.html",
+    "early stopping": "recipes/settings.html",
+    "another machine": "recipes/clusters.html",
+    "license": "install.html index.html",  # the README says it too
+    "own loss": "recipes/own_code.html",
+}
+#: Types into the search of the theme, and waits until the list of what it found stands still.
+TYPE = """new Promise((done) => {
+  const box = document.querySelector("[data-md-component=search-query]");
+  const list = document.querySelector(".md-search-result__list");
+  const said = document.querySelector(".md-search-result__meta");
+  const look = () => {
+    const first = list.querySelector(".md-search-result__link");
+    if (box.value && /\\d/.test(said.textContent)) done(first && new URL(first.href).pathname);
+  };
+  new MutationObserver(look).observe(said, {childList: true, subtree: true, characterData: true});
+  document.querySelector("#__search").checked = true;
+  box.focus();
+  box.value = QUESTION;
+  box.dispatchEvent(new Event("keyup", {bubbles: true}));
+})"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_the_search_answers_what_people_type_by_the_right_page(address: str, tmp_path: Path) -> None:
+    found = {}
+    with Browser(tmp_path / "profile") as browser:
+        for question in QUESTIONS:
+            browser.open(f"{address}/install.html")
+            typed = TYPE.replace("QUESTION", json.dumps(question))
+            found[question] = browser.ask("Runtime.evaluate", expression=typed, awaitPromise=True)["result"].get(
+                "value"
+            )
+    wrong = {question: page for question, page in found.items() if str(page)[1:] not in QUESTIONS[question].split()}
+    assert not wrong

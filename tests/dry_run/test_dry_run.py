@@ -310,6 +310,14 @@ def test_the_estimate_counts_the_part_of_the_layers_that_a_process_stores(quanti
     assert shared.base_parameters == alone.base_parameters
 
 
+def test_the_data_are_looked_at_where_no_process_has_started(tmp_path: Path) -> None:
+    """As after a precision that this machine does not have."""
+    (tmp_path / "my.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 300)
+    words = [f"dataset_name={tmp_path / 'my.jsonl'}", "model_name=other", "eval_samples=auto"]
+    context = CheckContext(load_config(None, words), read_launch(arguments=[]), Interrupts())
+    assert inputs.data(context).startswith("270 rows of question + answer")
+
+
 @pytest.mark.parametrize(
     ("quantization", "free", "hint"),
     [("null", 0.5, "quantization=nf4"), ("nf4", 0.05, "a smaller base"), ("null", 0.05, "a smaller base")],

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ci_llm import Config
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from examples import accelerate_loop, callback, own_loop
+from examples import accelerate_loop, callback, own_loop, rows_in_memory
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
@@ -114,6 +114,38 @@ def test_own_loops_end_with_the_same_bits(
     assert server.run(own, tmp_path / "log", **how) == [0] * processes, (tmp_path / "log").read_text()
     ended = load_checkpoint(tmp_path / "run" / f"checkpoint_step_{LAST}")
     assert compare(ended, load_checkpoint(straight[loop, processes])).identical
+
+
+def rows_of_a_frame(folder: str, stop: int | None) -> int:
+    """In a process of its own: the example, killed after a step, or to its end."""
+
+    class Kill:
+        def on_step_end(self, args: object, state: Any, control: object, **_: Any) -> None:
+            if state.global_step == stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    os.environ["CI_LLM_CACHE"] = str(Path(folder).parent / "cache")
+    few = {
+        "max_train_steps": 4,
+        "generation_eval_samples": 0,
+        "report_to": "none",
+        "save_steps": 2,
+        "async_save": False,
+    }
+    result = rows_in_memory.train(Path(folder), callbacks=[Kill()], **few)
+    return 0 if (result.status, [*result.history.index][-1]) == ("completed", 4) else 1
+
+
+def test_rows_in_memory_that_are_killed_and_called_again_end_with_the_same_bits(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    log, killed, plain = tmp_path / "log", tmp_path / "killed", tmp_path / "plain"
+    assert server.run(rows_of_a_frame, log, folder=str(killed), stop=3) == [-signal.SIGKILL]
+    assert server.run(rows_of_a_frame, log, folder=str(killed), stop=None) == [0], log.read_text()
+    assert server.run(rows_of_a_frame, log, folder=str(plain), stop=None) == [0], log.read_text()
+    assert all(line.startswith("warning: ") for line in log.read_text().splitlines()), "it is quiet"
+    assert compare(*(load_checkpoint(run / "final_checkpoint") for run in (killed, plain))).identical
 
 
 # A callback, and a notebook

@@ -138,6 +138,7 @@ def test_generation_ends_at_the_first_stop_string(saved: Path, crowd: Crowd, age
     [
         ({"agent": 3}, "there is no agent 3"),
         ({"agent": "agent-1"}, "there is no agent 'agent-1'"),
+        ({"agnt": 1}, "agnt is no option of ci-llm"),
         ({"batch_size": "auto"}, "batch_size auto is no number"),
     ],
 )
@@ -193,12 +194,26 @@ def test_its_command_line_runs_on_the_crowd(
     assert found["stories_text"]["bits_per_byte,none"] == pytest.approx(-sum(nats) / math.log(2) / size, rel=1e-5)
 
 
-def test_a_folder_that_is_no_run_is_one_message(server: ForkServer, tasks: Path, tmp_path: Path) -> None:
-    words = ["run", "--model", "ci-llm", "--tasks", "stories_nats", "--include_path", str(tasks)]
-    words += ["--model_args", f"pretrained={tmp_path}"]
-    assert server.run(run_harness, tmp_path / "log", words=words) == [2]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--tasks", "stories_nats", "--model_args", "pretrained=FOLDER"],
+            "error: there is no checkpoint at this path",
+        ),
+        (["--tasks", "no_such_task", "--model_args", "pretrained=FOLDER"], "no_such_task"),
+        (["--tasks", "stories_nats", "--model_args", "pretrained=FOLDER,agnt=1"], "error: agnt is no"),
+    ],
+)
+def test_a_wrong_call_is_one_message(
+    words: list[str], message: str, server: ForkServer, tasks: Path, tmp_path: Path
+) -> None:
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    words = ["run", "--model", "ci-llm", "--include_path", str(tasks), *words]
+    [code] = server.run(run_harness, tmp_path / "log", words=words)
+    assert code > 0
     told = (tmp_path / "log").read_text()
-    assert "error: there is no checkpoint at this path" in told
+    assert message in told
     assert "Traceback" not in told
 
 

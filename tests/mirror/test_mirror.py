@@ -450,7 +450,7 @@ def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     assert other.begin() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("is_empty", [True, False], ids=["an empty disk", "a disk with an older step"])
 def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     is_empty: bool, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,22 @@ def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
     assert scores(done, 36) == "at 20: nll 0.5, exact 0.500"
 
 
+def test_free_text_is_shown_by_its_nll(tmp_path: Path) -> None:
+    """Its exact match, which is recorded all the same, says nothing."""
+    folder = running(tmp_path / "run", judged_by="nll")
+    with (folder / "metrics.jsonl").open("a") as file:
+        names = ("agent0", "agent1", "crowd")
+        line = {f"eval/{who}/{each}": 0.25 for who in names for each in ("nll", "exact_match")}
+        file.write(json.dumps({"step": 20, **line, "eval/agent1/nll": 0.75}) + "\n")
+    assert scores(read(folder)) == "evaluation after step 20: crowd nll 0.25 (agents 0.5)"
+    assert read(folder).record()["evaluation"]["crowd_exact_match"] is None
+    done = leave_run(tmp_path / "done")
+    record = json.loads((done / "evaluation.json").read_text())
+    (done / "evaluation.json").write_text(json.dumps({**record, "judged_by": "nll"}))
+    assert scores(read(done)).startswith("result, step 20: crowd nll 0.5 (agents ")
+    assert scores(read(done), 36) == "at 20: nll 0.5"
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"nll": {}}', '{"exact_match": {"agents": []}, "nll": {"crowd": 1}}'])
 def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) -> None:
     folder = leave_run(tmp_path / "run")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -165,6 +167,45 @@ def test_a_result_has_scores_and_a_crowd_that_answers(plain: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_result_has_tables_of_its_scores_and_of_its_history(plain: Path) -> None:
+    again = ci_llm.train(KEYS, output_dir=plain)
+    nll, lines = again.metrics["nll"], (plain / "metrics.jsonl").read_text().splitlines()
+    assert [*again.scores.index] == ["base", "agent0", "agent1", "agents, mean", "majority vote", "crowd"]
+    assert again.scores.nll[["agent0", "agent1", "crowd"]].tolist() == [*nll["agents"], nll["crowd"]]
+    assert math.isnan(again.scores.nll["majority vote"])
+    assert [*again.history.index] == [1, 2, 3, 4]
+    losses = [json.loads(line)["train/task_loss"] for line in lines if "train/task_loss" in line]
+    assert again.history["train/task_loss"].tolist() == losses
+    assert again.history["eval/crowd/nll"].isna().tolist() == [True, False, True, False]
+    assert again.history["eval/crowd/nll"][4] == nll["crowd"]
+    assert again.best["value"] == again.history["eval/crowd/nll"].min()
+    assert again.best == {
+        "step": again.history["eval/crowd/nll"].idxmin(),
+        "value": again.best["value"],
+        "metric": "nll",
+    }
+    table = again._repr_html_()  # there is no report
+    assert f"{nll['crowd']:.4g}" in table
+
+
+@pytest.mark.slow
+def test_the_curves_of_a_result_are_those_of_its_history(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = ci_llm.train(KEYS, output_dir=plain)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ci_llm.CiLlmError, match="pip install matplotlib"):
+            again.plot()
+    pytest.importorskip("matplotlib", reason="there is no matplotlib; pip install matplotlib").use("agg")
+    axes = again.plot()
+    trained, held_out = (line.get_xydata().tolist() for line in axes.get_lines())
+    assert trained == [[step, loss] for step, loss in again.history["train/task_loss"].items()]
+    assert [point for point in held_out if point[0] in (2, 4)] == [
+        [step, loss] for step, loss in again.history["eval/crowd/nll"].dropna().items()
+    ]
+    assert axes.get_ylabel() == "nats per token"
+
+
+@pytest.mark.slow
 def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
     def settings() -> list[Any]:
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
@@ -192,6 +233,8 @@ def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
     assert (result.status, result.reason, result.step) == ("interrupted", reason, 1)
     assert read_status(tmp_path / "run").reason == reason
     assert result.metrics == {}
+    assert (len(result.scores), result.best, len(result.history)) == (0, {}, 1)
+    assert "interrupted" in result._repr_html_()
     assert result.crowd.num_agents == 2
     assert ci_llm.train(KEYS, output_dir=tmp_path / "run").status == "completed"
     assert same(plain / "final_checkpoint", tmp_path / "run" / "final_checkpoint")

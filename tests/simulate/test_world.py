@@ -154,7 +154,7 @@ def test_more_nodes_fail_more_often() -> None:
     assert by_nodes["auto (ours)"][-1][1] > by_nodes["every 300 s"][-1][1]
 
 
-#: docs/supervision.md: 100 faults in one real run of 1,212 steps, 67 attempts. (times, median and most steps repeated)
+#: docs/results.md: 100 faults in one real run of 1,212 steps, 67 attempts. (times, median and most steps repeated)
 MEASURED = {"kill": (19, 2, 3), "damage": (16, 4, 5), "hang": (14, 2, 2), "terminate": (17, 0, 0)}
 TAKEN_AGAIN = 121  # of all faults together, by the ledger of such a campaign
 KINDS = {"kill": "process", "damage": "damaged", "hang": "silent", "terminate": "preempted", "disk_full": "disk_full"}

@@ -209,7 +209,7 @@ def test_what_is_changed_needs_no_progress() -> None:
 
 
 def test_the_documentation_holds_the_table_as_decide_computes_it() -> None:
-    assert render_table() in Path(ROOT, "docs", "supervision.md").read_text(encoding="utf-8")
+    assert render_table() in Path(ROOT, "docs", "interruptions.md").read_text(encoding="utf-8")
 
 
 def test_the_table_has_a_row_for_every_kind() -> None:

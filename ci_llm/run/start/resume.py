@@ -75,9 +75,14 @@ def _new_name(changes: Iterable[Change], config: Config) -> str:
     """A name for the new run that no folder has: `num_agents8-learning_rate0.001`."""
     named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
     named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
-    parts = [config.experiment_name or "", *(f"{each.key}{as_typed(each.new)}" for each in named)]
+    parts = [config.experiment_name or "", *(f"{each.key}{_short(as_typed(each.new))}" for each in named)]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._") or "run"
     return name if _is_free(config, name) else next(n for i in range(2, 10**6) if _is_free(config, n := f"{name}-{i}"))
+
+
+def _short(value: str) -> str:
+    """A value in a name: of a path its last part."""
+    return Path(value).name if Path(value).is_absolute() else value
 
 
 def _is_free(config: Config, name: str) -> bool:

@@ -179,6 +179,13 @@ class TrainState:
         return self.members.folders if self.members else [f"agent{k}" for k in range(len(self.skipped))]
 
     @property
+    def said_of_best(self) -> str:
+        """What the line of an evaluation adds if this step is the best: of this crowd, once its agents have changed."""
+        if self.validation.best_step != self.step:
+            return ""
+        return "; best of this crowd" if self.members and self.members.made else "; best yet"
+
+    @property
     def agent_steps(self) -> int:
         """Optimizer steps taken, counted for every agent that took them: what runs of different crowds compare by."""
         return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)

@@ -1,0 +1,138 @@
+"""Every recipe is short and runs: alone, in a folder with a finished run, with a tenth of its steps.
+
+What a recipe needs and this machine lacks (a GPU, SLURM, an account) stands in a comment before its block. The commands
+of such a block are read by the real parsers; in a campaign the configuration of the large one passes `ci-llm check`
+with published figures of its base. The base that the recipes name is real: in a campaign in all of them, in `make test`
+in `ON_THE_REAL_BASE`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import campaign
+from tests.support.documented import NAMED_BASE, run, shorter
+from tests.support.markdown import ROOT, Block, blocks_of
+from tools.real_base import FOLDER, NotFetchedError, real_base
+from tools.testbed.events import DEADLINE_S
+
+PAGES = sorted(ROOT.glob("docs/recipes/*.md"))
+LINES, RECIPES, EXECUTED = 40, 19, 15
+ON_THE_REAL_BASE = {"data: Chat data"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One section of a page.
+
+    Attributes:
+        name: page and title.
+        lines: without the title, and without empty ones at the end.
+    """
+
+    name: str
+    lines: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def needs(self) -> bool:
+        """Whether a block of it cannot be executed everywhere."""
+        return any("needs" in block.marks for block in self.blocks)
+
+
+def recipes_of(page: Path) -> list[Recipe]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    fences = [n for n, line in enumerate(lines) if line.startswith("```")]
+    titles = [n for n, line in enumerate(lines) if line.startswith("## ") and sum(f < n for f in fences) % 2 == 0]
+    found = []
+    for first, end in zip(titles, [*titles[1:], len(lines)], strict=True):
+        text = "\n".join(lines[first + 1 : end]).strip("\n")
+        blocks = tuple(block for block in blocks_of(page) if first + 1 < block.line <= end)
+        found.append(Recipe(f"{page.stem}: {lines[first][3:]}", len(text.splitlines()), blocks))
+    return found
+
+
+COOKBOOK = [recipe for page in PAGES for recipe in recipes_of(page)]
+
+
+def name_of(recipe: Recipe) -> str:
+    return recipe.name
+
+
+@pytest.mark.parametrize("recipe", COOKBOOK, ids=name_of)
+def test_a_recipe_is_short_and_trains_more_than_one_step(recipe: Recipe) -> None:
+    assert 0 < recipe.lines <= LINES
+    assert not [block for block in recipe.blocks if "not run" in block.marks], "say what it needs"
+    text = "\n".join(block.text for block in recipe.blocks)
+    assert all(int(n) >= 2 for n in re.findall(r"max_train_steps[=:] ?(\d+)", shorter(text)))
+
+
+def test_there_are_enough_recipes_and_most_are_executed() -> None:
+    assert len(COOKBOOK) >= RECIPES
+    assert len([recipe for recipe in COOKBOOK if not recipe.needs]) >= EXECUTED
+
+
+@pytest.fixture
+def base(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The base in the place of the named one: real where it can be had."""
+    if not any(NAMED_BASE in block.text for block in recipe.blocks):
+        return "embedded"
+    if recipe.name not in ON_THE_REAL_BASE and not campaign.in_full:
+        return "embedded"
+    try:
+        found = real_base()
+    except NotFetchedError:
+        return "embedded"
+    monkeypatch.setenv("CI_LLM_CACHE", str(FOLDER / "cache"))
+    return str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads_as_they_were")
+@pytest.mark.parametrize("recipe", COOKBOOK, ids=name_of)
+def test_a_recipe_runs(recipe: Recipe, base: str, stage: Path) -> None:
+    torch.set_num_threads(1)
+    for block in recipe.blocks:
+        try:
+            run(block, stage, trains=True, base=base)
+        except BaseException as error:
+            error.add_note(f"in the block {block}") if hasattr(error, "add_note") else None
+            raise
+
+
+# What this machine lacks
+
+#: A run of the recipes that no machine of ours can make: its check gets to the end with published figures of the base.
+LARGE = "configs/llama3.1_8b_nf4_gsm8k.yaml"
+
+
+def checked_lines() -> list[list[str]]:
+    """The words of each `ci-llm check` of a recipe that needs something."""
+    blocks = [block for recipe in COOKBOOK for block in recipe.blocks if "needs" in block.marks]
+    return [shlex.split(line) for block in blocks for line in block.commands if line.startswith("ci-llm check")]
+
+
+@pytest.mark.slow
+@pytest.mark.campaign  # the estimate alone traces 8 billion parameters for half a minute
+@pytest.mark.usefixtures("stage")
+def test_the_configuration_of_the_large_recipe_passes_every_check_that_this_machine_can_make() -> None:
+    [words] = [words for words in checked_lines() if LARGE in words]
+    done = subprocess.run(
+        [sys.executable, "-m", "ci_llm", *words[1:], "dataset_name=my.jsonl", "dataset_subset=null"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ok +estimate .*8\.03 billion parameters", done.stdout, re.MULTILINE), done.stdout
