@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("crowd", "logs", "report"),
     ("lora", "mirror"),
     ("base", "checkpoints", "data"),
-    ("distributed",),
+    ("distributed", "objectives"),
     ("cluster", "config", "embedded"),
     ("interrupts",),
     ("core",),

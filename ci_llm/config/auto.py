@@ -38,6 +38,8 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     on_embedded, ivon = c.model_name == _EMBEDDED, c.optimizer == "ivon"
     why = "measured on the embedded base" if on_embedded else _OF_LORA
     rate, rate_of_ivon = (8e-3, 2.0) if on_embedded else (2e-4, 1.0)
+    if c.objective not in (AUTO, "sft"):
+        rate = 1e-3 if on_embedded else 1e-5  # ten times that of TRL, which is one for all weights
     yield "learning_rate", rate_of_ivon if ivon else rate, why
     yield "ivon_ess", AUTO if ivon and not on_embedded else None, ""
     yield "lora_rank", 8 if on_embedded else 16, why
@@ -50,6 +52,7 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "max_train_samples", 100 if few else None, why
     by_epochs = not few or "epochs" in c.model_fields_set
     yield "max_train_steps", None if by_epochs else 260, f"epochs {c.epochs:g} decides" if by_epochs else why
+    yield "objective", AUTO, ""  # by the columns
     yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for
     yield "held_out", AUTO, ""  # by data set: an agent is evaluated on the rows that it has alone
     yield "long_rows", "split", ""

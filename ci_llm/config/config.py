@@ -93,6 +93,8 @@ AS_BEGUN: Final = "as this run began"
 #: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
 DUMPED_IF_SET: Final = (
     *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
+    *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
+    *("simpo_gamma", "cpo_alpha", "objective"),
     *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
 )
 
@@ -162,6 +164,13 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
         super().__setattr__("_reasons", reasons)
 
+    def with_objective(self, objective: str) -> dict[str, Any]:
+        """What changes where the rows decide that auto stands for this objective."""
+        if "learning_rate" not in self._reasons:
+            return {"objective": objective}
+        asked = self.model_copy(update={"objective": objective, "learning_rate": "auto"})
+        return {"objective": objective, "learning_rate": settled(asked)[0]["learning_rate"]}
+
     def usual(self) -> Config:
         """The defaults of a run on the same base and data, with the same optimizer: what auto follows."""
         return Config(**{key: getattr(self, key) for key in FOLLOWED})
@@ -175,6 +184,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return self
         decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
         kept = {key: getattr(before, key) for key in decided}
+        if kept.get("objective") == "auto":  # recorded by a release without the key
+            kept["objective"] = "sft"
         found = self.model_copy(update=kept)
         super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
         return found
@@ -237,7 +248,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         changes = []
         for key, field in Config.model_fields.items():
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
-            if old != new and key != "agents":
+            unnamed = key == "objective" and {old, new} == {"auto", "sft"}  # of a release without the key
+            if old != new and key != "agents" and not unnamed:
                 changes.append(Change(key, old, new, **field.json_schema_extra))  # type: ignore[arg-type]
         return changes
 

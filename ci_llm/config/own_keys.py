@@ -23,6 +23,7 @@ OWN_KEYS: Final = (
     *("learning_rate", "lr_scheduler_type", "num_warmup_steps", "num_warmup_steps_ratio", "weight_decay"),
     *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers"),
     *("lora_dropout", "dropconnect_p", "seed", "row_weights"),
+    *("beta", "simpo_gamma", "desirable_weight", "undesirable_weight"),
     *ORDER_KEYS,
 )
 NAME: Final = "name"

@@ -71,11 +71,16 @@ else:
 # The values of these keys are the modules of a package, so that a new one needs no edit here.
 if TYPE_CHECKING:
     Diversity = str
+    Objective = str
     Aggregator = str
     Tracker = str
     Backend = str
 else:
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
+    Objective = (
+        Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
+        | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    )
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
@@ -191,6 +196,28 @@ class AgentKeys(Keys):
 class ObjectiveKeys(Keys):
     """The objective, and how the agents answer together"""
 
+    objective: Objective = exact(
+        "auto",
+        "what is learned: sft (answers), dpo, orpo or simpo (pairs of answers), kto (rated answers), or module:name;"
+        " auto: by the columns, dpo for prompt, chosen, rejected, and kto for prompt, completion, label"
+        " (docs/objectives.md)",
+    )
+    beta: Positive = exact(
+        0.1, "weight of dpo, kto, orpo and simpo: more holds agents nearer to the base, or weighs odds more"
+    )
+    loss_type: Names | None = exact(
+        None,
+        "form of dpo: sigmoid, robust, ipo, hinge, sigmoid_norm, apo_zero, sft or a list; of kto: kto or"
+        " apo_zero_unpaired; null: the first of them",
+    )
+    loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each")
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = exact(
+        0.0, "share of pairs that are taken to be turned round, for loss_type robust"
+    )
+    desirable_weight: Positive = exact(1.0, "weight of good rows in kto")
+    undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto")
+    simpo_gamma: Amount = exact(0.5, "margin of simpo")
+    cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, joint (Jensen gap), swd or swd_raw (sliced Wasserstein distance)",

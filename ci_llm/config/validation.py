@@ -53,6 +53,7 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
     yield from _precision_clashes(c)
     yield from _branch_clashes(c)
     yield from _choice_clashes(c)
+    yield from objective_clashes(c)
     yield from _data_clashes(c)
     yield from _mirror_clashes(c)
     for key in ("early_stopping_patience", "load_best_model_at_end"):
@@ -157,6 +158,22 @@ def _choice_clashes(c: KeysOfEach) -> Iterator[Clash]:
             yield Clash(("crowd", key), f"crowd auto has no place here: {why}", f"set crowd to fixed, or change {key}")
 
 
+def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
+    """What only next-token prediction has."""
+    if c.objective in ("auto", "sft"):
+        return
+    wrong = {
+        "diversity": (c.diversity != "none", "its terms compare how agents predict the same tokens", "none"),
+        "crowd": (c.crowd != "fixed", "auto decides by the loss on single rows", "fixed"),
+        "train_on_prompt": (c.train_on_prompt, "answers are compared or rated, and not prompts", "false"),
+    }
+    for key, (holds, why, usual) in wrong.items():
+        if holds:
+            yield Clash(
+                (key, "objective"), f"{key} is for objective sft, and this is {c.objective}: {why}", f"{key}={usual}"
+            )
+
+
 def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """A URL that is none of a mirror, or would put a secret into every log."""
     for key in ("mirror", "resume_from_checkpoint", "restart_from"):
@@ -235,6 +252,8 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
             " because no tested term made a better crowd (docs/crowd.md). diversity=swd_raw is the term of the first"
             " CI-LLM, diversity=swd the bounded one; lambda_sw=0 silences this line"
         )
+    if c.objective == "sft" and (odd := [key for key in _OF_PREFERENCES if _changed(c, key)]):
+        yield f"{', '.join(odd)} has no effect: objective is sft"
     if c.diversity == "swd_raw":
         yield "diversity swd_raw is the term of the first CI-LLM, kept for comparison: at weight 1 it halves accuracy"
     if c.diversity.startswith("swd") and c.swd_representation == "first_token":
@@ -259,6 +278,14 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
+
+
+#: Keys that only objectives of pairs and rated rows read.
+_OF_PREFERENCES = ("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma")
+
+
+def _changed(c: KeysOfEach, key: str) -> bool:
+    return bool(getattr(c, key) != type(c).model_fields[key].default)
 
 
 def _is_meant(c: KeysOfEach, key: str, by: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -115,7 +115,7 @@ def _start(saved: Pretrained, how: Distillation) -> int:
 
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
-    rows, length = load_rows(config, "train"), config.max_seq_length
+    rows, length = replace(load_rows(config, "train"), are_answers=True), config.max_seq_length
     given = tokenize(rows, prompter.tokenizer, max_seq_length=length, long_rows=config.long_rows)
     examples = [given[number] for number in range(len(given))]
     end = _end(examples, given.whole_below(length))

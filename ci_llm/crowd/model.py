@@ -265,6 +265,19 @@ class CrowdModel(nn.Module):
         head = self._passes.cast_head(states)
         return CrowdOutput(passes.target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
 
+    @torch.no_grad()
+    def reference(self, batch: Batch) -> Tensor:
+        """[1, S] log-probability of every target under the base without agents, once for the passes of all of them."""
+        shared = self.agents.reading.shared
+        if shared is not None and shared.same_rows and shared.reference is not None:
+            return shared.reference
+        with self.agents.reading.of(NOBODY):
+            states = self.states(batch)
+            found = passes.target_log_probs(states[:, batch.predict_from], batch.targets, self.head)
+        if shared is not None:
+            shared.reference = found
+        return found
+
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
         return self._passes.states(batch)

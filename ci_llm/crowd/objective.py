@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class StepLoss:
         diversity: [] the diversity term times S, for the log.
         targets: [K] the targets of each agent, if agents have rows of their own; empty: all have those of the batch.
         log_probs: [1, S] those of the only agent of a pass, detached; None: the pass was one of all agents.
+        metrics: [K, M, 2] sum and count of what the objective measures, by its `metric_names`; None: nothing.
     """
 
     total: Tensor
@@ -40,11 +42,12 @@ class StepLoss:
     diversity: Tensor
     targets: tuple[int, ...] = ()
     log_probs: Tensor | None = None
+    metrics: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Σₖ Σₛ cross-entropy - weight·K·(diversity x S).
+    """Next-token prediction: Σₖ Σₛ cross-entropy - weight·K·(diversity x S).
 
     Args:
         diversity: a module of `ci_llm.crowd.diversity`: none, joint, swd or swd_raw.
@@ -62,6 +65,12 @@ class Objective:
     representation: str = "last_token"
     seed: int = 42
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
+    metric_names: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def count(batch: Batch | AgentBatches) -> int:
+        """What divides the sums of a micro-batch in a mean: its targets."""
+        return batch.num_targets
 
     def __call__(
         self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int, agent: int | None = None

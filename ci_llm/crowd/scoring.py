@@ -28,6 +28,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import ends_of_base, generate_ids, num_positions
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.ranking import Ranking
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer
@@ -44,12 +45,14 @@ class Scores:
         tokens: [n] int64, targets of the row.
         own: per agent the rows that score it, if agents are evaluated on rows of their own; empty: all rows. The crowd
             is scored by all rows.
+        ranking: what pairs or rated rows of the same data were worth; None: an objective of single rows.
     """
 
     right: Tensor
     nll: Tensor
     tokens: Tensor
     own: tuple[slice, ...] = ()
+    ranking: Ranking | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[Scores]) -> Scores:

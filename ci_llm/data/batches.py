@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.data.units import Unit
 from ci_llm.distributed.loader_workers import worker_context
 from ci_llm.interrupts import ignore_signals
 
@@ -58,7 +59,10 @@ class Batch:
         targets: int64 [S], the token ids to be predicted.
         target_rows: int64 [S], the row (0..B-1) each target belongs to.
         last_tokens: int64 [B], the packed position of each row's last token.
-        sample_ids: B ints, the dataset rows.
+        sample_ids: the dataset rows, B ints; of pairs B / 2, as each has two rows, chosen before rejected.
+        target_counts: B ints, the targets of each row; of pairs and rated rows, as all that follows.
+        answered: bool [S], whether a target belongs to the answer of its row.
+        labels: bool, for each of `sample_ids` whether it is rated and good.
     """
 
     input_ids: Tensor
@@ -69,9 +73,17 @@ class Batch:
     target_rows: Tensor
     last_tokens: Tensor
     sample_ids: tuple[int, ...]
+    target_counts: tuple[int, ...] = ()
+    answered: Tensor | None = None
+    labels: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def num_units(self) -> int:
+        """Rows of the data set: a pair counts as one."""
         return len(self.sample_ids)
 
     @property
@@ -117,9 +129,9 @@ class AgentBatches:
         return tuple(row for batch in self.present for row in batch.sample_ids)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the agent that has the most: a bound on micro-batches is one per agent."""
-        return max(batch.num_rows for batch in self.present)
+    def num_units(self) -> int:
+        """Rows of the data set, of the agent that has the most: a bound on micro-batches is one per agent."""
+        return max(batch.num_units for batch in self.present)
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +167,7 @@ def of_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> lis
 
 
 def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
-    """Lay the rows end to end.
+    """Lay the rows end to end; a pair is two rows.
 
     Raises:
         ValueError: no row, an empty row, or a row whose first token is a target: nothing comes before it.
@@ -168,6 +180,9 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         >>> batch.num_rows, batch.num_tokens == len(batch.input_ids)
         (2, True)
     """
+    units = [example for example in examples if isinstance(example, Unit)]
+    if units:
+        examples = [branch for unit in units for branch in unit.branches]
     lengths = [len(example.input_ids) for example in examples]
     if not lengths or not all(lengths) or any(example.supervised[0] for example in examples):
         raise ValueError("a batch needs rows of at least one token, whose first token is no target")
@@ -175,6 +190,13 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
     starts = ends - lengths
     input_ids = np.concatenate([example.input_ids for example in examples]).astype(np.int64)
     at = np.flatnonzero(np.concatenate([example.supervised for example in examples]))
+    judged: dict[str, Any] = {}
+    if units:
+        answers = starts + [length for unit in units for length in unit.prompts]
+        rows = np.searchsorted(ends, at, side="right")
+        judged["target_counts"] = tuple(np.bincount(rows, minlength=len(ends)).tolist())
+        judged["answered"] = torch.from_numpy(at >= answers[rows])
+        judged["labels"] = torch.tensor([unit.label > 0 for unit in units])
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(starts, lengths)),
@@ -184,6 +206,7 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         target_rows=torch.from_numpy(np.searchsorted(ends, at, side="right")),
         last_tokens=torch.from_numpy(ends - 1),
         sample_ids=tuple(sample_ids),
+        **judged,
     )
 
 

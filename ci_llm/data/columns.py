@@ -9,6 +9,10 @@ question + answer       two strings, under the names that people use;    Chat
 instruction + output    input, history and system may be missing         Chat
 SQuAD                   context, question, answers.text                  Chat of two messages
 text                    a string                                         Completion of nothing
+prompt + chosen +       two answers, strings or lists of messages; the    Pair
+rejected                prompt may be the turns that both begin with
+prompt + completion +   as prompt + completion; label: good or not        Rated
+label
 
 The forms of `_EXACT` come first, by these very names; then names in any case and the other names of `_ANY_CASE`.
 """
@@ -16,9 +20,9 @@ The forms of `_EXACT` come first, by these very names; then names in any case an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.config.parsing import nearest
 from ci_llm.data.rows import (
@@ -28,6 +32,8 @@ from ci_llm.data.rows import (
     Completion,
     Form,
     Message,
+    Pair,
+    Rated,
     RawRow,
     Row,
     Tokens,
@@ -37,6 +43,9 @@ from ci_llm.data.rows import (
     tools_of,
 )
 from ci_llm.errors import DataError
+
+if TYPE_CHECKING:
+    from ci_llm.objectives import RowKind
 
 # ------------------------------------------------------------------------------------------- parts to rows
 
@@ -99,6 +108,52 @@ def _history(value: Any) -> tuple[Message, ...]:
     return tuple(message for pair in pairs for message in pair)
 
 
+def _read_preference(row: RawRow) -> Row | None:
+    """Two answers to what is asked. Where they are messages, the turns that both begin with belong to the prompt."""
+    prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
+    if not any(isinstance(part, list) for part in (prompt, *answers)):
+        chosen, rejected = map(text_of, answers)
+        if not chosen.strip() or not rejected.strip() or chosen == rejected:
+            return None
+        if prompt is None:
+            raise ValueError(
+                "chosen and rejected are text, and no column holds their prompt; objective=sft with"
+                " text_column=chosen learns the better texts as they are"
+            )
+        return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected))
+    said = [messages_of(each) if isinstance(each, list) else _said(each) for each in answers]
+    if not all(said) or said[0] == said[1]:
+        return None
+    if said[0][0].role == "assistant" and prompt is not None:
+        given = messages_of(prompt) if isinstance(prompt, list) else (Message("user", text_of(prompt)),)
+        begin, said = len(given), [(*given, *each) for each in said]
+    else:
+        begin = next((n for n, (a, b) in enumerate(zip(*said, strict=False)) if a != b), min(map(len, said)))
+    system = () if said[0][0].role == "system" else _system(row)
+    tools = tools_of(row.get("tools"))
+    chats = [_chat((*system, *each), len(system) + begin, tools) for each in said]
+    return Pair(*chats) if all(chats) else None  # type: ignore[arg-type]
+
+
+def _said(text: Any) -> tuple[Message, ...]:
+    """An answer in text, as the message that it is."""
+    return (Message("assistant", text_of(text)),) if text_of(text).strip() else ()
+
+
+def _read_rated(row: RawRow) -> Row | None:
+    found, label = _read_completion(row), row["label"]
+    label = label.strip().lower() if isinstance(label, str) else label
+    if found is None or label is None or label == "":
+        return None
+    if label not in _GOOD:
+        raise ValueError(f"expected a label that is true or false, found {str(label)[:60]!r}")
+    return Rated(found, _GOOD[label])  # type: ignore[arg-type]
+
+
+#: Labels of rated rows; 1 and 0 are equal to true and false.
+_GOOD: Final[Mapping[Any, bool]] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+
+
 def _read_squad(row: RawRow) -> Row | None:
     answers = row["answers"]
     texts = answers.get("text") if isinstance(answers, Mapping) else answers
@@ -151,6 +206,7 @@ class _Pattern:
     reader: Callable[[RawRow], Row | None]
     needs: Names
     may_have: Names = field(default_factory=dict)
+    kind: RowKind = "single"
 
     def found_in(self, columns: Sequence[str], *, any_case: bool) -> Form | None:
         """The form with the columns that are there, if every part that it needs is."""
@@ -162,7 +218,7 @@ class _Pattern:
                 found[part] = column
             elif part in self.needs:
                 return None
-        return Form(self.name or " + ".join(found[part] for part in self.needs), found, self.reader)
+        return Form(self.name or " + ".join(found[part] for part in self.needs), found, self.reader, self.kind)
 
 
 _TOKENS_FORM = _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS)
@@ -213,6 +269,21 @@ _ANY_CASE: Final = (
     _Pattern("text", _read_text, {"text": _TEXTS}),
 )
 
+_PAIRS_FORM: Final = _Pattern(
+    "",
+    _read_preference,
+    {"chosen": ("chosen",), "rejected": ("rejected",)},
+    {"prompt": _PROMPTS, **_WITH_CHAT},
+    "pairs",
+)
+_RATED_FORM: Final = _Pattern(
+    "",
+    _read_rated,
+    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label",)},
+    {"tools": ("tools",)},
+    "rated",
+)
+
 #: What the error lists when nothing fits.
 _WANTED: Final = (
     "input_ids; messages; conversations; prompt, completion; question, answer; instruction, output; "
@@ -243,14 +314,14 @@ def find_form(columns: Sequence[str]) -> Form | None:
     exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
     if (form := next(filter(None, exact), None)) is not None:
         return form
-    if {"chosen", "rejected"} <= {column.lower() for column in columns}:
-        raise ValueError("the columns chosen and rejected are preference pairs, and agents learn answers here")
+    if _PAIRS_FORM.found_in(columns, any_case=True):
+        raise ValueError("the columns chosen and rejected are preference pairs, and objective sft learns answers")
     return next(filter(None, (pattern.found_in(columns, any_case=True) for pattern in _ANY_CASE)), None)
 
 
 #: Columns, in lower case, by which rows are told that are not made for learning their answers, and what they are.
 _NOT_ANSWERS: Final = (
-    ({"prompt", "completion", "label"}, "answers with a label each, right or wrong, as KTO takes them"),
+    ({"prompt", "completion", "label"}, "answers with a label each, right or wrong, which objective=kto takes"),
     ({"question", "choices"}, "questions with choices"),
     ({"question", "options"}, "questions with choices"),
     ({"ctx", "endings"}, "beginnings with a choice of endings"),
@@ -274,14 +345,22 @@ def _require_answers(columns: Sequence[str], where: str) -> None:
             )
 
 
-def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> Form:
+def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str, wanted: RowKind | None = "single") -> Form:
     """How a data set with these columns is read.
+
+    Args:
+        wanted: what the objective takes; None: what the columns are, if they are not those of single rows.
 
     Raises:
         DataError: a named column is not there, no form fits, or the rows are meant for another objective.
     """
-    if given := named.given():
+    given = named.given()
+    if wanted in ("pairs", "rated"):
+        return _judged_form(columns, given, where, wanted)
+    if given:
         return _named_form(columns, given, where)
+    if wanted is None and (judged := _unless_answers(columns)):
+        return judged
     _require_answers(columns, where)
     try:
         form = find_form(columns)
@@ -300,6 +379,32 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str) -> 
     return form
 
 
+def _unless_answers(columns: Sequence[str]) -> Form | None:
+    """The form of pairs or rated rows, where single rows would be refused."""
+    if rated := _RATED_FORM.found_in(columns, any_case=True):
+        return None if "input_ids" in map(str.lower, columns) else rated
+    exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
+    return None if any(exact) else _PAIRS_FORM.found_in(columns, any_case=True)
+
+
+def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, wanted: RowKind) -> Form:
+    """The form of pairs or rated rows, whose prompt may be named."""
+    pattern, prompt = _PAIRS_FORM if wanted == "pairs" else _RATED_FORM, given.get("prompt")
+    if prompt is not None:
+        others = {part: names for part, names in pattern.may_have.items() if part != "prompt"}
+        pattern = replace(pattern, needs={**pattern.needs, "prompt": (prompt.lower(),)}, may_have=others)
+    form = None if {*given} - {"prompt"} else pattern.found_in(columns, any_case=True)
+    if form is None or any(name.lower() in ("image", "images") for name in columns):
+        wants = "prompt, chosen and rejected" if wanted == "pairs" else "prompt, completion and label"
+        raise DataError(
+            f"The objective takes {wants}, and the data set has: {shown(columns)}.",
+            where=where,
+            hint="take objective=auto, which goes by the columns, or rename them; prompt_column= names that of the"
+            " prompt; answers to pictures are not learned here",
+        )
+    return form
+
+
 def _better_answers(columns: Sequence[str]) -> str:
     """How to train on the better answers of preference pairs that have these columns."""
     by_name = {column.lower(): column for column in columns}
@@ -307,7 +412,8 @@ def _better_answers(columns: Sequence[str]) -> str:
     prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
     of_text = f"prompt_column={prompt} answer_column={chosen}" if prompt else f"text_column={chosen}"
     return (
-        f"train on the better answers: {of_text} if {chosen} holds text, messages_column={chosen} if it holds messages"
+        f"objective=dpo compares the two; or train on the better answers: {of_text} if {chosen} holds text,"
+        f" messages_column={chosen} if it holds messages"
     )
 
 

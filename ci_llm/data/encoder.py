@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Message, Row, Tokens
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Message, Row, SingleRow, Tokens
 from ci_llm.errors import DataError, ModelError
 
 #: For a tokenizer without a chat template: BOS if it has one, what the user says and a line break, what the
@@ -174,7 +174,7 @@ class Encoder:
         self._end_of_turn = re.compile(rf"\s*(?:{ends})") if ends else None
         self._special_ids = {number for number, token in added if token.special} | {tokenizer.eos_token_id}
 
-    def encode(self, row: Row) -> Example:
+    def encode(self, row: SingleRow) -> Example:
         """The whole row, however long it is.
 
         Raises:
@@ -222,7 +222,7 @@ class Encoder:
             return None
         return self.decode(example.input_ids[last + 1 : last + 1 + _SHOWN_TOKENS])
 
-    def _encode(self, row: Row) -> Example:
+    def _encode(self, row: SingleRow) -> Example:
         if isinstance(row, Tokens):
             return self._given(row)
         if isinstance(row, Completion):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, RefusedRowError, chat_template
 from ci_llm.data.rows import Chat, Completion, Message, Rows, messages_of
+from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
 
 PromptForm = Literal["chat", "text"]
@@ -153,7 +154,7 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def form_of(rows: Rows) -> PromptForm:
     """What a string is for agents trained on these rows: "text" for plain text or completions, else "chat"."""
-    first = next(row for row in rows if row is not None)
+    first = branches_of(next(row for row in rows if row is not None))[0]
     return "chat" if isinstance(first, Chat) else "text"
 
 

@@ -1,4 +1,4 @@
-"""Canonical rows, made of the cells of a data set: a chat, text with its completion, or token ids.
+"""Canonical rows, made of the cells of a data set: a chat, text with its completion, token ids, a pair, or a rated row.
 
 A cell may hold messages under OpenAI's or ShareGPT's keys, content in parts, JSON as a string, and calls of tools.
 """
@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 import xxhash
 
 from ci_llm.errors import DataError
+
+if TYPE_CHECKING:
+    from ci_llm.objectives import RowKind
 
 RawRow = Mapping[str, Any]
 
@@ -103,7 +106,32 @@ class Tokens:
         return None
 
 
-Row = Chat | Completion | Tokens
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, of which the first is better."""
+
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+
+    @property
+    def question(self) -> str | None:
+        return self.chosen.question
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A row with an answer that is good, or not."""
+
+    row: Chat | Completion
+    good: bool
+
+    @property
+    def question(self) -> str | None:
+        return self.row.question
+
+
+SingleRow = Chat | Completion | Tokens
+Row = SingleRow | Pair | Rated
 TrainedOn = Literal["none", "some", "all"]
 
 
@@ -186,6 +214,7 @@ class Form:
 
     Attributes:
         name: the form in words, such as `question + answer`.
+        kind: what the rows are: single ones, pairs, or rated ones.
         columns: the column of the data for each part that `reader` knows.
         reader: makes the canonical row of the parts; returns None for a row in which there is nothing to learn,
             and raises ValueError for a bad one.
@@ -194,6 +223,7 @@ class Form:
     name: str
     columns: Mapping[str, str]
     reader: Callable[[RawRow], Row | None]
+    kind: RowKind = "single"
 
     def read(self, raw: RawRow) -> Row | None:
         return self.reader({part: raw.get(column) for part, column in self.columns.items()})
@@ -211,6 +241,7 @@ class Rows:
         numbers: of each row in its source, where only some rows were taken.
         num_trained_on: of rows to evaluate on: how many of them are among those to train on.
         are_of_test: of rows to evaluate on: whether some of them are a whole split that is called test.
+        are_answers: of pairs and rated rows the preferred answers are read, as single rows.
     """
 
     raw: RawRows
@@ -220,6 +251,7 @@ class Rows:
     numbers: Sequence[int] | None = None
     num_trained_on: int = 0
     are_of_test: bool = False
+    are_answers: bool = False
 
     @property
     def trained_on(self) -> TrainedOn:
@@ -238,11 +270,14 @@ class Rows:
             DataError: a row is malformed.
         """
         with self._text_as_utf8():
-            yield from (self._read(number, row) for number, row in enumerate(self.raw))
+            for number, row in enumerate(self.raw):
+                found = self._read(number, row)
+                yield preferred(found) if self.are_answers else found
 
     def __getitem__(self, number: int) -> Row | None:
         with self._text_as_utf8():
-            return self._read(number, self.raw[number])
+            found = self._read(number, self.raw[number])
+            return preferred(found) if self.are_answers else found
 
     @contextmanager
     def _text_as_utf8(self) -> Iterator[None]:
@@ -294,6 +329,13 @@ class Rows:
         for row in self:
             digest.update(json.dumps(row, default=_attributes).encode())
         return digest.hexdigest()
+
+
+def preferred(row: Row | None) -> Row | None:
+    """The row with the answer that is preferred; None for a rated row that is not good."""
+    if isinstance(row, Rated):
+        return row.row if row.good else None
+    return row.chosen if isinstance(row, Pair) else row
 
 
 def _attributes(part: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ci_llm import embedded
 from ci_llm.config import Config
@@ -21,6 +21,9 @@ from ci_llm.data.columns import NamedColumns, form_of_columns, shown
 from ci_llm.data.order import permute
 from ci_llm.data.rows import EVAL_SPLITS, ListedRows, Row, Rows, empty
 from ci_llm.errors import DataError
+
+if TYPE_CHECKING:
+    from ci_llm.objectives import RowKind
 
 #: Rows by the name of their split: a `datasets.Dataset`, `MappedRows` or `ListedRows`.
 Splits = Mapping[str, Any]
@@ -131,6 +134,12 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
     Raises:
         DataError: a weight is so small that no row of its data set is taken.
     """
+    if len({part.form.kind for part in parts}) > 1:
+        raise DataError(
+            "Some of these data sets hold single rows, and others pairs or rated ones: an objective takes one kind.",
+            where=", ".join(part.where for part in parts),
+            hint="train on one kind at a time: init_from begins where another run ended",
+        )
     counts = [len(part) for part in parts] if weights is None else _shares(parts, weights)
     chosen = (
         part.select(array("q", _choose(len(part), count, seed, number)))
@@ -188,7 +197,11 @@ def _choose(num_rows: int, count: int, seed: int, number: int) -> Iterator[int]:
 HELD_OUT_AT_MOST = 400
 
 
-def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
+#: Rows to train on; answers to evaluate on, whatever is trained; or to evaluate on as they are trained on.
+Part = Literal["train", "eval", "judged"]
+
+
+def load_rows(config: Config, split: Part) -> Rows:
     """The rows to train on, or the rows to evaluate on, with their columns recognised; those of all agents together.
 
     Evaluation takes `eval_dataset_name` or `eval_split`. By default it takes the split validation or test if there
@@ -212,7 +225,7 @@ def load_rows(config: Config, split: Literal["train", "eval"]) -> Rows:
     return _joined([*sets.values()], config)
 
 
-def load_rows_of_each(config: Config, split: Literal["train", "eval"]) -> list[Rows]:
+def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
     """The rows of every agent; those of agents that share a data set are one object.
 
     `eval_dataset_name` is the same for all agents. Without it an agent is evaluated on rows of its own data set.
@@ -220,10 +233,9 @@ def load_rows_of_each(config: Config, split: Literal["train", "eval"]) -> list[R
     Raises:
         DataError: see `load_rows`.
     """
-    if split == "eval" and config.eval_dataset_names:
-        return [
-            _joined([_validation_rows(config, name) for name in config.eval_dataset_names], config)
-        ] * config.num_agents
+    if split != "train" and config.eval_dataset_names:
+        found = _joined([_validation_rows(config, name) for name in config.eval_dataset_names], config)
+        return [replace(found, are_answers=split == "eval")] * config.num_agents
     known: dict[Hashable, Rows] = {}
     each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
     for key, own in each:
@@ -232,10 +244,11 @@ def load_rows_of_each(config: Config, split: Literal["train", "eval"]) -> list[R
     return [known[key] for key, _ in each]
 
 
-def _rows_of(config: Config, split: Literal["train", "eval"]) -> Rows:
+def _rows_of(config: Config, split: Part) -> Rows:
     """The rows of a configuration without own data sets of agents."""
-    if split == "eval":
-        return _joined([_evaluation_rows(config, name) for name in config.dataset_names], config)
+    if split != "train":
+        found = _joined([_evaluation_rows(config, name) for name in config.dataset_names], config)
+        return replace(found, are_answers=split == "eval")
     parts = [_training_rows(config, name) for name in config.dataset_names]
     return parts[0] if len(parts) == 1 else mix(parts, config.dataset_weights, config.seed)
 
@@ -251,12 +264,14 @@ def recognised(
     *,
     named: NamedColumns | None = None,
     numbers: Sequence[int] | None = None,
+    wanted: RowKind | None = "single",
 ) -> Rows:
     """The rows of a data set of the `datasets` library that is open already.
 
     Args:
         named: the columns that the configuration names.
         numbers: of the rows in their source, where they are a part of it.
+        wanted: see `form_of_columns`.
 
     Raises:
         DataError: it is a stream, it is empty, or no column can be used.
@@ -270,7 +285,7 @@ def recognised(
         )
     if not len(data):
         raise empty(where)
-    form = form_of_columns(data.column_names, named or NamedColumns(), where)
+    form = form_of_columns(data.column_names, named or NamedColumns(), where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
     lines = (f"{len(data)} rows of {form.name} from {where}", *left, *description)
@@ -416,9 +431,23 @@ def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tu
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
     named = NamedColumns(config.prompt_column, config.answer_column, config.text_column, config.messages_column)
+    wanted = row_kind(config)
     if len(numbers) == len(data):
-        return recognised(data, where, notes, named=named)
-    return recognised(data.select(numbers), where, notes, named=named, numbers=numbers)
+        return recognised(data, where, notes, named=named, wanted=wanted)
+    return recognised(data.select(numbers), where, notes, named=named, numbers=numbers, wanted=wanted)
+
+
+def row_kind(config: Config) -> RowKind | None:
+    """What rows the objective takes; None where it is auto, and the columns decide.
+
+    Raises:
+        BadInput: there is no such objective, or its settings do not fit together.
+    """
+    if config.objective in ("auto", "sft"):
+        return None if config.objective == "auto" else "single"
+    from ci_llm.objectives import objective_of  # with torch, which other rows do not need
+
+    return objective_of(config.objective, [config]).needs.rows
 
 
 def _settled(config: Config, name: str) -> Config:

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerBase
 from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
-from ci_llm.data.rows import Chat, Completion, Row, Rows
+from ci_llm.data.rows import Chat, Completion, Pair, Rated, Row, Rows
+from ci_llm.data.units import UNRATED, Unit, branches_of, label_of, unit_of
 from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -62,27 +63,35 @@ class Tally:
     longest: int = 0
     tokens: int = 0
     targets: int = 0
+    rated: bool = False
+    good: int = 0
+    learn_prompt: bool = False
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
         if "text" in rows.form.columns:  # plain text has no answers
             self.lacking = "empty"
+        self.rated = rows.form.kind == "rated" and not rows.are_answers
+        if rows.form.kind == "pairs":
+            self.lacking = "without two different answers"
         for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
             self.rows += 1
             try:
-                whole = encoder.encode(row) if row else None
+                branches = branches_of(row) if row else []
+                wholes = [encoder.encode(branch) for branch in branches]
             except RefusedRowError as error:
-                if not isinstance(row, Chat) or not row.uses_tools:
-                    raise _refusal(error, row, rows.place(number)) from error
+                if not any(isinstance(branch, Chat) and branch.uses_tools for branch in branches):
+                    raise _refusal(error, branches[0], rows.place(number)) from error
                 self.hidden_tools += 1
                 continue
-            if row is None or whole is None or not whole.supervised.any():
+            if row is None or not wholes or not all(whole.supervised.any() for whole in wholes):
                 is_marked = row is None and rows.is_marked(number)
                 self.unlearned, self.without_answer = self.unlearned + is_marked, self.without_answer + (not is_marked)
                 continue
-            self._look_at(row, whole, encoder)
-            self.longest = max(self.longest, len(whole.input_ids))
-            for example in self._within(row, whole):
+            self._look_at(branches[0], wholes[0], encoder)
+            self.longest = max(self.longest, *(len(whole.input_ids) for whole in wholes))
+            single = not isinstance(row, Pair | Rated)
+            for example in self._within(row, wholes[0]) if single else self._unit(row, wholes):
                 self.kept_rows += 1
                 self.tokens += len(example.input_ids)
                 self.targets += int(example.supervised.sum())
@@ -108,6 +117,22 @@ class Tally:
         else:
             self.answer_too_far += 1
 
+    def _unit(self, row: Row, wholes: Sequence[Example]) -> Iterator[Unit]:
+        """A pair or a rated row, whose branches are cut, or left out together."""
+        limit, longest = self.max_seq_length, max(len(whole.input_ids) for whole in wholes)
+        cut = [_part(whole, 0, limit) for whole in wholes]
+        if longest > limit and self.long_rows == "drop":
+            self.too_long += 1
+        elif not all(part.supervised.any() for part in cut):
+            self.answer_too_far += 1
+        elif len(cut) == 2 and np.array_equal(cut[0].input_ids, cut[1].input_ids):
+            self.without_answer += 1  # they differ after the cut, or not at all as tokens
+        else:
+            self.cut += longest > limit
+            self.lost += sum(max(0, len(whole.input_ids) - limit) for whole in wholes)
+            self.good += label_of(row) == 1
+            yield unit_of(cut, label_of(row), learn_prompt=self.learn_prompt)
+
     def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
         """Count answers that are marked, and chats that the template makes hard to learn."""
         self.marked += len(row.marked) if isinstance(row, Chat) else 0
@@ -117,6 +142,8 @@ class Tally:
             self.end = self.end or end
 
     def lines(self) -> Iterator[str]:
+        if self.rated:
+            yield f"{self.good} rows are good, and {self.kept_rows - self.good} are bad"
         yield (
             f"{self.tokens} tokens in {self.kept_rows} rows, {self.targets} of them learned; "
             f"the longest row has {self.longest}"
@@ -209,14 +236,16 @@ def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 8
+FORMAT = 9
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
         ("supervised", pa.list_(pa.bool_())),
+        ("spans", pa.list_(pa.int32())),  # of a pair or a rated row; see `Unit`
+        ("label", pa.int8()),
         ("row", pa.int64()),
-        ("digest", pa.uint64()),  # xxh3-64 of the token ids
-        ("check", pa.uint64()),  # xxh3-64 of the token ids and the loss mask
+        ("digest", pa.uint64()),  # xxh3-64 of the token ids, of a pair those of the chosen row
+        ("check", pa.uint64()),  # xxh3-64 of the token ids, the loss mask, spans and label
     ]
 )
 ROWS_PER_CHUNK = 1000
@@ -257,6 +286,9 @@ class TokenizedRows:
             self.__dict__.pop("_file", None)
         columns = self._file.get_batch(chunk)
         example = Example(_numbers(columns["input_ids"][row].values), _flags(columns["supervised"][row].values))
+        if flat := columns["spans"][row].as_py():
+            spans = tuple(zip(flat[::2], flat[1::2], strict=True))
+            example = Unit(example.input_ids, example.supervised, spans, columns["label"][row].as_py())
         if xxhash.xxh3_64_intdigest(_content(example)) != columns["check"][row].as_py():
             with contextlib.suppress(OSError):  # so that the next attempt makes it again
                 self.path.unlink()
@@ -282,6 +314,11 @@ class TokenizedRows:
     def num_cut(self) -> int:
         """How many of the rows are cut at their end."""
         return int(self._facts["cut"])
+
+    @property
+    def num_good(self) -> int:
+        """Of rated rows, how many are good."""
+        return int(self._facts["good"])
 
     @property
     def num_tokens(self) -> int:
@@ -382,6 +419,7 @@ def tokenize(
     cache_folder: Path | None = None,
     train_on_prompt: bool = False,
     long_rows: str = "truncate",
+    learn_preferred: bool = False,
     evaluated: bool = False,
     main_process_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
@@ -393,6 +431,7 @@ def tokenize(
             `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
         long_rows: what becomes of longer rows: truncate, drop or split; see the key of this name.
+        learn_preferred: of a pair, learn every token of the chosen row.
         evaluated: the rows are to evaluate on, for messages.
         main_process_first: a context that the main process enters and leaves before the others enter it.
 
@@ -409,12 +448,13 @@ def tokenize(
     """
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
-    content += [*["train_on_prompt"] * train_on_prompt, long_rows]
+    content += [*["train_on_prompt"] * train_on_prompt, *["learn_preferred"] * learn_preferred, long_rows]
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
     with main_process_first or nullcontext():
         if not _is_whole(path):
-            _write(path, rows, encoder, Tally(max_seq_length, long_rows), evaluated=evaluated)
+            tally = Tally(max_seq_length, long_rows, learn_prompt=learn_preferred)
+            _write(path, rows, encoder, tally, evaluated=evaluated)
     return TokenizedRows(rows, path)
 
 
@@ -440,7 +480,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _content(example: Example) -> bytes:
-    return example.input_ids.tobytes() + example.supervised.tobytes()
+    content = example.input_ids.tobytes() + example.supervised.tobytes()
+    return content + repr((example.spans, example.label)).encode() if isinstance(example, Unit) else content
 
 
 def _write(path: Path, rows: Rows, encoder: Encoder, tally: Tally, *, evaluated: bool) -> None:
@@ -507,6 +548,7 @@ def _batches(
     ]
     facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
     facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length)}
+    facts["good"] = tally.good
     facts["whole"] = not tally.cut + tally.split
     facts["warnings"] = [*tally.warnings()]
     yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
@@ -515,20 +557,27 @@ def _batches(
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
     while chunk := list(islice(examples, ROWS_PER_CHUNK)):
         numbers, input_ids, supervised, digests, checks = [], [], [], [], []
+        spans, labels = [], []
         for number, example in chunk:
             digest.update(len(example.input_ids).to_bytes(8, "little"))
             digest.update(content := _content(example))
-            digests.append(xxhash.xxh3_64_intdigest(example.input_ids.tobytes()))
+            first = example.branches[0] if isinstance(example, Unit) else example
+            digests.append(xxhash.xxh3_64_intdigest(first.input_ids.tobytes()))
             checks.append(xxhash.xxh3_64_intdigest(content))
             numbers.append(number)
             input_ids.append(example.input_ids)
             supervised.append(example.supervised)
-        columns = zip((input_ids, supervised, numbers, digests, checks), SCHEMA.types, strict=True)
+            spans.append([at for span in example.spans for at in span] if isinstance(example, Unit) else [])
+            labels.append(example.label if isinstance(example, Unit) else UNRATED)
+        columns = zip((input_ids, supervised, spans, labels, numbers, digests, checks), SCHEMA.types, strict=True)
         yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
 
 
 def _shown(example: Example, encoder: Encoder) -> str:
-    """The row as text in one line, what is learned in brackets."""
+    """The row as text in one line, what is learned in brackets; of a pair both rows, of a rated one its label."""
+    if isinstance(example, Unit):
+        texts = [_shown(branch, encoder) for branch in example.branches]
+        return f"{'good' if example.label else 'bad'}: {texts[0]}" if len(texts) == 1 else " | rejected: ".join(texts)
     parts = []
     for learned, run in groupby(range(len(example.input_ids)), key=lambda at: bool(example.supervised[at])):
         text = encoder.decode(example.input_ids[list(run)])

@@ -63,33 +63,46 @@ class StepSums:
     """What the sums of a ballot are in training, in this order.
 
     Attributes:
-        losses: [K] cross-entropy of every agent.
-        targets: [K] of every agent, if agents have rows of their own; empty: all have those of the ballot.
+        losses: [K] loss of every agent.
+        targets: [K] what divides it, where agents have rows of their own or an objective has metrics; empty: what is in
+            the ballot.
         diversity: of the crowd.
         tokens: packed ones.
+        metrics: [K] of every agent sum and count of each metric of the objective, one after the other.
     """
 
     losses: tuple[float, ...]
     targets: tuple[int, ...]
     diversity: float
     tokens: int
+    metrics: tuple[tuple[float, ...], ...] = ()
 
     @staticmethod
-    def size(num_agents: int, *, own_targets: bool) -> int:
+    def size(num_agents: int, *, own_targets: bool, metrics: int = 0) -> int:
         """How many numbers they are."""
-        return num_agents * (1 + own_targets) + 2
+        return num_agents * (1 + (own_targets or metrics > 0) + 2 * metrics) + 2
 
     @staticmethod
-    def pack(losses: Tensor, targets: Sequence[int], diversity: Tensor, tokens: int) -> Tensor:
-        """Those of one micro-batch, on its device."""
+    def pack(
+        losses: Tensor, targets: Sequence[int], diversity: Tensor, tokens: int, metrics: Tensor | None = None
+    ) -> Tensor:
+        """Those of one micro-batch, on its device.
+
+        Args:
+            metrics: [K, M, 2] sums and counts of M metrics.
+        """
         counts = [torch.tensor(targets).to(losses, non_blocking=True)] if targets else []
-        return torch.cat([losses, *counts, diversity[None], losses.new_full((1,), tokens)])
+        measured = [] if metrics is None else [metrics.flatten()]
+        return torch.cat([losses, *counts, diversity[None], losses.new_full((1,), tokens), *measured])
 
     @classmethod
     def unpack(cls, sums: Sequence[float], num_agents: int) -> StepSums:
         """Those of a verdict."""
-        *counts, diversity, tokens = sums[num_agents:]
-        return cls(tuple(sums[:num_agents]), tuple(map(int, counts)), diversity, int(tokens))
+        at = num_agents * (1 + (len(sums) > num_agents + 2))  # there are targets
+        (diversity, tokens), measured = sums[at : at + 2], sums[at + 2 :]
+        size = len(measured) // num_agents
+        metrics = tuple(tuple(measured[k * size : (k + 1) * size]) for k in range(num_agents)) if size else ()
+        return cls(tuple(sums[:num_agents]), tuple(map(int, sums[num_agents:at])), diversity, int(tokens), metrics)
 
 
 def encode(ballot: Ballot) -> Tensor:

@@ -29,6 +29,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
 from ci_llm.run.start import cost_model
 from ci_llm.run.start.counting import eval_samples_of, steps_of
+from ci_llm.run.start.loading import learns_preferred, objective_by_rows
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -47,6 +48,8 @@ def architecture(context: CheckContext) -> str:
 def data(context: CheckContext) -> str:
     """The data set is there, has columns that can be used, and rows to train on and to evaluate on."""
     context.rows = load_rows_of_each(context.config, "train")
+    update = objective_by_rows(context.config, context.rows, context.rows_per_step)
+    context.config = context.config.model_copy(update=update)
     if context.config.is_open("eval_samples"):
         samples = eval_samples_of(context.config, [*map(len, context.rows)], context.rows_per_step)
         context.config = context.config.model_copy(update={"eval_samples": samples})
@@ -137,6 +140,7 @@ def tokenized(
         tokenizer,
         max_seq_length=max_seq_length or context.config.max_seq_length,
         train_on_prompt=context.config.train_on_prompt,
+        learn_preferred=learns_preferred(context.config, rows),
         long_rows=context.config.long_rows,
         evaluated=evaluated,
         cache_folder=context.scratch / "tokens",

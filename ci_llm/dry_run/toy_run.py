@@ -19,10 +19,12 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import SAMPLED, first_rows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
+from ci_llm.data.units import Unit
 from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenize_samples
@@ -65,6 +67,7 @@ def model(context: CheckContext) -> str:
         crowd,
         training_rows(config, context.examples),
         context.eval_examples,
+        context.examples,
     )
     if (members := run.state.members) is not None:  # the crowd of all branches needs the most memory
         run.state = replace(run.state, members=members.at_once(run.state.step))
@@ -201,6 +204,8 @@ def _terminated(context: CheckContext, batches: Batches) -> Batches:
 def diversity(context: CheckContext) -> str:
     """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
     run = context.run
+    if not isinstance(run.objective, Objective):
+        return f"none: objective {run.config.objective}"
     examples = first_rows(run.rows)
     rows = [examples[number] for number in range(min(2, len(examples)))]
     batch = pack(rows, range(len(rows))).to(run.crowd.device)
@@ -239,7 +244,8 @@ def generation(context: CheckContext) -> str:
     assert run.crowd.prompter is not None
     examples = first_rows(run.rows)
     asked = [examples[number] for number in range(min(2, len(examples)))]
-    prompts = [example.input_ids[: last_answer(example).start].tolist() for example in asked]
+    starts = [row.prompts[0] if isinstance(row, Unit) else last_answer(row).start for row in asked]
+    prompts = [row.input_ids[:start].tolist() for row, start in zip(asked, starts, strict=True)]
     how = run.config.aggregator
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator="probability" if find_vote(how) else how)
     with run.processes.autocast():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -253,7 +253,7 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
     if trained is None or rows.num_trained_on:
         return rows
     try:
-        training = load_rows(trained, "train")
+        training = replace(load_rows(trained, "train"), are_answers=True)
         if len(training) > COMPARED_AT_MOST:
             logger.warning(f"whether rows are copies of the {len(training)} rows to train on is not looked up")
             return rows

@@ -92,11 +92,13 @@ class Shared:
         trunk: what its last layer returned, and a call that sets the generators as they were after it; None: it has not
             run.
         head: the head of the base as it was cast; None: no pass has come to it.
+        reference: the log-probabilities [1, S] of the base alone; None: nothing has asked for them.
     """
 
     same_rows: bool
     trunk: tuple[Any, Callable[[], None]] | None = None
     head: Any = None
+    reference: Tensor | None = None
 
 
 #: In place of an agent: the rows belong to none, and the base reads them alone.

@@ -23,6 +23,7 @@ from ci_llm.core.numerics import names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.batches import MicroBatch
@@ -44,6 +45,7 @@ from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
+from ci_llm.run.step.whole_step import WholeStep
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Run:
     config: Config
     base: Base
     crowd: Crowd
-    objective: Objective
+    objective: TrainedObjective
     optimizer: torch.optim.Optimizer
     rows: TrainingRows
     eval_rows: EvaluationRows
@@ -132,12 +134,21 @@ class Run:
         batch = fixed_batch(crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
         # Neither moments, from which an optimizer may draw noise, nor the loss scale are those of every step.
         state = replace(self.state, loss_scale=None)
-        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state)
+        # The fixed rows are single ones: others are measured by what all have in common, the passes.
+        objective = self.objective if isinstance(self.objective, Objective) else Objective()
+        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state, objective=objective)
         found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
         self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
         each = self.processes.gather_object((names(crowd.device), found))
         bits.update(names_of_all([own for own, _ in each]))
         bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
+
+    def whole_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> WholeStep:
+        """What an objective may have to look at before a step, of which this process has these micro-batches."""
+        limit, seed = self.config.max_seq_length, self.config.seed
+        return WholeStep(
+            step, micro_batches, self.crowd, self.processes, self.rows, self.plan, limit, seed, self.heartbeat.tick
+        )
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
         """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""

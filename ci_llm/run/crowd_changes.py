@@ -164,7 +164,7 @@ def replace_crowd(run: Run, members: Members, sources: OldPlaces) -> None:
     _fill(optimizer, groups, [{} if place is None else moments[place] for place in sources])
     run.objective = objective_of(config, crowd)
     run.eval_rows = run.eval_rows.of_copies(sources)
-    run.evaluator.rows = run.eval_rows
+    run.evaluator.rows, run.evaluator.objective = run.eval_rows, run.objective
     run.learning_rates = schedules(run.config, members, run.total_steps)
     run.max_grad_norms = [own.max_grad_norm for own in config.each_agent]
     run.last_good.replace_agents(crowd.agents.rows, sources)

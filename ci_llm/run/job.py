@@ -486,7 +486,9 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
     config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
     has_best = len(config.agents) > 1 and rows.are_common
+    ranking = {} if scores.ranking is None else {"preferences": scores.ranking.record()}
     return {
+        **ranking,
         **merge_records(evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on), answers),
         "data": [part.rows.where for part in rows.sets],
         "judged_by": judged_by,

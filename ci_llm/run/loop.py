@@ -3,14 +3,15 @@
 `setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`. Every step goes the
 same way, on all processes alike:
 
-1. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
+1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py).
+2. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
    alone. Losses are summed, so that the gradients of all passes add up. Nothing is communicated here.
-2. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
+3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd.
-3. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
+4. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
    clipped by its norm. The optimizer moves the agents that are finite, and leaves out the others (step/nonfinite.py).
-4. The state advances. Then come, where they are due: a change of the crowd, a checkpoint, an evaluation.
+5. The state advances. Then come, where they are due: a change of the crowd, a checkpoint, an evaluation.
 
 Backward communicates nothing, because a reduction there would leave the peers of a process that ran out of memory
 waiting. Such a process says so in its ballot, and all repeat the step in smaller parts (step/out_of_memory.py).
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
@@ -133,11 +135,13 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
     save_wanted = False
     while True:
         parts = in_parts(run.rows, micro_batches, run.micro_batch_size)
-        sums, complaint = unless_out_of_memory(partial(compute_gradients, run, step, parts))
-        save_wanted |= run.interrupts.take_save_request()
-        verdict = run.processes.agree(_ballot(run, step, sums, save_wanted))
-        if not verdict.out_of_memory:
-            return verdict
+        objective, complaint = run.whole_step(step, parts).objective(run.objective)
+        if objective is not None:
+            sums, complaint = unless_out_of_memory(partial(compute_gradients, run, step, parts, objective))
+            save_wanted |= run.interrupts.take_save_request()
+            verdict = run.processes.agree(_ballot(run, step, sums, save_wanted))
+            if not verdict.out_of_memory:
+                return verdict
         one_pass = not run.crowd.agents.pass_per_agent
         run.state = run.memory.relieve(run.state, complaint)
         if one_pass and run.crowd.agents.pass_per_agent:
@@ -145,13 +149,22 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
         run.status.update(micro_batch_size=run.micro_batch_size)
 
 
-def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Sums:
-    """Forward and backward of every micro-batch; gradients of summed losses add up in the crowd's storage."""
+def compute_gradients(
+    run: Run, step: int, micro_batches: list[MicroBatch], of_step: TrainedObjective | None = None
+) -> Sums:
+    """Forward and backward of every micro-batch; gradients of summed losses add up in the crowd's storage.
+
+    Args:
+        of_step: the objective with what it has to know of the step; None: it needs nothing.
+    """
+    objective = of_step or run.objective
     run.crowd.train()
     run.crowd.agents.begin_step(step)
     if isinstance(run.optimizer, Ivon):
         run.optimizer.draw(run.crowd.agents, step)
-    sums = torch.zeros(_num_sums(run.crowd.num_agents, run.plan), dtype=torch.float64, device=run.crowd.device)
+    sums = torch.zeros(
+        _num_sums(run.crowd.num_agents, run.plan, objective), dtype=torch.float64, device=run.crowd.device
+    )
     for number, batch in enumerate(micro_batches):
         run.crowd.agents.begin_micro_step(step, run.processes.process_index, number)
         batch = batch.to(run.crowd.device)
@@ -163,13 +176,13 @@ def compute_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> S
             seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
             with part.reading():
                 with run.processes.autocast():
-                    loss = run.objective(run.crowd(part.rows), part.rows, step, part.agent)
+                    loss = objective(run.crowd(part.rows), part.rows, step, part.agent)
                 (loss.total * (run.state.loss_scale or 1.0)).backward()
             losses.append((part.agent, loss))
-        loss = run.objective.together(losses, batch, step)
-        sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens)
+        loss = objective.together(losses, batch, step)
+        sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens, loss.metrics)
     nonfinite = nonfinite_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
-    return Sums(sum(batch.num_targets for batch in micro_batches), sums, nonfinite)
+    return Sums(sum(map(objective.count, micro_batches)), sums, nonfinite)
 
 
 def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:
@@ -211,6 +224,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
             run.log.loss(step, losses)
         totals = (*sums.losses, sums.diversity)
         run.step_metrics.add((*targets, verdict.num_targets), totals, norms, findings.left_out)
+        run.step_metrics.add_named(run.objective.metric_names, sums.metrics, findings.left_out)
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
@@ -303,9 +317,10 @@ def targets_of(verdict: Verdict, agents: int) -> list[int]:
     return [*StepSums.unpack(verdict.sums, agents).targets] or [verdict.num_targets] * agents
 
 
-def _num_sums(agents: int, plan: Plan | AgentPlans) -> int:
+def _num_sums(agents: int, plan: Plan | AgentPlans, objective: TrainedObjective) -> int:
     """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own."""
-    return StepSums.size(agents, own_targets=isinstance(plan, AgentPlans))
+    metrics = len(objective.metric_names)
+    return StepSums.size(agents, own_targets=isinstance(plan, AgentPlans), metrics=metrics)
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
@@ -314,7 +329,7 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
     return Ballot(
         num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * _num_sums(agents, run.plan),
+        sums=sums.sums if sums else [0.0] * _num_sums(agents, run.plan, run.objective),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
         save=save_wanted or (run.processes.is_main_process and run.manager.should_save(step + 1)),

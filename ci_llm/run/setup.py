@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
@@ -120,7 +121,9 @@ def build(
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, [own.rows for own in rows]))
     loading.describe_rows(config, rows, eval_rows)
     rows_to_train = loading.training_rows(config, rows)
-    return assemble(config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows)
+    return assemble(
+        config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows, loaded.judged
+    )
 
 
 def assemble(
@@ -134,8 +137,9 @@ def assemble(
     crowd: Crowd,
     rows: TrainingRows,
     eval_rows: EvaluationRows,
+    judged: Sequence[TokenizedRows] = (),
 ) -> Run:
-    """The run at step 0, of parts that are ready."""
+    """The run at step 0, of parts that are ready; for `judged` see `Loaded`."""
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = counting.steps_of(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
@@ -146,11 +150,14 @@ def assemble(
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     vote = StopVote(processes, interrupts, heartbeat)
+    objective = agent_settings.objective_of(beginning, crowd)
+    evaluator = Evaluator(config, crowd, eval_rows, vote, memory)
+    evaluator.objective, evaluator.judged = objective, [*{id(own): own for own in judged}.values()]
     return Run(
         config=config,
         base=base,
         crowd=crowd,
-        objective=agent_settings.objective_of(beginning, crowd),
+        objective=objective,
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
@@ -169,7 +176,7 @@ def assemble(
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
         stop_vote=vote,
-        evaluator=Evaluator(config, crowd, eval_rows, vote, memory),
+        evaluator=evaluator,
         checkpoint=RunCheckpoint(
             config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
         ),

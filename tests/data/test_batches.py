@@ -212,7 +212,7 @@ def test_agents_whose_epoch_ends_have_fewer_micro_batches() -> None:
         [3, None, 3],
         [2, None, 2],
     ]
-    assert [batch.num_rows for batch in batches] == [3, 3, 2]
+    assert [batch.num_units for batch in batches] == [3, 3, 2]
     first = batches[0]
     assert first.num_tokens == sum(own.num_tokens for own in first.present)
     assert first.num_targets == sum(own.num_targets for own in first.present)

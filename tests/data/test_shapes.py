@@ -321,15 +321,10 @@ SHAPES: dict[str, Shape] = {
     ),
 }
 REFUSED: dict[str, tuple[Json, str, str]] = {
-    "preference pairs": (
-        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
-        "chosen and rejected are preference pairs",
-        "prompt_column=prompt answer_column=chosen if chosen holds text, messages_column=chosen if it holds messages",
-    ),
     "preference pairs without a prompt": (
         {"Chosen": "Human: hi Assistant: yes", "Rejected": "Human: hi Assistant: no"},
-        "chosen and rejected are preference pairs",
-        "train on the better answers: text_column=Chosen if Chosen holds text, messages_column=Chosen if it holds",
+        "chosen and rejected are text, and no column holds their prompt",
+        "name the columns: prompt_column=",
     ),
     "pictures": (
         {"messages": [turn("user", [{"type": "image"}]), turn("assistant", "cat")]},
@@ -341,10 +336,10 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
         "looks like pictures or sounds, and images would not be read",
         "messages_column=",
     ),
-    "labelled answers of KTO": (
-        {"prompt": "2 + 2?", "completion": "5", "label": False},
-        "looks like answers with a label each, right or wrong, as KTO takes them, and label would not be read",
-        "prompt_column= and answer_column=",
+    "ratings that are no labels": (
+        {"prompt": "2 + 2?", "completion": "5", "label": 4},
+        "expected a label that is true or false, found '4'",
+        "repair or remove the row",
     ),
     "multiple choice": (
         {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
@@ -380,6 +375,31 @@ def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Pat
     whole = TOKENIZER.decode(found[0].input_ids)
     assert whole.startswith(shape.given + shape.learned[0])
     assert len(tokenize(evaluated, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")) >= 1
+
+
+#: What next-token prediction cannot be trained on, and other objectives can.
+REFUSED_BY_SFT: dict[str, tuple[Json, str, str]] = {
+    "preference pairs": (
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        "chosen and rejected are preference pairs",
+        "objective=dpo compares the two; or train on the better answers: prompt_column=prompt answer_column=chosen if"
+        " chosen holds text, messages_column=chosen if it holds messages",
+    ),
+    "labelled answers of KTO": (
+        {"prompt": "2 + 2?", "completion": "5", "label": False},
+        "answers with a label each, right or wrong, which objective=kto takes, and label would not be read",
+        "prompt_column= and answer_column=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_SFT)
+def test_what_only_other_objectives_take_says_which(name: str, tmp_path: Path) -> None:
+    row, what, hint = REFUSED_BY_SFT[name]
+    with pytest.raises(DataError) as caught:
+        load_rows(Config(dataset_name=jsonl(row)(tmp_path), objective="sft"), "train")
+    assert what in caught.value.what
+    assert hint in str(caught.value.hint)
 
 
 @pytest.mark.fast_cases(5)

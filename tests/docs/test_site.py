@@ -106,7 +106,7 @@ QUESTIONS = {
     "memory of an 8B": "recipes/large_models.html",
     "W&B": "recipes/following.html",
     "only answers": "own_data.html",
-    "DPO": "own_data.html",
+    "DPO": "objectives.html",
     "vLLM": "recipes/using.html",
     "early stopping": "recipes/settings.html",
     "another machine": "recipes/clusters.html",

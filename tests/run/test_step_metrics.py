@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manifest import copy_info
+from ci_llm.distributed.ballot import StepSums
 from ci_llm.run.step import step_metrics
 from ci_llm.run.step.step_metrics import StepMetrics
 
@@ -111,3 +112,42 @@ def test_agents_with_rows_of_their_own_have_means_over_their_own_tokens() -> Non
     interval.add([20, 10, 30], [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
     means = interval.means()
     assert (means["train/agent0/loss"], means["train/agent1/loss"]) == (20 / 30, 80 / 40)
+
+
+NAMED = ("rewards/chosen", "rewards/rejected")
+
+
+def test_metrics_of_an_objective_are_means_over_what_they_count() -> None:
+    metrics = after(*STEPS[:1])
+    metrics.add_named(NAMED, [(6.0, 2.0, -1.0, 1.0), (4.0, 2.0, 0.0, 0.0)])
+    metrics.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (math.nan, 1.0, 9.0, 1.0)], left_out=[1])
+    means = metrics.means()
+    assert means["train/agent0/rewards/chosen"] == 2.0
+    assert means["train/agent0/rewards/rejected"] == -1.0
+    assert means["train/agent0/rewards/margins"] == 3.0
+    assert means["train/agent1/rewards/chosen"] == 2.0
+    assert math.isnan(means["train/agent1/rewards/rejected"])  # no row of that kind yet
+
+
+def test_a_checkpoint_between_two_lines_holds_the_metrics_of_an_objective() -> None:
+    metrics = after(*STEPS[:1])
+    metrics.add_named(NAMED, [(6.0, 2.0, -1.0, 1.0), (4.0, 2.0, 0.0, 1.0)])
+    loaded = StepMetrics(2, CPU)
+    loaded.load(json.loads(json.dumps(copy_info(metrics.record()))))
+    for each in (metrics, loaded):
+        each.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (1.0, 1.0, 9.0, 1.0)])
+    assert loaded.means() == metrics.means()
+
+
+@pytest.mark.parametrize("own_targets", [False, True])
+@pytest.mark.parametrize("metrics", [0, 1, 3])
+def test_sums_of_a_step_are_told_apart(own_targets: bool, metrics: int) -> None:
+    targets = [5, 7] if own_targets or metrics else []
+    measured = torch.arange(4.0 * metrics).double().reshape(2, metrics, 2) if metrics else None
+    packed = StepSums.pack(
+        torch.tensor([1.5, 2.5], dtype=torch.float64), targets, torch.tensor(0.5, dtype=torch.float64), 9, measured
+    )
+    assert len(packed) == StepSums.size(2, own_targets=own_targets, metrics=metrics)
+    found = StepSums.unpack(packed.tolist(), 2)
+    assert (found.losses, found.targets, found.diversity, found.tokens) == ((1.5, 2.5), tuple(targets), 0.5, 9)
+    assert found.metrics == (() if measured is None else tuple(tuple(own.flatten().tolist()) for own in measured))

@@ -154,7 +154,7 @@ def out_of_memory(fault: Fault) -> None:
     """The forward pass of more than `amount` rows fails as a GPU's does."""
 
     def strike(_crowd: Crowd, batch: batches.Batch) -> None:
-        if torch.is_grad_enabled() and batch.num_rows > fault.amount and Now.strikes(fault):
+        if torch.is_grad_enabled() and batch.num_units > fault.amount and Now.strikes(fault):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(Crowd, "forward", strike)

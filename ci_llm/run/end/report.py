@@ -35,6 +35,11 @@ logger = logging.getLogger(__name__)
 def score_table(record: Mapping[str, Any], run: Path | str) -> str:
     """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
     lines = [*table(record, run)]
+    if ranked := record.get("preferences"):
+        found = ranked.get("accuracies") or ranked["auroc"]
+        what = f"share of {ranked['n']} pairs ranked right" if "accuracies" in ranked else "AUROC of the ratings"
+        agents = ", ".join(f"{own:.3f}" for own in found["agents"])
+        lines.append(f"{what}: crowd {found['crowd']:.3f}; agents {agents}")
     if record.get("choice"):
         lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):

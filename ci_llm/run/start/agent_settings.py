@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import torch
 
+from ci_llm import objectives
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.preferences import Preferences, TrainedObjective
 from ci_llm.data.agent_rows import AgentRows, TrainingRows
 from ci_llm.errors import ModelError
 from ci_llm.lora.layer import FIELD_OF_KEY, AgentLora, LoraSettings
@@ -48,17 +50,21 @@ def crowd_settings(config: Config, members: Members) -> LoraSettings:
     return replace(settings, agents=tuple({**own, "index": member.index} for own, member in entries))
 
 
-def objective_of(config: Config, crowd: Crowd) -> Objective:
+def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     """The objective of these agents."""
     drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
     keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
+    bootstrap = tuple(keys) if any(drawn) else ()
+    if config.objective != objectives.SFT:
+        found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
+        return Preferences(found, crowd, bootstrap)
     return Objective(
         config.diversity,
         config.lambda_sw,
         config.swd_num_projections,
         config.swd_representation,
         config.seed,
-        bootstrap=tuple(keys) if any(drawn) else (),
+        bootstrap=bootstrap,
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
+from ci_llm.config.validation import objective_clashes
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
@@ -20,7 +22,8 @@ from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import BadInput
+from ci_llm.errors import BadInput, ConfigError, DataError
+from ci_llm.objectives import BY_ROWS, SFT, RowKind, objective_of
 from ci_llm.run.start.counting import LEAST, eval_samples_of, num_tokens, tokens_of_evaluation
 from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.state import TrainState
@@ -34,19 +37,21 @@ class Loaded:
 
     Attributes:
         rows, eval_rows: of every agent; those that share a data set have one object.
+        judged: pairs or rated rows to evaluate on, of every agent; empty for single rows.
         settled: what the rows say of keys that said auto.
     """
 
     base: Base
     rows: list[TokenizedRows]
     eval_rows: list[TokenizedRows]
-    settled: Mapping[str, int]
+    settled: Mapping[str, Any]
+    judged: list[TokenizedRows] = field(default_factory=list)
 
     def for_agents(self, count: int) -> Loaded:
         """The same for so many agents, where it was loaded for one."""
-        return (
-            self if len(self.rows) == count else replace(self, rows=self.rows * count, eval_rows=self.eval_rows * count)
-        )
+        if len(self.rows) == count:
+            return self
+        return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
 
 
 def load(config: Config, processes: Processes, before: Config | None = None, given: Base | None = None) -> Loaded:
@@ -60,12 +65,14 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     shape = given.model.config if given else load_architecture(config.model_name)
-    settled = dict[str, int]()
+    settled = dict[str, Any]()
     if not config.is_open("max_seq_length"):
         require_positions(shape, config.max_seq_length)
     per_step = config.rows_per_step(processes.num_processes)
     # First of all: a missing file costs no loading of the base.
     found = load_rows_of_each(config, "train")
+    settled |= objective_by_rows(config, found, per_step)
+    config = config.model_copy(update=settled)
     if config.is_open("eval_samples"):
         settled["eval_samples"] = eval_samples_of(config, [*map(len, found)], per_step)
     asked = load_rows_of_each(config.model_copy(update=settled), "eval")
@@ -85,12 +92,47 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
         rows = _tokenized(config, base, processes, found, evaluated=False)
         eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
         if not _narrowed(settled, config, rows, eval_rows, per_step, before):
-            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled)
+            judged = []
+            if config.objective != SFT:
+                asked = load_rows_of_each(config, "judged")
+                judged = _tokenized(config, base, processes, asked, evaluated=True)
+            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
         asked = load_rows_of_each(config.model_copy(update=settled), "eval")
 
 
+def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) -> dict[str, Any]:
+    """What auto stands for with these rows; a line of the log says it where it is not sft.
+
+    Raises:
+        BadInput: rows of agents are of different kinds, or settings do not fit to the objective.
+    """
+    kinds: set[RowKind] = {rows.form.kind for rows in each}
+    if len(kinds) > 1:
+        raise DataError(
+            "some agents train on single rows, and others on pairs or rated ones",
+            where="agents, dataset_name",
+            hint="one run has one objective: train on one kind at a time",
+        )
+    settled = config.with_objective(BY_ROWS[kinds.pop()]) if config.is_open("objective") else {}
+    config = config.model_copy(update=settled)
+    if config.objective == SFT:
+        return settled
+    for clash in objective_clashes(config):
+        raise ConfigError(clash.what, where=", ".join(clash.keys), hint=clash.hint)
+    if settled:
+        logger.info(f"data      objective {config.objective}, by the columns; objective=sft would refuse them")
+    needs = objective_of(config.objective, config.each_agent).needs
+    if needs.mismatched and rows_per_step == 1:
+        raise ConfigError(
+            "kto compares a row with the answer of another one in the same step, and a step has one row",
+            where="global_batch_size, batch_size",
+            hint="batch_size=4, or loss_type=apo_zero_unpaired",
+        )
+    return settled
+
+
 def _narrowed(
-    settled: dict[str, int],
+    settled: dict[str, Any],
     config: Config,
     rows: Sequence[TokenizedRows],
     eval_rows: Sequence[TokenizedRows],
@@ -106,7 +148,7 @@ def _narrowed(
     if "max_seq_length" in settled:
         longest = max(own.longest for own in (*rows, *eval_rows))
         settled["max_seq_length"] = before.max_seq_length if before else longest
-        return longest > settled["max_seq_length"]
+        return longest > int(settled["max_seq_length"])
     return False
 
 
@@ -259,12 +301,36 @@ def _tokenized(
             max_seq_length=config.max_seq_length,
             long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
+            learn_preferred=learns_preferred(config, rows),
             evaluated=evaluated,
             main_process_first=processes.main_process_first(),
         )
+        if rows.form.kind == "rated" and not rows.are_answers and not evaluated:
+            require_both_classes(tokenized)
         # Some published tokenizers have tokens of pictures that no text holds, and the base has no embedding for.
         if len(base.tokenizer) > embeddings:
             tokenized.require_below(embeddings)
         return tokenized
 
     return once_each(each, tokens)
+
+
+def learns_preferred(config: Config, rows: Rows) -> bool:
+    """Whether these rows are pairs of which the objective learns every token of the chosen row."""
+    if rows.form.kind != "pairs" or rows.are_answers:
+        return False
+    return objective_of(config.objective, config.each_agent).needs.nll == "rows"
+
+
+def require_both_classes(rows: TokenizedRows) -> None:
+    """Refuse rated rows that all have one label.
+
+    Raises:
+        DataError: they have.
+    """
+    if rows.num_good in (0, len(rows)):
+        raise DataError(
+            f"all {len(rows)} rows are {'good' if rows.num_good else 'bad'}: nothing tells one from the other",
+            where=f"{rows.rows.where}, label",
+            hint="give rows of both kinds; answers that are all good are learned by objective=sft",
+        )

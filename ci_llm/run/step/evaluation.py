@@ -23,6 +23,9 @@ from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.preferences import Preferences, TrainedObjective
+from ci_llm.crowd.ranking import Ranking, rank
 from ci_llm.crowd.scoring import AnswerScores, JudgedBy, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
@@ -188,11 +191,15 @@ class Evaluator:
 
     Attributes:
         at_most: rows at a time; None: as many as the configuration asks for.
+        objective: what judges pairs and rated rows.
+        judged: sets of these; all agents judge all of them.
         note: keeps what status.json says of an evaluation, before it begins and afterwards: after a kill, the next
             attempt evaluates fewer rows at a time.
     """
 
     at_most: int | None = None
+    objective: TrainedObjective = Objective()
+    judged: Sequence[TokenizedRows] = ()
     note: Callable[..., None] = staticmethod(lambda **_: None)
 
     def __init__(
@@ -217,7 +224,24 @@ class Evaluator:
             if (found := self._scores_on(rows, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
-        return sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
+        ranking = None
+        if isinstance(self.objective, Preferences) and self.judged:
+            parts = [self._ranking_on(self.objective, rows, step, micro_batch_size) for rows in self.judged]
+            if None in parts:
+                return None
+            ranking = Ranking.joined(part for part in parts if part is not None)
+        scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
+        return replace(scores, ranking=ranking)
+
+    def _ranking_on(
+        self, objective: Preferences, rows: TokenizedRows, step: int, micro_batch_size: int
+    ) -> Ranking | None:
+        def work(rounds: Rounds) -> Ranking | None:
+            batches = (pack([rows[i] for i in part], part) for part in rounds.batches)
+            return rank(objective, batches, stop=rounds.stop_requested_here)
+
+        found = self._on_all_processes("judge", step, len(rows), 2 * micro_batch_size, work)
+        return None if found is None else Ranking.joined(found)
 
     def training_nll(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> float | None:
         """NLL of the agents, their mean, on the first rows of the training, at most as many as are evaluated on; None
@@ -383,6 +407,8 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     *agents_nll, nll = scores.mean_nll
     rows = scores.right.shape[1]
     where = f"evaluate  step {step}{f', on {rows} rows' if rows < LEAST_ROWS else ''}:"
+    if scores.ranking is not None:
+        return f"{where} {scores.ranking}; of the better answers crowd nll {nll:.3f}"
     if judged_by == "nll":
         return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
@@ -419,7 +445,7 @@ def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]
     for name, exact, nll in zip([*names, "crowd"], scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
-    return metrics
+    return metrics if scores.ranking is None else metrics | scores.ranking.metrics(names)
 
 
 def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 def in_parts(rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
     """The same rows in the same order, in micro-batches of at most `size` rows, or of each agent's own."""
-    if all(batch.num_rows <= size for batch in micro_batches):
+    if all(batch.num_units <= size for batch in micro_batches):
         return micro_batches
     if isinstance(rows, AgentRows):
         each = [

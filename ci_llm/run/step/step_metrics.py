@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 _KEY: Final = "interval"  # of a manifest
+#: Metrics of which the difference is told as well.
+BETTER, WORSE = "rewards/chosen", "rewards/rejected"
 
 
 class StepMetrics:
@@ -53,6 +55,7 @@ class StepMetrics:
         self._targets = [0] * (count + 1)  # of the agents, then of the diversity
         self._sums = [0.0] * (count + 1)
         self._norms = torch.zeros(2, count, dtype=torch.float64, device=self._device)  # sums, steps
+        self._named: dict[str, dict[str, list[float]]] = {}  # by agent and metric of the objective: sum and count
         self._trained = 0  # steps among the sums
         self.restart_clock()
 
@@ -81,7 +84,7 @@ class StepMetrics:
 
         Args:
             targets: [K + 1] target tokens of the step: of each agent, then of all.
-            sums: [K + 1] over them: cross-entropy of each agent in nats, then the diversity.
+            sums: [K + 1] over them: loss of each agent in nats, then the diversity.
             norms: [K] the gradient norm of each agent.
             left_out: agents that did not move in it, whose loss or gradient was not finite, or overflowed.
         """
@@ -95,6 +98,14 @@ class StepMetrics:
             finite[list(left_out)] = False
         self._norms += torch.stack([norms.where(finite, norms.new_zeros(())), finite.to(norms.dtype)]).double()
 
+    def add_named(self, metrics: Sequence[str], sums: Sequence[Sequence[float]], left_out: Sequence[int] = ()) -> None:
+        """Add the metrics of the objective in the same step; arguments as in `StepSums.metrics` and `add`."""
+        for k, (name, numbers) in enumerate(zip(self._names, sums, strict=False)):
+            if k not in left_out:
+                own = self._named.setdefault(name, {metric: [0.0, 0.0] for metric in metrics})
+                for metric, total, count in zip(metrics, numbers[::2], numbers[1::2], strict=True):
+                    own[metric] = [own[metric][0] + total, own[metric][1] + count]
+
     def means(self) -> dict[str, float]:
         """The means by the names of metrics.jsonl; empty without a step that was trained on."""
         if not self._trained:
@@ -104,6 +115,10 @@ class StepMetrics:
         means = {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
         for name, loss, total, count in zip(self._names, losses, *self._norms.tolist(), strict=True):
             means |= {f"train/{name}/loss": loss, f"train/{name}/grad_norm": _mean(total, count)}
+            for metric, (total, count) in self._named.get(name, {}).items():
+                means[f"train/{name}/{metric}"] = _mean(total, count)
+            if (better := f"train/{name}/{BETTER}") in means:
+                means[f"train/{name}/rewards/margins"] = means[better] - means[f"train/{name}/{WORSE}"]
         return means
 
     def speed(self) -> dict[str, float]:
@@ -126,12 +141,14 @@ class StepMetrics:
             return {}
         norms, norm_steps = self._norms.tolist()
         sums = {"sums": [*self._sums], "targets": [*self._targets], "norms": norms, "norm_steps": norm_steps}
-        return {_KEY: {"steps": self._trained, **sums}}
+        named = {"named": {name: {**own} for name, own in self._named.items()}} if self._named else {}
+        return {_KEY: {"steps": self._trained, **sums, **named}}
 
     def load(self, info: Mapping[str, Any]) -> None:
         """Go on from the sums of a checkpoint, if its manifest holds any."""
         if saved := info.get(_KEY):
             self._trained = saved["steps"]
+            self._named = {name: {**own} for name, own in saved.get("named", {}).items()}
             self._sums, self._targets = [*saved["sums"]], [*saved["targets"]]
             self._norms = torch.tensor([saved["norms"], saved["norm_steps"]], dtype=torch.float64, device=self._device)
 

@@ -1,0 +1,211 @@
+"""The objectives of a training, one per module of this package: what they read, and the loss of a pair or rated row.
+
+To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass as `Objective` describes it,
+and `objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function
+`loss(evidence)` that returns [K, U], with its `Needs` as the attribute `needs`. The fields of the dataclass are keys of
+the configuration. A field whose key differs between agents holds a tensor [K, 1] instead of a number. `sft`, next-token
+prediction, has its loss in `ci_llm.crowd.objective`.
+
+Formulas, names and defaults are those of TRL 1.16. Sums of log-probabilities are fp64, and so are losses. Objectives do
+not communicate, and row k of what they return depends on row k of what they are given.
+
+Legend: K agents, U units (pairs or rated rows) of one micro-batch, R rows: of a pair two, chosen before rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ci_llm.core.imports import load_plugin
+from ci_llm.errors import ConfigError
+
+RowKind = Literal["single", "pairs", "rated"]
+#: A setting that all agents have, or [K, 1] of agents that differ.
+Number = float | Tensor
+Metrics = Mapping[str, tuple[Tensor, Tensor | float]]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an objective has to be given.
+
+    Attributes:
+        rows: single rows, pairs of a better and a worse answer, or rows that are rated good or bad.
+        reference: the log-probabilities of the base without agents.
+        mismatched: how the agents differ from the reference on answers to other prompts, of the whole step.
+        nll: the next-token loss of the preferred rows as well: of their answers, or of all their tokens.
+    """
+
+    rows: RowKind = "pairs"
+    reference: bool = False
+    mismatched: bool = False
+    nll: Literal["none", "answers", "rows"] = "none"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the passes of one micro-batch have found.
+
+    Attributes:
+        sums: [K, R] log-probability of every answer, in nats.
+        lengths: [R] tokens of every answer.
+        reference: [R] the same as `sums` by the base without agents.
+        labels: [U] bool, of rated rows: whether they are good.
+        nll: [K, U] next-token loss of every preferred row, summed; `nll_tokens` [U] has the number of its tokens.
+        nll_share: units of the whole step for each of its `nll_tokens`: a number, or [K, 1].
+        kl: [K, 1] the mean over the mismatched rows of the step, at least 0.
+    """
+
+    sums: Tensor
+    lengths: Tensor
+    reference: Tensor | None = None
+    labels: Tensor | None = None
+    nll: Tensor | None = None
+    nll_tokens: Tensor | None = None
+    nll_share: float | Tensor = 1.0
+    kl: Tensor | None = None
+
+    @property
+    def ratios(self) -> Tensor:
+        """[K, R] log-probability of every answer above that of the base."""
+        assert self.reference is not None
+        return self.sums - self.reference
+
+    @property
+    def means(self) -> Tensor:
+        """[K, R] log-probability per token of every answer."""
+        return self.sums / self.lengths
+
+    @property
+    def mean_nll(self) -> Tensor:
+        """[K, U] the next-token loss of a unit, scaled: its mean over the units of the step is that over tokens."""
+        assert self.nll is not None
+        return self.nll * self.nll_share
+
+    @property
+    def nll_metric(self) -> tuple[Tensor, Tensor]:
+        """Sum [K] and count of the next-token loss, for the log."""
+        assert self.nll is not None
+        assert self.nll_tokens is not None
+        return self.nll.sum(1), self.nll_tokens.sum()
+
+
+def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., R] -> those of the chosen and of the rejected answers, each [..., U]."""
+    return values[..., 0::2], values[..., 1::2]
+
+
+class Objective(Protocol):
+    """An objective with its settings.
+
+    Attributes:
+        metric_names: what `metrics` adds to those that all objectives have.
+    """
+
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
+    @property
+    def needs(self) -> Needs: ...
+    def losses(self, e: Evidence) -> Tensor:
+        """[K, U], differentiable in sums and nll; their mean over the units of a whole step is the loss of an agent."""
+
+    def rewards(self, e: Evidence) -> Tensor:
+        """[K, R] how good every answer is to an agent: the implicit reward, or what stands for it."""
+
+    def metrics(self, e: Evidence) -> Metrics:
+        """Sum [K] and count of every number of `metric_names`."""
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A function of somebody else's as an objective."""
+
+    loss: Callable[[Evidence], Tensor]
+    metric_names: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> Needs:
+        found: Needs = getattr(self.loss, "needs", Needs(reference=True))
+        return found
+
+    def losses(self, e: Evidence) -> Tensor:
+        return self.loss(e)
+
+    def rewards(self, e: Evidence) -> Tensor:
+        return e.means if e.reference is None else e.ratios
+
+    def metrics(self, e: Evidence) -> Metrics:
+        return {}
+
+
+#: What the columns of a data set mean where the configuration says auto.
+BY_ROWS: Final[Mapping[RowKind, str]] = {"single": "sft", "pairs": "dpo", "rated": "kto"}
+SFT: Final = "sft"
+
+
+def objective_of(name: str, each: Sequence[Any], device: torch.device | str = "cpu") -> Objective:
+    """The objective `name` with the settings of these agents.
+
+    Args:
+        each: per agent an object with the keys of the configuration as attributes.
+
+    Raises:
+        BadInput: there is no such objective, or its settings do not fit together.
+    """
+    kind = _imported(name) if ":" in name else load_plugin(__name__, name, "objective")
+    if not isinstance(kind, type):
+        return OwnLoss(kind)
+    found: Objective = kind(**{field.name: _value(field.name, each, device) for field in fields(kind)})
+    return found
+
+
+def _value(key: str, each: Sequence[Any], device: torch.device | str) -> Any:
+    """The value of a key that all agents have, or the numbers [K, 1] of agents that differ."""
+    values = [getattr(own, key) for own in each]
+    if all(value == values[0] for value in values):
+        return values[0]
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+
+def for_agent(objective: Objective, agent: int) -> Objective:
+    """The objective of one of its agents, in a pass of its own."""
+    if isinstance(objective, OwnLoss):
+        return objective
+    own = {name: value[agent : agent + 1] for name, value in vars(objective).items() if isinstance(value, Tensor)}
+    return replace(objective, **own) if own else objective  # type: ignore[type-var]
+
+
+def _imported(name: str) -> Any:
+    """`module:name`, as Python finds it."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no such objective: {error}",
+            where=f"objective: {name}",
+            hint="write module:name, of a module that Python finds: in the present folder with PYTHONPATH=.",
+        ) from error
+
+
+def one_loss_type(given: Sequence[str] | None, known: Sequence[str], objective: str) -> str:
+    """The only loss type of an objective that has no mixtures; the first known one is the default."""
+    kinds = given or known[:1]
+    require_loss_types(kinds if len(kinds) == 1 else [" with ".join(kinds)], known, objective)
+    return kinds[0]
+
+
+def require_loss_types(given: Sequence[str], known: Sequence[str], objective: str) -> None:
+    """Refuse loss types that the objective does not have."""
+    if odd := [kind for kind in given if kind not in known]:
+        raise ConfigError(
+            f"objective {objective} has no loss_type {odd[0]}; it has {', '.join(known)}",
+            where="loss_type",
+            hint="take one of these, or write the loss yourself: objective=module:function (docs/objectives.md)",
+        )

@@ -1,0 +1,59 @@
+"""ORPO: next-token prediction of the better row, and odds in favour of its answer (Hong et al., 2024); no reference.
+
+As in TRL, the prompt of the better row is learned as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ci_llm.objectives import Evidence, Metrics, Needs, Number, pairs
+
+
+@dataclass(frozen=True)
+class Orpo:
+    """Keys: beta."""
+
+    beta: Number
+    metric_names: ClassVar[tuple[str, ...]] = ("nll_loss", "log_odds_ratio", "log_odds_chosen")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(nll="rows")
+
+    def losses(self, e: Evidence) -> Tensor:
+        return e.mean_nll - self.beta * F.logsigmoid(log_odds(e))
+
+    def rewards(self, e: Evidence) -> Tensor:
+        return self.beta * e.means
+
+    def metrics(self, e: Evidence) -> Metrics:
+        odds, units = log_odds(e), float(e.sums.shape[1] // 2)
+        return {
+            "nll_loss": e.nll_metric,
+            "log_odds_ratio": (F.logsigmoid(odds).sum(1), units),
+            "log_odds_chosen": (odds.sum(1), units),
+        }
+
+
+def log_odds(e: Evidence) -> Tensor:
+    """[K, U] the log of the odds of the better answer over those of the worse one."""
+    chosen, rejected = pairs(e.means.clamp(max=-_LEAST))
+    return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+
+
+#: An answer that is certain in floating point has odds without bound.
+_LEAST = 1e-12
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0: Mächler, "Accurately computing log(1 - exp(-|a|))", 2012."""
+    return torch.where(x > -0.6931471805599453, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+objective = Orpo

@@ -1,0 +1,131 @@
+"""Runs on pairs and rated rows: killed and resumed, alone and in company, on other processes and micro-batches."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from ci_llm import embedded
+from tests.run.test_own_settings import keys
+from tests.support.agent_facts import facts_of
+from tools.testbed.trials import Cell, Fate, Trials, account, differences
+
+pytestmark = pytest.mark.slow
+
+#: Epochs of 5 steps, the last of which has one row.
+ROWS, EVALUATED = 17, 6
+CELL: Final = Cell(accumulation=2)
+#: Agents with a setting of the objective of their own; all take rows that are common, in passes of their own.
+ENTRIES: Final = ("{name: near, seed: 1, beta: 0.5}", "{name: far, seed: 2, beta: 0.1, desirable_weight: 1.5}")
+
+
+def write(folder: Path, kind: str) -> Path:
+    """Pairs or rated rows about the embedded stories, with rows to evaluate on."""
+    for split, count in (("train", ROWS), ("test", EVALUATED)):
+        rows = []
+        for number, story in enumerate(embedded.rows("train")[300 : 300 + count]):
+            wrong = story["answer"].split("\n")[-1] + "1"
+            rows.append({"prompt": story["question"] + "\n", "chosen": story["answer"], "rejected": wrong})
+            if kind == "rated":
+                pair, good = rows.pop(), number % 2 == 0
+                rows.append(
+                    {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
+                )
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+    """Keys of a run, by its objective."""
+    pairs, rated = (write(tmp_path_factory.mktemp(kind), kind) for kind in ("pairs", "rated"))
+    names = {"dpo": pairs, "orpo": pairs, "kto": rated}
+    return {
+        name: {"objective": name, "dataset_name": folder, "max_train_samples": "null", "generation_eval_samples": 0}
+        for name, folder in names.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trials: Trials, data: Mapping[str, dict[str, Any]]) -> dict[str, Path]:
+    """The folders of runs of two agents."""
+    return {name: complete(trials, CELL, **keys(*ENTRIES), **data[name]) for name in ("dpo", "kto")}
+
+
+def complete(trials: Trials, cell: Cell, **more: Any) -> Path:
+    folder = trials.new_folder()
+    assert trials.train(cell, folder, **more) == [0] * cell.ranks, (folder / "log").read_text()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_killed_and_resumed(
+    trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
+) -> None:
+    folder, own = trials.new_folder(), {**keys(*ENTRIES), **data[name]}
+    assert trials.train(CELL, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL]
+    # The columns say which objective it is, and a run keeps what it began with.
+    assert trials.train(CELL, folder, **own | {"objective": "auto"}) == [0], (folder / "log").read_text()
+    assert "exactness: bitwise" in (folder / "run/training.log").read_text()
+    assert not differences(account(undisturbed[name]), account(folder))
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_an_agent_ends_as_it_would_alone(
+    trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
+) -> None:
+    alone = facts_of(complete(trials, CELL, **keys(ENTRIES[1]), **data[name]), "agent0")
+    assert not differences(alone, facts_of(undisturbed[name], "agent1"))
+    for part in ("lora_B", "train/loss at 12", "train/rewards/margins at 12", "eval/nll at 8", "eval/rewards"):
+        assert any(part in fact for fact in alone), part
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "more"),
+    [
+        ("kto", Cell(accumulation=1, ranks=2), {}),
+        ("kto", Cell(accumulation=4), {"batch_size": 1}),
+        ("orpo", Cell(accumulation=4), {"batch_size": 1}),
+        ("orpo", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
+    ],
+    ids=str,
+)
+def test_a_step_does_not_depend_on_who_computes_it(
+    trials: Trials, data: Mapping[str, dict[str, Any]], name: str, cell: Cell, more: dict[str, Any]
+) -> None:
+    """The first step of agents that begin as the base, and the second, where kl and rewards are no longer 0."""
+    own = data[name] | {"model_dtype": "fp64", "max_train_steps": 2, "logging_steps": 1, "lora_rank": 8}
+    one, other = complete(trials, CELL, **own), complete(trials, cell, **own | more)
+    wanted, found = (trained(folder) for folder in (one, other))
+    assert {*found} == {*wanted}
+    assert any("/rewards/chosen" in metric for _, metric in wanted)
+    for key, value in wanted.items():
+        # Adam turns a rounded sign of a gradient near 0 into a whole step: only then the second step can tell.
+        assert found[key] == pytest.approx(value, rel=1e-12 if key[0] == 1 else 1e-6, abs=1e-12), key
+    if name == "kto":
+        assert wanted[2, "train/agent0/kl"] > 0
+
+
+def trained(folder: Path) -> dict[tuple[int, str], float]:
+    """Losses, norms and what the objective measures, by step and metric."""
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return {
+        (line["step"], metric): value
+        for line in lines
+        for metric, value in line.items()
+        if metric.startswith("train/agent")
+    }
+
+
+def test_what_a_run_leaves_says_how_pairs_are_ranked(undisturbed: dict[str, Path]) -> None:
+    record = json.loads((undisturbed["dpo"] / "run/evaluation.json").read_text())
+    ranked = record["preferences"]
+    assert ranked["n"] == 4  # eval_samples of a cell
+    assert len(ranked["accuracies"]["agents"]) == 2
+    assert record["nll"]["crowd"] < record["base"]["nll"]
+    assert "auroc" in json.loads((undisturbed["kto"] / "run/evaluation.json").read_text())["preferences"]
