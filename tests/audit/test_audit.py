@@ -122,8 +122,11 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path) -> None:
+def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended in a traceback, with the exit code of a script that diverges."""
+    work = tmp_path / "work"  # each run works in a copy of the current folder
+    work.mkdir()
+    monkeypatch.chdir(work)
     train = "import torch; o = torch.optim.SGD(torch.nn.Linear(2, 1).parameters())\nfor _ in range(4): o.step()"
     third = f"import pathlib, sys; n = pathlib.Path({str(tmp_path / 'n')!r}); n.open('a').write('.')\n"
     third += "if len(n.read_text()) == 3: sys.exit('the port is in use')\n"

@@ -201,7 +201,6 @@ def test_its_command_line_runs_on_the_crowd(
             ["--tasks", "stories_nats", "--model_args", "pretrained=FOLDER"],
             "error: there is no checkpoint at this path",
         ),
-        (["--tasks", "no_such_task", "--model_args", "pretrained=FOLDER"], "no_such_task"),
         (["--tasks", "stories_nats", "--model_args", "pretrained=FOLDER,agnt=1"], "error: agnt is no"),
     ],
 )
