@@ -648,10 +648,10 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
 ) -> None:
     folder, original = tmp_path / "run", loop.compute_gradients
 
-    def interrupted(run: loop.Run, step: int, micro_batches: list[loop.Batch]) -> loop.Sums:
+    def interrupted(run: loop.Run, step: int, *rest: Any) -> loop.Sums:
         if step == 2:
             run.interrupts.request_stop("signal:SIGTERM")
-        return original(run, step, micro_batches)
+        return original(run, step, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "compute_gradients", interrupted)
