@@ -32,8 +32,9 @@ from ci_llm.crowd.aggregators import probability
 from ci_llm.crowd.answers import Logistic, signals, token_uncertainty, tokens_of
 from ci_llm.crowd.asking import prompter_of
 from ci_llm.crowd.generation import Continuation
+from ci_llm.crowd.ranking import auroc
 from ci_llm.data.batches import pack
-from ci_llm.evaluation.sureness import at_coverage, auroc
+from ci_llm.evaluation.sureness import at_coverage
 
 #: Of a coefficient of a hidden state and of a signal.
 PENALTIES = 30.0, 3.0

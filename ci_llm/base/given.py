@@ -96,8 +96,8 @@ def on_same_weights(model: PreTrainedModel, instead: Mapping[int, Any] = {}) -> 
 def base_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Base:
     """The base of a run, on the weights of a model that stays as it is."""
     model = on_same_weights(model).eval()
-    if getattr(model.config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # as `load_base`
+    if attention := load.attention_of(model.config):
+        model.set_attn_implementation(attention)
     model.config.use_cache = False
     prints = load.fingerprint_of(model), load.fingerprint_of(model, rounded=True)
     return Base(model, copy.deepcopy(tokenizer), load.opened_by(name), *prints)

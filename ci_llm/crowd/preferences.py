@@ -100,7 +100,7 @@ class Preferences:
         )
 
     def _loss(self, output: CrowdOutput, batch: Batch, agent: int | None) -> StepLoss:
-        """Of all agents, or of one."""
+        """The loss of a pass of all agents, or of one."""
         objective = self.objective if agent is None else for_agent(self.objective, agent)
         evidence = self.evidence(output.log_probs, batch, agent)
         losses = objective.losses(evidence)

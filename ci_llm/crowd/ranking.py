@@ -9,11 +9,14 @@ Legend: K agents, U units (pairs or rated rows).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ci_llm.core.scores import paired_interval
@@ -53,7 +56,8 @@ class Ranking:
         everyone = torch.cat([self.rewards, self.rewards.mean(0, keepdim=True)])
         if everyone.shape[-1] == 2:
             return (everyone[..., 0] > everyone[..., 1]).double().mean(1).tolist()
-        return [_area(own[self.good, 0], own[~self.good, 0]) for own in everyone]
+        areas = [auroc(own[:, 0], self.good) for own in everyone]
+        return [math.nan if area is None else area for area in areas]
 
     @property
     def margins(self) -> list[float]:
@@ -102,10 +106,15 @@ class Ranking:
         return f"{what}: crowd {crowd:.3f}; agents {', '.join(f'{own:.3f}' for own in agents)}"
 
 
-def _area(good: Tensor, bad: Tensor) -> float:
-    """Share of all couples in which the good one is worth more; half for a tie, NaN without a couple."""
-    difference = good[:, None] - bad[None]
-    return float(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())
+def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
+    """The area under the ROC curve, by the statistic of Mann and Whitney: the chance that a right answer has a higher
+    number than a wrong one; ties count half. None if all are right, or none."""
+    numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
+    if is_right.all() or not is_right.any():
+        return None
+    wrong = np.sort(numbers[~is_right])
+    below, not_above = (np.searchsorted(wrong, numbers[is_right], side) for side in ("left", "right"))
+    return float((below + not_above).mean() / 2 / len(wrong))
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Measures of how far a number that says how sure a crowd is can be trusted: pure functions of n answers.
 
-Sources: Guo et al., "On Calibration of Modern Neural Networks", 2017, for the calibration error; the area under the ROC
-curve is the statistic of Mann and Whitney.
+Source: Guo et al., "On Calibration of Modern Neural Networks", 2017, for the calibration error.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ci_llm.crowd.answers import Calibration
+from ci_llm.crowd.ranking import auroc
 from ci_llm.evaluation.predictions import Row
 
 BINS: Final = 10
@@ -22,16 +22,6 @@ DRAWS: Final = 200
 AGENTS_PER_PROMPT: Final = 1.6
 #: Right answers, and as many wrong ones, below which people are shown no AUROC.
 LEAST_OF_EACH: Final = 10
-
-
-def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
-    """The chance that a right answer has a higher number than a wrong one; ties count half. None if all are alike."""
-    numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
-    if is_right.all() or not is_right.any():
-        return None
-    wrong = np.sort(numbers[~is_right])
-    below, not_above = (np.searchsorted(wrong, numbers[is_right], side) for side in ("left", "right"))
-    return float((below + not_above).mean() / 2 / len(wrong))
 
 
 def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:

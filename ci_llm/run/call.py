@@ -134,9 +134,11 @@ def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[obje
 
         launch = replace(launch, arguments=_words_for_a_shell(read.config))
         base = base_of(*loaded, read.config.model_name) if loaded else None
-        told: Any = {"sources": [*read.lines, *offline], "callbacks": callbacks, "given": base, "quiet": quiet}
+        sources = [*read.lines, *offline]
         with _process_as_it_was():
-            return run_job(read.config, interrupts, launch, **told)
+            return run_job(
+                read.config, interrupts, launch, sources=sources, callbacks=callbacks, given=base, quiet=quiet
+            )
 
 
 def _is_name(given: Any) -> bool:

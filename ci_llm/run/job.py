@@ -143,8 +143,9 @@ def run_among(
         given, quiet: see `run_job`.
         end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
     """
-    shown: Any = {"is_main_process": processes.is_main_process, "live": config.progress_bar, "quiet": quiet}
-    log, manager = RunLog(config.run_folder, **shown), _manager_of(config, processes, interrupts)
+    is_main, live = processes.is_main_process, config.progress_bar
+    log = RunLog(config.run_folder, is_main_process=is_main, live=live, quiet=quiet)
+    manager = _manager_of(config, processes, interrupts)
     mirror = RunMirror(config, manager, processes, interrupts)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)

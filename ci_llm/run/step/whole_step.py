@@ -127,7 +127,8 @@ def _nll_share(rows: TokenizedRows, plan: Plan, step: int) -> float:
 
 
 def _rows_before(plan: Plan, step: int) -> dict[int, int]:
-    """Of each row of the step the one before it; of the first the last one, and of an only one another step's."""
+    """The row before each row of the step: the last one stands before the first, and for a single row one of another
+    step."""
     rows = plan.rows(step)
     last = rows[-1] if len(rows) > 1 else plan.rows(step - 1 if step else 1)[-1]
     return dict(zip(rows, [last, *rows[:-1]], strict=True))
