@@ -190,10 +190,10 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
     starts = ends - lengths
     input_ids = np.concatenate([example.input_ids for example in examples]).astype(np.int64)
     at = np.flatnonzero(np.concatenate([example.supervised for example in examples]))
+    rows = np.searchsorted(ends, at, side="right")
     judged: dict[str, Any] = {}
     if units:
         answers = starts + [length for unit in units for length in unit.prompts]
-        rows = np.searchsorted(ends, at, side="right")
         judged["target_counts"] = tuple(np.bincount(rows, minlength=len(ends)).tolist())
         judged["answered"] = torch.from_numpy(at >= answers[rows])
         judged["labels"] = torch.tensor([unit.label > 0 for unit in units])
@@ -203,7 +203,7 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         bounds=(0, *ends.tolist()),
         predict_from=torch.from_numpy(at - 1),
         targets=torch.from_numpy(input_ids[at]),
-        target_rows=torch.from_numpy(np.searchsorted(ends, at, side="right")),
+        target_rows=torch.from_numpy(rows),
         last_tokens=torch.from_numpy(ends - 1),
         sample_ids=tuple(sample_ids),
         **judged,
