@@ -24,7 +24,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,7 +34,8 @@ from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config, load_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
-from ci_llm.crowd.objective import StepLoss
+from ci_llm.crowd.objective import Objective, StepLoss
+from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.data.batches import Batch, MicroBatch, pack, stream
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Ballot
@@ -65,7 +66,7 @@ class Training:
         recovery = RecoveryState(agents=(AgentRecovery(),) * config.num_agents)
         self.state = TrainState(skipped=(0,) * config.num_agents, recovery=recovery)
         self.heartbeat = Heartbeat()
-        self.objective: Callable[..., StepLoss] = objective_of(config, self.crowd)
+        self.objective: TrainedObjective | Specialists = objective_of(config, self.crowd)
         self.total_steps = STEPS * AGENTS // config.num_agents
         self.learning_rates = schedules(config, None, self.total_steps)
         self.max_grad_norms = [config.max_grad_norm] * config.num_agents
@@ -98,6 +99,8 @@ class Specialists:
     """Cross-entropy in which a row counts for agent k in proportion to p_k(row)^alpha."""
 
     alpha: float
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    count = staticmethod(Objective.count)
 
     def __call__(self, output: CrowdOutput, batch: Batch, step: int, agent: int | None = None) -> StepLoss:
         agents, rows = output.log_probs.shape[0], batch.num_rows
@@ -126,7 +129,8 @@ class Bench:
         words = [f"seed={seed}", f"max_train_samples={rows}", f"eval_split={split}", "eval_samples=null"]
         config = load_config(CONFIG, [*words, f"num_agents={AGENTS}", f"max_train_steps={STEPS}"])
         processes = Processes(config, launch=read_launch())
-        return cls(config, load(config, processes), processes)
+        loaded = load(config, processes)
+        return cls(config.model_copy(update=loaded.settled), loaded, processes)
 
     def training(self, **own: Any) -> Training:
         """The crowd as it is, with these keys."""
