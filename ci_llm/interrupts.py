@@ -29,6 +29,7 @@ SAVE_SIGNALS: Final = ("SIGUSR1",)
 STACKS_SIGNAL: Final = signal.SIGURG
 
 ABORTED_EXIT_CODE: Final = 130  # 128 + SIGINT
+BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
 _QUIT: Final = b"\0"  # no signal has the number 0
 _PR_SET_PDEATHSIG: Final = 1
 _RETRY_S: Final = 0.05

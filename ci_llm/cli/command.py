@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 from ci_llm.core.help import HelpfulParser
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, first_line
-from ci_llm.interrupts import ABORTED_EXIT_CODE
+from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 
 class Parser(HelpfulParser):
@@ -85,8 +85,6 @@ def make_parser(command: str, description: str, examples: str, common: Collectio
 _LOGGER = logging.getLogger(__name__)
 
 _STARTED: Final = "CI_LLM_STARTED"  # of cluster/launch.py, which a command that only helps does without
-BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone
-_FAILURES: Final = (CiLlmError.exit_code, BadInput.exit_code, BROKEN_PIPE_EXIT_CODE)  # others are orderly ends
 
 
 def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
@@ -97,10 +95,9 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     """
     code = _run_guarded(command, debug=debug)
     if _STARTED in os.environ:
-        from ci_llm.cluster.starter import tell
+        from ci_llm.cluster.starter import exit_code_told
 
-        tell(str(code))  # torchrun flattens it, and prints a table of errors for any that is not 0
-        return code if code in _FAILURES else 0
+        return exit_code_told(code)
     return code
 
 

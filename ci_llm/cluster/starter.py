@@ -28,10 +28,12 @@ import psutil
 
 from ci_llm.cluster.launch import STARTED, SUPERVISED, Launch, accelerate_option, option, started_by
 from ci_llm.core.run_status import is_alive
-from ci_llm.interrupts import ABORTED_EXIT_CODE, Interrupts, ignore, notify_of_parent_death, send
+from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE, Interrupts, ignore, notify_of_parent_death, send
 
 COME_UP_S: Final = 30.0
 _LOOK_S: Final = 0.1
+_FAILURES: Final = (CiLlmError.exit_code, BadInput.exit_code, BROKEN_PIPE_EXIT_CODE)  # others are orderly ends
 _UP: Final = "up"
 _WORKING_S: Final = 0.5  # of a processor: an agent that only waits needs minutes for it
 _DISTRIBUTED: Final = re.compile(r"(?:--)?distributed(?:=(\d+|true|false))?", re.IGNORECASE)
@@ -238,6 +240,18 @@ def tell(word: str = _UP, environ: Mapping[str, str] = os.environ) -> None:
         except OSError:
             if word == _UP:
                 raise SystemExit(1) from None
+
+
+def exit_code_told(code: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Tell the exit code of this process to the process that started it, if one did.
+
+    Returns:
+        what this process is to end with: torchrun takes each code but 0 for a failure, and prints a table of errors.
+    """
+    if STARTED not in environ:
+        return code
+    tell(str(code), environ)
+    return code if code in _FAILURES else 0
 
 
 def _told(folder: Path) -> list[tuple[int, str]]:

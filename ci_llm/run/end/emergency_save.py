@@ -26,6 +26,7 @@ import torch
 from ci_llm.checkpoints.state_files import from_bytes, to_bytes
 from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
 from ci_llm.cluster.launch import exit_code_after_stop, has_rounds
+from ci_llm.cluster.starter import exit_code_told
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
@@ -104,7 +105,9 @@ class EmergencySave:
         if self._saving.is_set():
             threading.Event().wait()  # for ever: the saving thread ends the process, whatever happened to this one
         if kind is not None and not self._processes.is_main_process and (reason := self._why_main_has_left()):
-            os._exit(self._exit_code(reason))  # the error is that the main process is gone, as it should be
+            os._exit(
+                exit_code_told(self._exit_code(reason))
+            )  # the error is that the main process is gone, as it should be
         self._over.set()
         self._hook.remove()
         in_a_step = self._pace.step_started is not None and not self._moving
@@ -190,7 +193,9 @@ class EmergencySave:
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
             logger.error(f"the last boundary could not be saved: {described(error)}")
         finally:
-            os._exit(exit_code)  # no exit handlers: the main thread may sit in a call that never returns
+            os._exit(
+                exit_code_told(exit_code)
+            )  # no exit handlers: the main thread may sit in a call that never returns
 
     def _save_boundary(self) -> None:
         step, _ = self._boundary
@@ -222,7 +227,7 @@ class EmergencySave:
             # The main process may still reach the next ballot: only its status says that it has given the step up.
             while not self._over.wait(_POLL_S):
                 if reason := self._why_main_has_left():
-                    os._exit(self._exit_code(reason))
+                    os._exit(exit_code_told(self._exit_code(reason)))
 
     def _why_main_has_left(self) -> str | None:
         """The reason for which the main process has saved and left; None if it has not."""

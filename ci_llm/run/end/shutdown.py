@@ -22,6 +22,7 @@ from ci_llm.checkpoints.store import DISK_FULL
 from ci_llm.cluster.deadline import MAX_RUNTIME, REASON, Deadline, Pace, Walltime, find_deadline
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
+from ci_llm.cluster.starter import exit_code_told
 from ci_llm.config import Config, arguments_without
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_folder import PEER_LOST, Failure, attempt_folder, attempts_without_progress, write_failure
@@ -189,7 +190,7 @@ def end_at_once(code: int, error: BaseException | None) -> None:
         if error is not None:
             print(f"error: {error}", file=sys.stderr)
         print(end="", flush=True)
-    os._exit(error.exit_code if isinstance(error, CiLlmError) else code)
+    os._exit(exit_code_told(error.exit_code if isinstance(error, CiLlmError) else code))
 
 
 def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
