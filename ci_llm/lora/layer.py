@@ -429,17 +429,7 @@ class _FusedLinear(torch.autograd.Function):
         groups: Sequence[AgentGroup],
         *parameters: Tensor,
     ) -> Tensor:
-        (agents, rows, width), dtype = cast.shape, cast.dtype
-        # One product with W for the rows of all agents: this is where the fused pass saves time.
-        bias = None if bias is None else bias.to(dtype)
-        y = nn.functional.linear(cast.reshape(agents * rows, width), _dense(weight, dtype), bias).view(agents, rows, -1)
-        kept = []
-        for group, z in _inputs(groups, cast, dropped):
-            a, b = group.effective(dtype)
-            h = torch.bmm(z, a.mT)
-            # In place, because y is the largest tensor here and autograd does not need its value before the sum.
-            group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
-            kept += [a, b, h]
+        y, kept = _with_adapters(cast, dropped, weight, bias, groups)
         plain = cast if any(not group.drops for group in groups) else None
         quantized = isinstance(weight, QuantizedLinear)
         ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
@@ -469,6 +459,28 @@ class _FusedLinear(torch.autograd.Function):
             gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
         grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
         return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, *gradients
+
+
+def _with_adapters(
+    cast: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor | QuantizedLinear,
+    bias: Tensor | None,
+    groups: Sequence[AgentGroup],
+) -> tuple[Tensor, list[Tensor]]:
+    """y [K, N, out] of `_FusedLinear`, and of each group A, B and h, which its backward pass needs."""
+    (agents, rows, width), dtype = cast.shape, cast.dtype
+    # One product with W for the rows of all agents: this is where the fused pass saves time.
+    bias = None if bias is None else bias.to(dtype)
+    y = nn.functional.linear(cast.reshape(agents * rows, width), _dense(weight, dtype), bias).view(agents, rows, -1)
+    kept = []
+    for group, z in _inputs(groups, cast, dropped):
+        a, b = group.effective(dtype)
+        h = torch.bmm(z, a.mT)
+        # In place, because y is the largest tensor here and autograd does not need its value before the sum.
+        group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
+        kept += [a, b, h]
+    return y, kept
 
 
 class _LowRank(torch.autograd.Function):
@@ -552,7 +564,8 @@ class StackedLoRALinear(nn.Module):
         self.in_features, self.out_features = _features(base_layer)
         self.lora_A = nn.ParameterDict()
         self.lora_B = nn.ParameterDict()
-        self.groups: tuple[AgentGroup, ...] = ()
+        self._groups: tuple[AgentGroup, ...] = ()
+        self._alone: dict[int, tuple[AgentGroup, ...]] = {}
 
     @property
     def weight(self) -> WeightMetadata:
@@ -567,14 +580,28 @@ class StackedLoRALinear(nn.Module):
         if self.reading.agent is not None:
             # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
             first, agents = self.reading.agent, 1
-            own = tuple(group.only(first) for group in groups if group.first <= first < group.end)
-            groups = own or (AgentGroup(0, 1),)
+            groups = self._groups_of(first)
         elif self.reading.spans is not None:
             agents, groups = 1, tuple(own for group in groups for own in group.on(self.reading.spans))
         if not self.training:
             groups = tuple(group.at_rest() for group in groups)
         y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
         return y.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def groups(self) -> tuple[AgentGroup, ...]:
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: tuple[AgentGroup, ...]) -> None:
+        self._groups, self._alone = groups, {}
+
+    def _groups_of(self, agent: int) -> tuple[AgentGroup, ...]:
+        """The group of one agent alone, made once and not in each of its passes."""
+        if agent not in self._alone:
+            own = tuple(group.only(agent) for group in self._groups if group.first <= agent < group.end)
+            self._alone[agent] = own or (AgentGroup(0, 1),)
+        return self._alone[agent]
 
     def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
         base, dtype, whole = self.base_layer, compute_dtype(x), x
@@ -584,10 +611,12 @@ class StackedLoRALinear(nn.Module):
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
+            dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
+            if not torch.is_grad_enabled():  # no gradients to route: the same numbers, sooner
+                return _with_adapters(cast, dropped, weight, base.bias, adapted)[0]
             own = [self._parameters_of(group, first) for group in adapted]
             adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
             parameters = [each for group in own for each in group]
-            dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
             return _FusedLinear.apply(  # type: ignore[no-any-return]
                 x, cast, dropped, weight, base.bias, adapted, *parameters
             )
