@@ -113,11 +113,13 @@ class Reading:
         agent: the agent to which all rows of the input belong, or `NOBODY`; None: it holds the rows of all K agents.
         spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
         shared: with the passes of other agents; None: nothing.
+        in_storage: whether the gradients of all parameters are the storage's, as `begin_step` leaves them.
     """
 
     agent: int | None = None
     spans: Sequence[slice] | None = None
     shared: Shared | None = None
+    in_storage: bool = False
 
     @contextmanager
     def of(
@@ -223,13 +225,23 @@ class AgentGroup:
 
         Where `gradients` exist they are added there, all agents at once, and autograd gets none.
         """
+        if self.gradients is not None:
+            self.add_gradients(grad_a, grad_b)
+            return (None,) * (2 * (self.end - self.first))
         if self.masks is not None:
             grad_a, grad_b = grad_a.to(dtype) * self.masks[0], grad_b.to(dtype) * self.masks[1]
-        if self.gradients is not None:
-            self.gradients[0].add_(grad_a)
-            self.gradients[1].add_(grad_b)
-            return (None,) * (2 * (self.end - self.first))
         return (*grad_a.to(dtype).unbind(0), *grad_b.to(dtype).unbind(0))
+
+    def add_gradients(self, grad_a: Tensor, grad_b: Tensor) -> None:
+        """Add the gradients of all agents, A [n, r, in] and B [n, out, r], to those of the storage."""
+        assert self.gradients is not None
+        for whole, grad, mask in zip(self.gradients, (grad_a, grad_b), self.masks or (None, None), strict=True):
+            whole.add_(grad if mask is None else grad.to(whole.dtype) * mask)
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether its input may be read for several layers at once, see `ci_llm/lora/joined.py`."""
+        return self.stacked is not None and self.gradients is not None and self.tokens is None and not self.drops
 
 
 def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
@@ -445,12 +457,13 @@ class _FusedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grads_z = None, []
         if ctx.needs_input_grad[0]:
-            weight = _dense(ctx.quantized or weight, grad.dtype)
+            weight = dense(ctx.quantized or weight, grad.dtype)
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
         gradients: list[Tensor | None] = []
         for number, (group, z) in enumerate(_inputs(ctx.groups, cast, dropped)):
             a, b, h = kept[3 * number : 3 * number + 3]
-            grad_a, grad_b, grad_h = _low_rank_gradients(group.of(grad), z, b, h, group.scaling)
+            grad_h, grad_b = low_rank_gradients(group.of(grad), b, h, group.scaling)
+            grad_a = torch.bmm(grad_h.mT, z)
             # Without dropout z is x, so both parts of the gradient belong to the same input.
             if group.drops:
                 grads_z.append(torch.bmm(grad_h, a))
@@ -472,7 +485,7 @@ def _with_adapters(
     (agents, rows, width), dtype = cast.shape, cast.dtype
     # One product with W for the rows of all agents: this is where the fused pass saves time.
     bias = None if bias is None else bias.to(dtype)
-    y = nn.functional.linear(cast.reshape(agents * rows, width), _dense(weight, dtype), bias).view(agents, rows, -1)
+    y = nn.functional.linear(cast.reshape(agents * rows, width), dense(weight, dtype), bias).view(agents, rows, -1)
     kept = []
     for group, z in _inputs(groups, cast, dropped):
         a, b = group.effective(dtype)
@@ -499,12 +512,14 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, a, b, h = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.group.scaling)
+        grad_h, grad_b = low_rank_gradients(grad, b, h, ctx.group.scaling)
+        grad_a = torch.bmm(grad_h.mT, z)
         grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
         return grad_z, None, *ctx.group.parameter_gradients(grad_a, grad_b, ctx.dtype)
 
 
-def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+def dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a frozen layer in `dtype`."""
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
@@ -528,12 +543,11 @@ def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
 
 
-def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, ...]:
-    """Gradients of A [K, r, in], B [K, out, r] and h [K, N, r], where h = z Aᵀ and the output is s h Bᵀ."""
+def low_rank_gradients(grad: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Gradients of h [K, N, r] and of B [K, out, r], where the output is s h Bᵀ."""
     # The longer dimension is the last one, in memory as well: MKL is up to four times slower otherwise.
     grad_h = torch.bmm(grad, b.mT.contiguous().mT).mul_(scaling)
-    grad_b = torch.bmm(h.mT, grad).mul_(scaling).mT
-    return torch.bmm(grad_h.mT, z), grad_b, grad_h
+    return grad_h, torch.bmm(h.mT, grad).mul_(scaling).mT
 
 
 class StackedLoRALinear(nn.Module):
@@ -552,6 +566,7 @@ class StackedLoRALinear(nn.Module):
     Attributes:
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
+        joined: the `JoinedInput` of the layer and its neighbours; None: it computes for itself.
     """
 
     def __init__(
@@ -566,6 +581,7 @@ class StackedLoRALinear(nn.Module):
         self.lora_B = nn.ParameterDict()
         self._groups: tuple[AgentGroup, ...] = ()
         self._alone: dict[int, tuple[AgentGroup, ...]] = {}
+        self.joined: Any = None
 
     @property
     def weight(self) -> WeightMetadata:
@@ -576,17 +592,23 @@ class StackedLoRALinear(nn.Module):
         return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
 
     def forward(self, x: Tensor) -> Tensor:
-        first, agents, groups = 0, self.num_agents, self.groups
-        if self.reading.agent is not None:
-            # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
-            first, agents = self.reading.agent, 1
-            groups = self._groups_of(first)
-        elif self.reading.spans is not None:
-            agents, groups = 1, tuple(own for group in groups for own in group.on(self.reading.spans))
-        if not self.training:
-            groups = tuple(group.at_rest() for group in groups)
-        y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
+        if self.joined is not None and (found := self.joined.output(self, x)) is not None:
+            return found  # type: ignore[no-any-return]
+        # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
+        first, agents = (0, self.num_agents) if self.reading.agent is None else (self.reading.agent, 1)
+        if self.reading.agent is None and self.reading.spans is not None:
+            agents = 1
+        y = self._apply_both(x, (agents, -1, self.in_features), self.present_groups(), first)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def present_groups(self) -> tuple[AgentGroup, ...]:
+        """The agents whose rows the input holds, as they compute in this mode."""
+        groups = self._groups
+        if self.reading.agent is not None:
+            groups = self._groups_of(self.reading.agent)
+        elif self.reading.spans is not None:
+            groups = tuple(own for group in groups for own in group.on(self.reading.spans))
+        return groups if self.training else tuple(group.at_rest() for group in groups)
 
     @property
     def groups(self) -> tuple[AgentGroup, ...]:
