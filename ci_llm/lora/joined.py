@@ -90,7 +90,8 @@ class JoinedInput:
     """Neighbouring layers; the first that is called computes all, and the others take what it left.
 
     Each does so only for the very tensor that the first one read. Agents of several shapes, with dropout, or with rows
-    of their own in one pass stay with the layers themselves, and so does a pass without gradients.
+    of their own in one pass stay with the layers themselves, and so do a layer that they do not adapt, which an agent
+    has by itself when it is alone, and a pass without gradients.
     """
 
     def __init__(self, layers: Sequence[StackedLoRALinear]) -> None:
@@ -102,28 +103,29 @@ class JoinedInput:
     def output(self, layer: StackedLoRALinear, x: Tensor) -> Tensor | None:
         """What the layer gives for the input [K·B, ..., in]; None: it has to compute that itself."""
         if self._input is not x or layer.name not in self._left:
-            self._input, self._left = None, {}
-            if not torch.is_grad_enabled() or (groups := self._groups()) is None:
+            chosen = self._chosen() if torch.is_grad_enabled() and layer.reading.in_storage else {}
+            if layer.name not in chosen or len(chosen) == 1:
                 return None
-            rows, dtype = (groups[0].end - groups[0].first, -1, layer.in_features), compute_dtype(x)
-            cast, bases = layer.casts.input(x, dtype).reshape(rows), [each.base_layer for each in self._layers]
-            outputs = _JoinedLinears.apply(x.reshape(rows), cast, self._anchor, bases, groups)
-            shaped = [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
-            self._input, self._left = x, dict(zip((each.name for each in self._layers), shaped, strict=True))
+            self._input, self._left = x, self._computed(x, chosen)
         found = self._left.pop(layer.name)
         if not self._left:
             self._input = None
         return found
 
-    def _groups(self) -> list[AgentGroup] | None:
-        """The only group of every layer, if each has one whose gradients are added to the storage."""
-        found: list[AgentGroup] = []
-        for layer in self._layers:
-            groups = layer.present_groups()
-            if len(groups) > 1 or not groups[0].is_joinable or not layer.reading.in_storage:
-                return None
-            found += groups
-        return found
+    def _computed(self, x: Tensor, chosen: dict[str, AgentGroup]) -> dict[str, Tensor]:
+        """The outputs of these layers by name."""
+        layers, groups = [each for each in self._layers if each.name in chosen], [*chosen.values()]
+        rows = (groups[0].end - groups[0].first, -1, layers[0].in_features)
+        cast = layers[0].casts.input(x, compute_dtype(x)).reshape(rows)
+        outputs = _JoinedLinears.apply(
+            x.reshape(rows), cast, self._anchor, [each.base_layer for each in layers], groups
+        )
+        return {name: y.view(*x.shape[:-1], y.shape[-1]) for name, y in zip(chosen, outputs, strict=True)}
+
+    def _chosen(self) -> dict[str, AgentGroup]:
+        """By name, the only group of each layer that has one whose gradients are added to the storage."""
+        found = {layer.name: layer.present_groups() for layer in self._layers}
+        return {name: groups[0] for name, groups in found.items() if len(groups) == 1 and groups[0].is_joinable}
 
 
 def join(layers: Iterable[StackedLoRALinear]) -> None:

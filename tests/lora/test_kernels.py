@@ -206,3 +206,22 @@ def test_a_base_in_16_bits_computes_by_itself_what_it_computes_under_autocast() 
         with torch.autocast("cpu", torch.bfloat16):
             found.append(learned(crowd))
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> None:
+    """Alone, an agent of q and v has no adapter at k at all."""
+    model, few = base(dtype=torch.float32), {"seed": 3, "rank": 2, "target_modules": ("q_proj", "v_proj")}
+    found = []
+    for agents in ((few,), ({"seed": 4}, few)):
+        crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=agents), "toy").train()
+        crowd.compute_fast(PARTS)
+        crowd.agents.pass_per_agent = True
+        row = crowd.agents.rows[-1]
+        row.data.copy_(random(*row.shape) * 0.1)
+        crowd.agents.begin_step(0)
+        for part in crowd.parts(batch()):
+            with part.reading():
+                crowd(part.rows).loss.backward()
+        found.append(crowd.agents.gradients[-1, : len(row)].clone())
+    assert found[0].any()
+    assert torch.equal(*found)
