@@ -42,6 +42,7 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
+from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients
@@ -66,7 +67,9 @@ LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
 class Ours:
     """One step as the training loop takes it; the attributes are what its functions read of a run."""
 
-    def __init__(self, base: PreTrainedModel, layers: Layers = "all", agents: int = K) -> None:
+    def __init__(
+        self, base: PreTrainedModel, layers: Layers = "all", agents: int = K, fast: Sequence[str] = PARTS
+    ) -> None:
         mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
@@ -75,6 +78,7 @@ class Ours:
         self.state = TrainState(skipped=(0,) * agents, recovery=recovery)
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
+        self.crowd.compute_fast(fast)
         self.heartbeat = Heartbeat()
         self.objective = Objective()
         self.plan = None
@@ -246,24 +250,25 @@ def measure(
     agents: int = K,
     trunk: bool = False,
     parts: bool = False,
+    fast: Sequence[str] = PARTS,
 ) -> Measured:
-    """Every trainer on every batch, in turns; for `trunk` and `parts` see --trunk and --parts.
+    """Every trainer on every batch, in turns; for `trunk`, `parts` and `fast` see --trunk, --parts and --kernels.
 
     Raises:
         AssertionError: the trainers' losses differ, so they did not do the same.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     base = random_base(size).to(dtype)
-    ours = Ours(copy.deepcopy(base), agents=agents)
+    ours = Ours(copy.deepcopy(base), agents=agents, fast=fast)
     products = Products(ours.crowd, dtype)
     trainers = {
         OURS: ours,
         ORIGINAL: OriginalsWay(copy.deepcopy(base), ours.crowd),
         SEPARATE: SeparateRuns(base, ours.crowd),
-        **({BF16: Ours(random_base(size).bfloat16(), agents=agents)} if precision == "fp32" else {}),
+        **({BF16: Ours(random_base(size).bfloat16(), agents=agents, fast=fast)} if precision == "fp32" else {}),
     }
     if trunk:
-        trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half", agents)
+        trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half", agents, fast)
         trainers[UPPER] = OriginalsWay(random_base(size).to(dtype), upper.crowd)
     if parts:
         trainers[TARGETS] = TargetsOnly(random_base(size).to(dtype), ours.crowd)
@@ -315,6 +320,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
     parser.add_argument("--trunk", action="store_true", help="measure adapters in the upper half of the layers as well")
     parser.add_argument("--parts", action="store_true", help="measure also what lies between ours and the others")
+    parser.add_argument(
+        "--kernels",
+        nargs="*",
+        choices=PARTS,
+        default=PARTS,
+        metavar="PART",
+        help=f"what ours computes fast, of {', '.join(PARTS)}; none: plain (default: all)",
+    )
     parser.add_argument("--model", help="a real base instead, with --dataset of questions and answers: `real_step.py`")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -333,7 +346,7 @@ def main() -> None:
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        chosen = {"agents": options.agents, "trunk": options.trunk, "parts": options.parts}
+        chosen = {"agents": options.agents, "trunk": options.trunk, "parts": options.parts, "fast": options.kernels}
         print(table(measure(options.size, inputs, options.precision, **chosen), rows), flush=True)
 
 

@@ -19,7 +19,7 @@ from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
 #: How runs were that began before a key existed.
-BEFORE: Final = {"pass_per_agent": False, "held_out": "spread", "long_rows": "truncate"}
+BEFORE: Final = {"pass_per_agent": False, "kernels": "plain", "held_out": "spread", "long_rows": "truncate"}
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,11 @@ class BaseModelKeys(Keys):
         " that it has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit, but not"
         " with base_sharding layers",
     )
+    kernels: Literal["auto", "fast", "plain"] = rounding(
+        "auto",
+        "how head, norms, rotations, gates and layers that share an input are computed: plain, as the base's own code"
+        " does, or fast, with fewer passes over memory; auto: fast, and a run keeps what it began with",
+    )
 
 
 class AgentKeys(Keys):

@@ -17,9 +17,11 @@ import torch
 
 from ci_llm._version import __version__
 
-#: The version of this package's own arithmetic. Raise it with every change of ours that changes bits: another order of
-#: a sum, another operation, another draw.
-NUMERICS: Final = 1
+PLAIN: Final = "plain"
+FAST: Final = "fast"
+#: The versions of this package's own arithmetic, by `kernels`. Raise one with every change of ours that changes its
+#: bits: another order of a sum, another operation, another draw.
+NUMERICS: Final = {PLAIN: 1, FAST: 2}
 
 LIBRARIES: Final = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 #: Variables of the environment by which a library picks its kernels.
@@ -36,12 +38,20 @@ _OLDER: Final = (
 )
 
 
-def names(device: torch.device) -> dict[str, Any]:
-    """Everything with a name that decides bits on this device in this process; `differences` compares two of them."""
+def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
+    """Everything with a name that decides bits on this device in this process; `differences` compares two of them.
+
+    Args:
+        kernels: those of the run, as its checkpoints record them.
+    """
     machine = _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()}
     settings = {key: value for key, value in sorted(os.environ.items()) if SETTINGS.fullmatch(key)}
     versions = {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in()
-    return {"machine": machine, "settings": settings | {"numerics": str(NUMERICS)}, "versions": versions}
+    return {
+        "machine": machine,
+        "settings": settings | {"numerics": str(NUMERICS[kernels.split()[0]])},
+        "versions": versions,
+    }
 
 
 def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -71,7 +81,8 @@ def foretold(before: Mapping[str, Any]) -> str:
     """What the names in a checkpoint say about a resume on this machine, for people."""
     machine = before.get("machine", {})
     made = f"made on {', '.join(machine.values())}; " if machine else ""
-    here = names(torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu")
+    here = names(device, before.get("kernels", PLAIN))
     if odd := differences(before, here):
         return f"{made}a resume here is not called bitwise: {'; '.join(odd)}"
     return f"{made}the same names here; a resume also compares the digest of a layer"

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.base.quantized import stored_quantization
+from ci_llm.base.targets import layer_list, layer_numbers
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
-from ci_llm.lora import passes
+from ci_llm.lora import kernels, passes
 from ci_llm.lora.adapters import adapter_config, attach
 from ci_llm.lora.layer import NOBODY, LoraSettings
 
@@ -185,6 +186,10 @@ class CrowdModel(nn.Module):
         self.learned: Learned | None = None
         self.common_start = not settings.initialize_adapters_rand
         self.agents = attach(model, settings)
+        self.fast: tuple[str, ...] = ()
+        numbers = layer_numbers(model, self.agents.layers).values()
+        first = layer_list(model)[1][min(numbers)] if numbers else model
+        self._kinds = {type(module) for module in first.modules()}
         self.names = default_names(settings.num_agents)
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
@@ -196,6 +201,7 @@ class CrowdModel(nn.Module):
         """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
         for name, layer in self.agents.layers.items():
             self.model.set_submodule(name, layer.base_layer)
+        self.compute_fast(())
         self._head_rows.remove()
         self.model.config._attn_implementation = self._native_attention
         passes.stop_recomputing(self.model)
@@ -263,7 +269,11 @@ class CrowdModel(nn.Module):
 
     def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
         head = self._passes.cast_head(states)
-        return CrowdOutput(passes.target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
+        return CrowdOutput(self._log_probs(states, batch, head), states)
+
+    def _log_probs(self, states: Tensor, batch: Batch, head: passes.Head) -> Tensor:
+        of_chunk = kernels.fast_chunk if "head" in self.fast else passes.plain_chunk
+        return passes.target_log_probs(states[:, batch.predict_from], batch.targets, head, of_chunk)
 
     @torch.no_grad()
     def reference(self, batch: Batch) -> Tensor:
@@ -272,8 +282,7 @@ class CrowdModel(nn.Module):
         if shared is not None and shared.same_rows and shared.reference is not None:
             return shared.reference
         with self.agents.reading.of(NOBODY):
-            states = self.states(batch)
-            found = passes.target_log_probs(states[:, batch.predict_from], batch.targets, self.head)
+            found = self._log_probs(self.states(batch), batch, self.head)
         if shared is not None:
             shared.reference = found
         return found
@@ -284,7 +293,16 @@ class CrowdModel(nn.Module):
 
     @property
     def _passes(self) -> passes.Passes:
-        return passes.Passes(self.model, self.agents, self.pad_id, packed=self.route == "packed")
+        own_precision = "precision" in self.fast
+        return passes.Passes(self.model, self.agents, self.pad_id, self.route == "packed", own_precision)
+
+    def compute_fast(self, parts: Sequence[str]) -> None:
+        """Let these parts of `ci_llm.lora.kernels` be computed fast, and no others.
+
+        What they give is for a trial to say first: see `ci_llm/run/fast_parts.py`.
+        """
+        kernels.take(self.model, self.agents, parts, self._kinds)
+        self.fast = tuple(parts)
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""

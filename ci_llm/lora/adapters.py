@@ -225,6 +225,7 @@ class AgentStorage:
 
     def _bind_weights(self) -> None:
         """Make the modules' parameters views of `weights`; parameters that exist keep their identity."""
+        self.reading.in_storage = False
         self._bind_groups()
         for k in range(self.settings.num_agents):
             for module, a, b in self._views(self.weights, k):
@@ -283,6 +284,7 @@ class AgentStorage:
         # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
         for parameter, grad in self._gradient_views:
             parameter.grad = grad
+        self.reading.in_storage = True
         self._drawn.draw_masks(step)
 
     @property
@@ -297,6 +299,7 @@ class AgentStorage:
     def take_gradients_away(self) -> None:
         """Zero the gradients and take them from the parameters, which have none until the next `begin_step`."""
         self.gradients.zero_()
+        self.reading.in_storage = False
         for parameter, _ in self._gradient_views:
             parameter.grad = None
 

@@ -113,11 +113,13 @@ class Reading:
         agent: the agent to which all rows of the input belong, or `NOBODY`; None: it holds the rows of all K agents.
         spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
         shared: with the passes of other agents; None: nothing.
+        in_storage: whether the gradients of all parameters are the storage's, as `begin_step` leaves them.
     """
 
     agent: int | None = None
     spans: Sequence[slice] | None = None
     shared: Shared | None = None
+    in_storage: bool = False
 
     @contextmanager
     def of(
@@ -223,13 +225,23 @@ class AgentGroup:
 
         Where `gradients` exist they are added there, all agents at once, and autograd gets none.
         """
+        if self.gradients is not None:
+            self.add_gradients(grad_a, grad_b)
+            return (None,) * (2 * (self.end - self.first))
         if self.masks is not None:
             grad_a, grad_b = grad_a.to(dtype) * self.masks[0], grad_b.to(dtype) * self.masks[1]
-        if self.gradients is not None:
-            self.gradients[0].add_(grad_a)
-            self.gradients[1].add_(grad_b)
-            return (None,) * (2 * (self.end - self.first))
         return (*grad_a.to(dtype).unbind(0), *grad_b.to(dtype).unbind(0))
+
+    def add_gradients(self, grad_a: Tensor, grad_b: Tensor) -> None:
+        """Add the gradients of all agents, A [n, r, in] and B [n, out, r], to those of the storage."""
+        assert self.gradients is not None
+        for whole, grad, mask in zip(self.gradients, (grad_a, grad_b), self.masks or (None, None), strict=True):
+            whole.add_(grad if mask is None else grad.to(whole.dtype) * mask)
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether its input may be read for several layers at once, see `ci_llm/lora/joined.py`."""
+        return self.stacked is not None and self.gradients is not None and self.tokens is None and not self.drops
 
 
 def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
@@ -429,17 +441,7 @@ class _FusedLinear(torch.autograd.Function):
         groups: Sequence[AgentGroup],
         *parameters: Tensor,
     ) -> Tensor:
-        (agents, rows, width), dtype = cast.shape, cast.dtype
-        # One product with W for the rows of all agents: this is where the fused pass saves time.
-        bias = None if bias is None else bias.to(dtype)
-        y = nn.functional.linear(cast.reshape(agents * rows, width), _dense(weight, dtype), bias).view(agents, rows, -1)
-        kept = []
-        for group, z in _inputs(groups, cast, dropped):
-            a, b = group.effective(dtype)
-            h = torch.bmm(z, a.mT)
-            # In place, because y is the largest tensor here and autograd does not need its value before the sum.
-            group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
-            kept += [a, b, h]
+        y, kept = _with_adapters(cast, dropped, weight, bias, groups)
         plain = cast if any(not group.drops for group in groups) else None
         quantized = isinstance(weight, QuantizedLinear)
         ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
@@ -455,12 +457,13 @@ class _FusedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grads_z = None, []
         if ctx.needs_input_grad[0]:
-            weight = _dense(ctx.quantized or weight, grad.dtype)
+            weight = dense(ctx.quantized or weight, grad.dtype)
             grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
         gradients: list[Tensor | None] = []
         for number, (group, z) in enumerate(_inputs(ctx.groups, cast, dropped)):
             a, b, h = kept[3 * number : 3 * number + 3]
-            grad_a, grad_b, grad_h = _low_rank_gradients(group.of(grad), z, b, h, group.scaling)
+            grad_h, grad_b = low_rank_gradients(group.of(grad), b, h, group.scaling)
+            grad_a = torch.bmm(grad_h.mT, z)
             # Without dropout z is x, so both parts of the gradient belong to the same input.
             if group.drops:
                 grads_z.append(torch.bmm(grad_h, a))
@@ -469,6 +472,28 @@ class _FusedLinear(torch.autograd.Function):
             gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
         grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
         return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, *gradients
+
+
+def _with_adapters(
+    cast: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor | QuantizedLinear,
+    bias: Tensor | None,
+    groups: Sequence[AgentGroup],
+) -> tuple[Tensor, list[Tensor]]:
+    """y [K, N, out] of `_FusedLinear`, and of each group A, B and h, which its backward pass needs."""
+    (agents, rows, width), dtype = cast.shape, cast.dtype
+    # One product with W for the rows of all agents: this is where the fused pass saves time.
+    bias = None if bias is None else bias.to(dtype)
+    y = nn.functional.linear(cast.reshape(agents * rows, width), dense(weight, dtype), bias).view(agents, rows, -1)
+    kept = []
+    for group, z in _inputs(groups, cast, dropped):
+        a, b = group.effective(dtype)
+        h = torch.bmm(z, a.mT)
+        # In place, because y is the largest tensor here and autograd does not need its value before the sum.
+        group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
+        kept += [a, b, h]
+    return y, kept
 
 
 class _LowRank(torch.autograd.Function):
@@ -487,12 +512,14 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, a, b, h = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.group.scaling)
+        grad_h, grad_b = low_rank_gradients(grad, b, h, ctx.group.scaling)
+        grad_a = torch.bmm(grad_h.mT, z)
         grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
         return grad_z, None, *ctx.group.parameter_gradients(grad_a, grad_b, ctx.dtype)
 
 
-def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+def dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a frozen layer in `dtype`."""
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
@@ -516,12 +543,11 @@ def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
 
 
-def _low_rank_gradients(grad: Tensor, z: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, ...]:
-    """Gradients of A [K, r, in], B [K, out, r] and h [K, N, r], where h = z Aᵀ and the output is s h Bᵀ."""
+def low_rank_gradients(grad: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Gradients of h [K, N, r] and of B [K, out, r], where the output is s h Bᵀ."""
     # The longer dimension is the last one, in memory as well: MKL is up to four times slower otherwise.
     grad_h = torch.bmm(grad, b.mT.contiguous().mT).mul_(scaling)
-    grad_b = torch.bmm(h.mT, grad).mul_(scaling).mT
-    return torch.bmm(grad_h.mT, z), grad_b, grad_h
+    return grad_h, torch.bmm(h.mT, grad).mul_(scaling).mT
 
 
 class StackedLoRALinear(nn.Module):
@@ -540,6 +566,7 @@ class StackedLoRALinear(nn.Module):
     Attributes:
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
+        joined: the `JoinedInput` of the layer and its neighbours; None: it computes for itself.
     """
 
     def __init__(
@@ -552,7 +579,9 @@ class StackedLoRALinear(nn.Module):
         self.in_features, self.out_features = _features(base_layer)
         self.lora_A = nn.ParameterDict()
         self.lora_B = nn.ParameterDict()
-        self.groups: tuple[AgentGroup, ...] = ()
+        self._groups: tuple[AgentGroup, ...] = ()
+        self._alone: dict[int, tuple[AgentGroup, ...]] = {}
+        self.joined: Any = None
 
     @property
     def weight(self) -> WeightMetadata:
@@ -563,18 +592,38 @@ class StackedLoRALinear(nn.Module):
         return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
 
     def forward(self, x: Tensor) -> Tensor:
-        first, agents, groups = 0, self.num_agents, self.groups
-        if self.reading.agent is not None:
-            # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
-            first, agents = self.reading.agent, 1
-            own = tuple(group.only(first) for group in groups if group.first <= first < group.end)
-            groups = own or (AgentGroup(0, 1),)
-        elif self.reading.spans is not None:
-            agents, groups = 1, tuple(own for group in groups for own in group.on(self.reading.spans))
-        if not self.training:
-            groups = tuple(group.at_rest() for group in groups)
-        y = self._apply_both(x, (agents, -1, self.in_features), groups, first)
+        if self.joined is not None and (found := self.joined.output(self, x)) is not None:
+            return found  # type: ignore[no-any-return]
+        # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
+        first, agents = (0, self.num_agents) if self.reading.agent is None else (self.reading.agent, 1)
+        if self.reading.agent is None and self.reading.spans is not None:
+            agents = 1
+        y = self._apply_both(x, (agents, -1, self.in_features), self.present_groups(), first)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def present_groups(self) -> tuple[AgentGroup, ...]:
+        """The agents whose rows the input holds, as they compute in this mode."""
+        groups = self._groups
+        if self.reading.agent is not None:
+            groups = self._groups_of(self.reading.agent)
+        elif self.reading.spans is not None:
+            groups = tuple(own for group in groups for own in group.on(self.reading.spans))
+        return groups if self.training else tuple(group.at_rest() for group in groups)
+
+    @property
+    def groups(self) -> tuple[AgentGroup, ...]:
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: tuple[AgentGroup, ...]) -> None:
+        self._groups, self._alone = groups, {}
+
+    def _groups_of(self, agent: int) -> tuple[AgentGroup, ...]:
+        """The group of one agent alone, made once and not in each of its passes."""
+        if agent not in self._alone:
+            own = tuple(group.only(agent) for group in self._groups if group.first <= agent < group.end)
+            self._alone[agent] = own or (AgentGroup(0, 1),)
+        return self._alone[agent]
 
     def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
         base, dtype, whole = self.base_layer, compute_dtype(x), x
@@ -584,10 +633,12 @@ class StackedLoRALinear(nn.Module):
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
+            dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
+            if not torch.is_grad_enabled():  # no gradients to route: the same numbers, sooner
+                return _with_adapters(cast, dropped, weight, base.bias, adapted)[0]
             own = [self._parameters_of(group, first) for group in adapted]
             adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
             parameters = [each for group in own for each in group]
-            dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
             return _FusedLinear.apply(  # type: ignore[no-any-return]
                 x, cast, dropped, weight, base.bias, adapted, *parameters
             )

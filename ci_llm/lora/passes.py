@@ -279,6 +279,28 @@ def give_head_contiguous_rows(model: PreTrainedModel) -> RemovableHandle:
     )
 
 
+#: Logits [S, V] of a chunk, its targets [S, 1], the head, memory [S, V] in the dtype of the states, and where to write
+#: the slopes [S, D] (None: nowhere) -> log-probabilities [S]. It may overwrite logits and memory.
+OfChunk = Callable[[Tensor, Tensor, Head, Tensor, Tensor | None], Tensor]
+
+
+def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
+    """See `OfChunk`: the arithmetic that every run could always resume on."""
+    # The derivative of the soft cap needs z, which is overwritten below.
+    bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
+    peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
+    wanted = z.gather(1, index) - peak
+    total = z.sub_(peak).exp_().sum(1, keepdim=True)  # in place: z is the largest tensor of the pass
+    found = (wanted - total.log()).squeeze(1)
+    if slopes is not None:
+        # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
+        z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
+        if bend is not None:
+            z.mul_(bend)
+        torch.mm(z if z.dtype == narrow.dtype else narrow.copy_(z), head.weight, out=slopes)
+    return found
+
+
 class _TargetLogProbs(torch.autograd.Function):
     """States [K, S, D] and targets [S] -> log-probabilities [K, S]; its own gradient with respect to the states.
 
@@ -289,7 +311,7 @@ class _TargetLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head) -> Tensor:
+    def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head, of_chunk: OfChunk) -> Tensor:
         agents, count, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
         log_probs = torch.empty(agents, count, dtype=wide, device=states.device)
@@ -302,42 +324,30 @@ class _TargetLogProbs(torch.autograd.Function):
         # No chunk holds rows of two agents: the last rows of a product may round differently (fp64 on a CPU), and an
         # agent's bits shall not depend on its neighbours.
         for k, chunk in product(range(agents), head.chunks(count)):
-            z = head.logits_into(buffers, states[k, chunk])
-            index = targets[chunk, None]
-            # The derivative of the soft cap needs z, which is overwritten below.
-            bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
-            peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
-            wanted = z.gather(1, index) - peak
-            total = z.sub_(peak).exp_().sum(1, keepdim=True)  # in place: z is the largest tensor of the pass
-            log_probs[k, chunk] = (wanted - total.log()).squeeze(1)
-            if slopes is not None:
-                # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
-                z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
-                if bend is not None:
-                    z.mul_(bend)
-                small = z if z.dtype == states.dtype else narrow[: len(z)].copy_(z)
-                torch.mm(small, head.weight, out=slopes[k, chunk])
+            z, own = head.logits_into(buffers, states[k, chunk]), None if slopes is None else slopes[k, chunk]
+            log_probs[k, chunk] = of_chunk(z, targets[chunk, None], head, narrow[: len(z)], own)
         ctx.save_for_backward(slopes)
         return log_probs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (slopes,) = ctx.saved_tensors
         grad = grad[..., None]
         # A loss scale of 65536 is no number of fp16, and its product with a slope is one.
         if slopes.dtype == torch.float16:
-            return (slopes * grad).to(slopes.dtype), None, None
-        return slopes * grad.to(slopes.dtype), None, None
+            return (slopes * grad).to(slopes.dtype), None, None, None
+        return slopes * grad.to(slopes.dtype), None, None, None
 
 
-def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:
+def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfChunk = plain_chunk) -> Tensor:
     """Log-probability of each target under each agent.
 
     Args:
         states: [K, S, D] hidden states at the positions that predict the targets.
         targets: [S] token ids.
         head: the frozen output layer.
+        of_chunk: the arithmetic of a chunk.
 
     Returns:
         [K, S] in nats, differentiable in `states`; fp32, or fp64 for states in fp64.
@@ -346,7 +356,7 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head) -> Tensor:
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        return _TargetLogProbs.apply(states, targets, head)  # type: ignore[no-any-return]
+        return _TargetLogProbs.apply(states, targets, head, of_chunk)  # type: ignore[no-any-return]
 
 
 Laid = tuple[Tensor, Tensor, tuple[int, ...]]  # ids [N], positions [N] and bounds of packed rows
@@ -382,12 +392,14 @@ class Passes:
         agents: on its layers.
         pad_id: token id of pads and spare tokens.
         packed: rows lie end to end, or side by side in a rectangle.
+        own_precision: a base that is stored in the dtype of autocast computes in it by itself.
     """
 
     model: PreTrainedModel
     agents: AgentStorage
     pad_id: int
     packed: bool
+    own_precision: bool = False
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of the agents that read these rows, all or one, in packed order."""
@@ -456,8 +468,11 @@ class Passes:
         return self._hidden(inputs)
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        dtype = compute_dtype(self.model.get_input_embeddings().weight)
-        with self.agents.ready(dtype, training=self.model.training):
+        embedding = self.model.get_input_embeddings().weight
+        dtype = compute_dtype(embedding)
+        by_itself = self.own_precision and dtype == embedding.dtype
+        without_autocast = torch.autocast(embedding.device.type, enabled=False) if by_itself else nullcontext()
+        with without_autocast, self.agents.ready(dtype, training=self.model.training):
             return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.numerics import names, names_of_all
+from ci_llm.core.numerics import PLAIN, names, names_of_all
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
@@ -36,6 +36,7 @@ from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.report import MORE_STEPS
 from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.fast_parts import choose, kernels_of
 from ci_llm.run.layer_digest import NOT_A_STEP, fixed_batch, layer_digest, longest_lengths
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.callbacks import Callbacks, Event, TrainerState
@@ -132,16 +133,34 @@ class Run:
         known = bits.get("layer", {}).get("lengths")
         lengths = [*lengths] or known or longest_lengths(self.rows, self.micro_batch_size)
         batch = fixed_batch(crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
+        alike = self._measured()
+        found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
+        self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
+        bits["kernels"] = kernels_of(self.config, crowd)
+        each = self.processes.gather_object((names(crowd.device, bits["kernels"]), found))
+        bits.update(names_of_all([own for own, _ in each]))
+        bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
+
+    def choose_kernels(self, train: Callable[[Run, int, list[MicroBatch]], Any]) -> list[str]:
+        """Try the fast kernels, unless plain ones are configured; returns what to tell. A collective.
+
+        Args:
+            train: as for `measure`.
+        """
+        if self.config.kernels == PLAIN:
+            return []
+        lengths, own_rows = longest_lengths(self.rows, self.micro_batch_size), isinstance(self.rows, AgentRows)
+        train_alike = partial(train, self._measured(), NOT_A_STEP)
+        return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows)
+
+    def _measured(self) -> Run:
+        """The run as fixed rows are computed by it: the same in every step."""
         # Neither moments, from which an optimizer may draw noise, nor the loss scale are those of every step.
         state = replace(self.state, loss_scale=None)
         # The fixed rows are single ones: others are measured by what all have in common, the passes.
         objective = self.objective if isinstance(self.objective, Objective) else Objective()
-        alike = replace(self, optimizer=torch.optim.SGD(crowd.agents.rows), state=state, objective=objective)
-        found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
-        self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
-        each = self.processes.gather_object((names(crowd.device), found))
-        bits.update(names_of_all([own for own, _ in each]))
-        bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
+        optimizer = torch.optim.SGD(self.crowd.agents.rows)
+        return replace(self, optimizer=optimizer, state=state, objective=objective)
 
     def whole_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> WholeStep:
         """What an objective may have to look at before a step, of which this process has these micro-batches."""

@@ -281,6 +281,7 @@ def _resume(
         f"recovery: {line}"
         for line in (*beginning.in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
+    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients))
     measure = partial(run.measure, compute_gradients)
     if start.source is None:
         measure()

@@ -76,9 +76,9 @@ def fixed_batch(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> Micr
 def _digest(crowd: Crowd, batch: MicroBatch, train: Train, *, alone: bool) -> str:
     found: list[Any] = []
     with ExitStack() as after:
-        layer = after.enter_context(_one_layer(crowd)) if alone else text_model(crowd.model)
+        layer = after.enter_context(one_layer(crowd)) if alone else text_model(crowd.model)
         trained = [each for each in layer.parameters() if each.requires_grad]
-        after.enter_context(_without_a_trace(crowd, trained))
+        after.enter_context(without_a_trace(crowd, trained))
         hook = layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output))
         after.callback(hook.remove)
         found += [train([batch.to(crowd.device)]).sums, [each.grad for each in trained]]
@@ -90,7 +90,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 @contextmanager
-def _one_layer(crowd: Crowd) -> Iterator[nn.Module]:
+def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
     """Leave the base its first layer with an adapter, and no other one."""
     agents, model = crowd.agents, crowd.model
     name, layers = layer_list(model)
@@ -106,7 +106,7 @@ def _one_layer(crowd: Crowd) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[None]:
     """Give these parameters fixed numbers inside, and everything what it had afterwards."""
     agents, training, generators = crowd.agents, crowd.training, determinism.capture()
     kept, key, draw = [each.detach().clone() for each in trained], agents.dropout.micro_step, torch.Generator()

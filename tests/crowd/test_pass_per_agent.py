@@ -20,6 +20,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective, StepLoss
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch
 from ci_llm.errors import BadInput
+from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.layer import LoraSettings
 from tests.support.campaign import every_pair, sampled
 from tools.testbed.tiny import VOCABULARY, base, batch
@@ -53,10 +54,12 @@ class Cell:
     own_rows: bool
     few: bool
     place: int
+    fast: bool
 
     def __str__(self) -> str:
         rows = ("few " if self.few else "many ") + ("rows of its own" if self.own_rows else "rows of all")
-        return f"{str(self.dtype)[6:]}, {self.threads} threads, width {self.width}, {rows}, agent {self.place}"
+        how = "fast" if self.fast else "plain"
+        return f"{str(self.dtype)[6:]}, {self.threads} threads, {how}, width {self.width}, {rows}, agent {self.place}"
 
 
 CELLS: Final = [
@@ -68,6 +71,7 @@ CELLS: Final = [
         (False, True),
         (False, True),
         (0, 1, 2),
+        (False, True),
     )
 ]
 #: Seconds of a cell of many rows at width 128, where a processor does not multiply bf16.
@@ -125,11 +129,13 @@ def train(
     steps: Sequence[MicroBatch],
     *,
     pass_per_agent: bool = True,
+    fast: bool = False,
     **how: Any,
 ) -> list[dict[str, Tensor]]:
     """Three optimizer steps; per agent its losses, norms, weights and moments."""
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(agents), **how), "toy").train()
     crowd.agents.pass_per_agent = pass_per_agent
+    crowd.compute_fast(PARTS if fast else ())
     generator = torch.Generator().manual_seed(3)
     for k, row in enumerate(crowd.agents.rows):  # B is not 0, so that every gradient is at work from the first step on
         row.data.add_(torch.randn(row.shape, generator=generator.manual_seed(agents[k]["seed"])).to(row) * 0.02)
@@ -161,7 +167,7 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def trained(crowd: Cell) -> list[dict[str, Tensor]]:
     rows = FEW if crowd.few else MANY
     steps = [AgentBatches(each) for each in zip(*rows, strict=True)] if crowd.own_rows else rows[0]
-    return train(llama(crowd.width, crowd.dtype), AGENTS, steps)
+    return train(llama(crowd.width, crowd.dtype), AGENTS, steps, fast=crowd.fast)
 
 
 @pytest.mark.slow
@@ -169,7 +175,7 @@ def trained(crowd: Cell) -> list[dict[str, Tensor]]:
 def test_an_agent_has_the_bits_that_it_has_alone(cell: Cell) -> None:
     torch.set_num_threads(cell.threads)
     rows = (FEW if cell.few else MANY)[cell.place if cell.own_rows else 0]
-    (alone,) = train(llama(cell.width, cell.dtype), [AGENTS[cell.place]], rows)
+    (alone,) = train(llama(cell.width, cell.dtype), [AGENTS[cell.place]], rows, fast=cell.fast)
     assert differences(trained(replace(cell, place=0))[cell.place], alone) == []
 
 

@@ -256,6 +256,29 @@ def test_an_agent_starts_the_same_whatever_k_is() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("agent", [None, 1])
+def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
+    agent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd, rows = crowd_of(base()).eval(), batch()
+    with crowd.agents.reading.of(agent):
+        wanted = crowd.states(rows)
+        assert wanted.requires_grad
+        monkeypatch.setattr(_FusedLinear, "apply", None)
+        with torch.no_grad():
+            assert torch.equal(crowd.states(rows), wanted)
+
+
+def test_the_groups_of_one_agent_follow_its_weights() -> None:
+    crowd, rows, found = crowd_of(base()).eval(), batch(), []
+    for _ in range(2):
+        with crowd.agents.reading.of(1), torch.no_grad():
+            found.append(crowd.states(rows))
+        crowd.agents.restack()
+        crowd.agents.weights.zero_()
+    assert not torch.equal(*found)
+
+
 def test_dropconnect_masks_belong_to_step_and_agent_and_reach_the_gradient() -> None:
     def gradient(step: int) -> Tensor:
         crowd = crowd_of(base(), dropconnect=0.5).train()

@@ -31,6 +31,7 @@ from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
+from ci_llm.core.numerics import FAST
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
@@ -318,6 +319,9 @@ def settle(
         before: the settings of the checkpoint that this run goes on from. It keeps what it began with.
         shape: of a base that a call in Python has loaded; None: `model_name` says where it is.
     """
+    if config.kernels == AUTO:
+        kernels = FAST if before is None else before.kernels
+        config = config.model_copy(update={"kernels": FAST if kernels == AUTO else kernels})
     for key in ("pass_per_agent", "use_gradient_checkpointing"):
         if getattr(config, key) != AUTO:
             continue

@@ -29,7 +29,7 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.core import determinism
-from ci_llm.core.numerics import differences
+from ci_llm.core.numerics import PLAIN, differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
@@ -91,8 +91,15 @@ def _is_free(config: Config, name: str) -> bool:
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
-_RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent")
-_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "all_reduce")  # of an environment
+_RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent", "kernels")
+_COUNTED: Final = (
+    "processes",
+    "micro_batch",
+    "threads",
+    "pass_per_agent",
+    "kernels",
+    "all_reduce",
+)  # of an environment
 
 
 @dataclass(frozen=True)
@@ -464,7 +471,7 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
-    before = {"pass_per_agent": False, "all_reduce": "one", **before}  # what older releases did
+    before = {"pass_per_agent": False, "kernels": PLAIN, "all_reduce": "one", **before}  # what older releases did
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
     return odd + differences(before, now)
 
