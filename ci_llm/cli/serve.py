@@ -28,6 +28,7 @@ _EXAMPLES = """examples:
 exit codes: 0 ended by SIGTERM or Ctrl-C; 1 the engine does not answer; 2 bad call"""
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _KEY = "CI_LLM_API_KEY"
+_ENGINE_KEY = "CI_LLM_ENGINE_API_KEY"
 
 
 def serve(words: Sequence[str]) -> int:
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of requests that say no other: ask one agent, and all where it is unsure: N on average",
     )
     option("--drain-seconds", type=int, default=30, metavar="S", help="for what is under way at SIGTERM (30)")
-    option("--engine", metavar="URL", help="of a vLLM that holds the agents as LoRA models: they vote on texts here")
+    option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     return parser
 
@@ -118,6 +119,7 @@ def _checked(call: argparse.Namespace) -> Options:
         context=call.max_model_len,
         minimum_confidence=minimum,
         agents_per_prompt=agents,
+        engine_key=os.environ.get(_ENGINE_KEY) or None,
         drain_s=call.drain_seconds,
     )
 

@@ -173,6 +173,8 @@ class Service:
             "created": self._born,
             "owned_by": "ci-llm",
             "max_model_len": self._served.context,
+            "agents": len(self._served.names) if self._served.models[name] is None else 1,
+            "remembers": self._served.prompter.tells_turns_apart,
         }
 
     async def _tokenize(self, request: Request) -> Response:

@@ -139,6 +139,7 @@ class Body(_Strict):
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS), BeforeValidator(_as_list)]
         | None
     ) = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None  # of vLLM, as top_k and min_p
     seed: Annotated[int, Field(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

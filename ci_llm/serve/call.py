@@ -37,6 +37,7 @@ class Served:
         choices: texts that one request may ask for.
         aggregators: that answers may be made by, the default first.
         defaults: of requests to the crowd that say nothing else.
+        has_base: whether the base is served too.
     """
 
     prompter: Prompter
@@ -49,11 +50,13 @@ class Served:
     calibration: Calibration | None = None
     aggregators: Sequence[str] = AGGREGATORS
     defaults: Own = field(default_factory=Own)
+    has_base: bool = True
 
     @property
     def models(self) -> dict[str, int | None]:
         """Every name with its agent; None: all of them, `NOBODY`: the base alone."""
-        return {self.crowd: None, **{name: k for k, name in enumerate(self.names)}, BASE: NOBODY}
+        base = {BASE: NOBODY} if self.has_base else {}
+        return {self.crowd: None, **{name: k for k, name in enumerate(self.names)}, **base}
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +186,7 @@ def _shared(
     own = _own(body, served, who)
     decoding = Decoding(
         max_new_tokens=max(1, served.context - longest if wanted is None else wanted),
-        ends=served.ends | served.prompter.ends_among(stop),
+        ends=served.ends | served.prompter.ends_among(stop) | {*(body.stop_token_ids or ())},
         aggregator=own.aggregator or served.aggregators[0],
         **_drawing(body),
     )

@@ -15,6 +15,7 @@ class Options:
         slots, queue: texts that grow at a time, and that may wait beside them.
         context: tokens of a prompt with its answer; None: what the base reads.
         minimum_confidence, agents_per_prompt: of requests that say no other.
+        engine_key: that the engine wants; None: none.
         drain_s: seconds for what is under way at the end.
     """
 
@@ -25,4 +26,5 @@ class Options:
     context: int | None = None
     minimum_confidence: float | None = None
     agents_per_prompt: float | None = None
+    engine_key: str | None = None
     drain_s: int = 30
