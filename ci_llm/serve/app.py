@@ -27,6 +27,7 @@ from ci_llm.serve.problem import ApiProblem, bad
 logger = logging.getLogger(__name__)
 
 LARGEST_BODY: Final = 8 << 20
+_ENDLESS: Final = 8  # times the largest body
 _GONE: Final = 499  # nobody reads it
 #: Seconds for a step that is under way when all answers are written or given up.
 _LEAVE_S: Final = 5.0
@@ -205,13 +206,24 @@ class Service:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """The JSON object in the body, which is measured while it comes: not every client says its length."""
+    """The JSON object in the body, which is measured while it comes: not every client says its length.
+
+    Of a body that is too large the rest is thrown away, since a client reads no answer before it has sent all; one that
+    has no end is cut off.
+    """
     parts, size = [], 0
     async for part in request.stream():
-        parts.append(part)
         size += len(part)
-        if size > LARGEST_BODY:
-            raise ApiProblem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="request_too_large")
+        if size <= LARGEST_BODY:
+            parts.append(part)
+        else:
+            parts.clear()
+        if size > _ENDLESS * LARGEST_BODY:
+            break
+    if size > LARGEST_BODY:
+        problem = ApiProblem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="request_too_large")
+        problem.headers["Connection"] = "close"
+        raise problem
     return parsed(b"".join(parts))
 
 

@@ -178,5 +178,11 @@ def test_developers_and_parts_of_text_are_read_as_systems_and_texts(served: List
 
 def test_what_changes_no_answer_is_accepted(served: Listening) -> None:
     harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "reasoning_effort": "low"}
-    nothing = {"frequency_penalty": 0, "logit_bias": {}, "tools": None, "response_format": {"type": "text"}, "top_k": -1}
+    nothing = {
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "tools": None,
+        "response_format": {"type": "text"},
+        "top_k": -1,
+    }
     assert text_of(served.ask(max_tokens=8, **harmless, **nothing)) == text_of(served.ask(max_tokens=8))
