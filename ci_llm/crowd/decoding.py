@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.generation import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -36,7 +37,7 @@ class Decoding:
         ends: token ids that end a text; they are not part of it.
         aggregator: a module of `ci_llm.crowd.aggregators`.
         do_sample: draw tokens; otherwise take the most probable one.
-        temperature, top_k, top_p: applied to the crowd's distribution, in this order, if `do_sample`.
+        temperature, top_k, top_p, min_p: applied to the crowd's distribution, in this order, if `do_sample`.
         seed: of sampling. Every prompt draws from a generator of its own, so that a sample does not depend on the
             prompts beside it.
 
@@ -52,14 +53,18 @@ class Decoding:
     top_p: float = 1.0
     top_k: int | None = None
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):  # Transformers refuses a whole number
+            object.__setattr__(self, name, float(getattr(self, name)))
         requirements = {
             "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
             f"aggregator must be {' or '.join(AGGREGATORS)}": self.aggregator in AGGREGATORS,
             "temperature must be above 0, or 0 for the most probable token": self.temperature > 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "top_k must be at least 1, or None": self.top_k is None or self.top_k >= 1,
+            "min_p must be at least 0 and at most 1": 0 <= self.min_p <= 1,
         }
         if broken := [text for text, holds in requirements.items() if not holds]:
             raise BadInput("; ".join(broken), where="generation settings", hint="change the values named")
@@ -75,6 +80,8 @@ class Decoding:
             wanted.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
             wanted.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            wanted.append(MinPLogitsWarper(self.min_p))
         return wanted
 
 

@@ -479,12 +479,16 @@ class Passes:
         return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
 
     def _spare(self, tokens: int) -> int:
-        """Tokens that have to be added, so that an agent's bits do not depend on how many agents there are.
+        return spare_tokens(self.model, tokens)
 
-        Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
-        product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
-        """
-        return -tokens % 4 if self.model.dtype == torch.float64 else max(0, 4 - tokens)
+
+def spare_tokens(model: PreTrainedModel, tokens: int) -> int:
+    """Tokens that have to be added, so that an agent's bits do not depend on how many agents there are.
+
+    Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
+    product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
+    """
+    return -tokens % 4 if model.dtype == torch.float64 else max(0, 4 - tokens)
 
 
 @contextmanager

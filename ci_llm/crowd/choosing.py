@@ -1,0 +1,209 @@
+"""The choice of the next token of many texts, each by settings of its own, from the distributions of K agents.
+
+`choose` is a function of its arguments alone. A text whose row cannot be chosen from gets its error, and the others
+their tokens.
+
+Legend: K agents, n texts, V vocabulary, m listed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ci_llm.crowd.aggregators import Learned, aggregate, is_mean
+from ci_llm.crowd.answers import TokenUncertainty, token_uncertainty
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.errors import ModelError
+
+#: What is found of every row before its listed tokens: the token, whether it is the likeliest, four numbers.
+_NUMBERS: Final = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the next token of one text is chosen.
+
+    Attributes:
+        decoding: its aggregator and how it samples.
+        generator: of its samples; None: the most probable token is taken.
+        uncertainty: whether the entropies are wanted, which cost more than the choice with a large vocabulary.
+        top: how many of the most probable tokens are wanted.
+    """
+
+    decoding: Decoding
+    generator: torch.Generator | None = None
+    uncertainty: bool = False
+    top: int = 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token that was chosen.
+
+    Attributes:
+        id: of the token.
+        log_probability: in the crowd's distribution, before temperature, `top_k`, `top_p` and `min_p`; in nats.
+        uncertainty: how sure the crowd was of it; None without `Row.uncertainty`.
+        top: the most probable tokens with their log-probabilities, the likeliest first.
+    """
+
+    id: int
+    log_probability: float
+    uncertainty: TokenUncertainty | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose(logits: Tensor, rows: Sequence[Row], learned: Learned | None = None) -> list[Chosen | Exception]:
+    """The next token of each of n texts.
+
+    The device is waited for once. An agent whose logits hold NaN in a row is left out of that row.
+
+    Args:
+        logits: [K, n, V] of the agents that the texts ask.
+        rows: [n] how each text is continued.
+        learned: for aggregators with learned weights.
+
+    Returns:
+        [n] the tokens; an exception where a row could not be chosen from.
+    """
+    heights = [None if row.generator is None else torch.rand(1, generator=row.generator) for row in rows]
+    width = max((row.top for row in rows), default=0)
+    found: dict[int, Tensor | Exception] = {}
+    for places in _alike([row.decoding.aggregator for row in rows]):
+        found_here = _of_group(logits, rows, places, heights, learned, width)
+        found |= zip(places, found_here, strict=True)
+    numbers = [each for _, each in sorted(found.items()) if isinstance(each, Tensor)]
+    listed = iter(torch.stack(numbers).tolist() if numbers else [])  # here the device is waited for
+    chosen: list[Chosen | Exception] = []
+    for place, row in enumerate(rows):
+        each = found[place]
+        if isinstance(each, Exception):
+            chosen.append(each)
+            continue
+        values = next(listed)
+        if math.isnan(values[1]):
+            chosen.append(_without_nan(logits[:, place], row, heights[place], learned))
+        else:
+            chosen.append(_chosen(values, row, width))
+    return chosen
+
+
+def _of_group(
+    logits: Tensor,
+    rows: Sequence[Row],
+    places: Sequence[int],
+    heights: Sequence[Tensor | None],
+    learned: Learned | None,
+    width: int,
+) -> Sequence[Tensor | Exception]:
+    """The numbers of each row at these places, which have one aggregator; row by row after an error."""
+    own = logits if len(places) == logits.shape[1] else logits[:, list(places)]
+    try:
+        return _numbers(own, [rows[p] for p in places], [heights[p] for p in places], learned, width).unbind(0)
+    except Exception as error:  # noqa: BLE001 - an aggregator is anybody's code, and only its own rows shall fail
+        if len(places) == 1:
+            return [error]
+        return [each for place in places for each in _of_group(logits, rows, [place], heights, learned, width)]
+
+
+def _numbers(
+    logits: Tensor, rows: Sequence[Row], heights: Sequence[Tensor | None], learned: Learned | None, width: int
+) -> Tensor:
+    """[n, 5 + 2 m] fp64 of texts with one aggregator: token, four numbers of `token_uncertainty`, listed tokens."""
+    how = rows[0].decoding.aggregator
+    log_probs = logits.log_softmax(-1)
+    crowd = aggregate(log_probs, how, learned) if len(logits) > 1 else log_probs[0]
+    # Of one agent the logits are compared, as its own `generate` does: rounding may make ties of log-probabilities.
+    chosen = (crowd if len(logits) > 1 else logits[0]).argmax(-1)
+    for places in _alike([None if h is None else _narrowing(row) for row, h in zip(rows, heights, strict=True)]):
+        if heights[places[0]] is not None:
+            narrowed = rows[places[0]].decoding.warpers()(None, crowd[places])
+            chosen[places] = draw(narrowed, [height for p in places if (height := heights[p]) is not None])
+    sure = crowd.new_zeros(4, len(rows))
+    sure[0] = crowd.gather(-1, chosen[:, None]).squeeze(-1)
+    wanted = [place for place, row in enumerate(rows) if row.uncertainty]
+    if wanted:
+        mean = len(logits) == 1 or is_mean(how)
+        part = (log_probs, crowd, chosen) if len(wanted) == len(rows) else (
+            log_probs[:, wanted], crowd[wanted], chosen[wanted]
+        )  # fmt: skip
+        sure[:, wanted] = token_uncertainty(*part, is_mean=mean)
+    parts = [chosen[:, None].double(), sure.T.double()]
+    if width:
+        best = crowd.topk(min(width, crowd.shape[-1]))
+        parts += [best.indices.double(), best.values.double()]
+    return torch.cat(parts, dim=1)
+
+
+def _narrowing(row: Row) -> tuple[Any, ...]:
+    how = row.decoding
+    return how.temperature, how.top_k, how.top_p, how.min_p
+
+
+def _alike(keys: Iterable[Any]) -> list[list[int]]:
+    """The places of equal keys."""
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return list(places.values())
+
+
+def _chosen(values: Sequence[float], row: Row, width: int) -> Chosen:
+    sure, listed = values[1:_NUMBERS], values[_NUMBERS:]
+    width = min(width, len(listed) // 2)
+    return Chosen(
+        int(values[0]),
+        sure[0],
+        TokenUncertainty(math.exp(sure[0]), *sure[1:]) if row.uncertainty else None,
+        tuple((int(listed[n]), listed[width + n]) for n in range(min(row.top, width))),
+    )
+
+
+def _without_nan(logits: Tensor, row: Row, height: Tensor | None, learned: Learned | None) -> Chosen | Exception:
+    """The choice from the agents [K, V] that have no NaN: one agent's NaN would spread to the mean."""
+    try:
+        finite, learned = without_nan(logits[:, None], learned)
+        [values] = _numbers(finite, [row], [height], learned, row.top).tolist()
+    except Exception as error:  # noqa: BLE001 - as in `_of_group`
+        return error
+    return _chosen(values, row, row.top)
+
+
+def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
+    """One token per row, [n, V] -> [n], by inverse transform sampling, each row at its own random height.
+
+    `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
+
+    Args:
+        heights: [n] of uniform random numbers [1].
+    """
+    # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
+    probabilities = log_probs.double().softmax(-1)
+    if torch.are_deterministic_algorithms_enabled():
+        probabilities = probabilities.cpu()  # CUDA has no deterministic cumulative sum
+    cumulative = probabilities.cumsum(-1)
+    # The last sum differs from 1 by rounding, so the numbers are scaled to it.
+    wanted = torch.stack(list(heights)).to(cumulative) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
+    return drawn.clamp_max(log_probs.shape[-1] - 1).to(log_probs.device)  # a row of NaN would have no place
+
+
+def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
+    """The logits of the agents that have no NaN, [K, B, V] -> [K', B, V]: one agent's NaN would spread to the mean."""
+    has_nan = per_agent.isnan().flatten(1).any(1)
+    if not has_nan.any():
+        return per_agent, learned
+    if has_nan.all():
+        raise ModelError(
+            "the logits of every agent hold NaN",
+            where="generation",
+            hint="the base may make NaN of padded rows in its precision: give one prompt at a time, or another"
+            " model_dtype",
+        )
+    return per_agent[~has_nan], learned and learned.only((~has_nan).tolist())

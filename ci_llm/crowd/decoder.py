@@ -1,0 +1,462 @@
+"""The decoder: all texts that a crowd is writing, one token further with every step.
+
+    decoder = Decoder(crowd, slots=32)
+    decoder.admit([Request(ids, Decoding(max_new_tokens=64, ends=ends)), Request(other, decoding, who=2)])
+    while decoder.open:
+        for token in decoder.step():        # one for every text whose prompt is read
+            token.request, token.chosen, token.error
+
+Texts of the crowd, of single agents and of the base are open side by side, each with settings of its own. They join
+(`admit`) and leave (`release`, or by their ends) between two steps. A step takes the last token of every text and a
+part of the new prompts through the base: once for the texts that all agents read, once for those of single agents, once
+for those of the base. Requests that are admitted together with the same prompt share the pass over it: those of the
+crowd and of its agents, and several of the same one.
+
+On one CPU thread the bits of a text do not depend on what else is open, because of four rules: every pass has at least
+four tokens an agent (`spare_tokens`); attention takes each text by itself; a part of a prompt begins at a multiple of
+`BLOCK` and is filled up to one; and only what was read as a prompt is used again. Elsewhere, and with several threads,
+the kernels for other numbers of rows may round differently.
+
+The base must read packed rows (`crowd.route == "packed"`), and the crowd be in evaluation mode. A decoder belongs to
+one thread, which must use the crowd for nothing else during a step.
+
+Legend: K agents, R rows of a pass (K, or 1), N its tokens, n texts, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ci_llm.base.load import positions_of
+from ci_llm.base.targets import text_model
+from ci_llm.core.determinism import generator_for
+from ci_llm.crowd.aggregators import find_vote
+from ci_llm.crowd.choosing import Chosen, Row, choose
+from ci_llm.crowd.columns import BLOCK, COLUMNS, Columns, Piece, Pieces
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.errors import BadInput, DataError
+from ci_llm.lora.layer import NOBODY, compute_dtype
+from ci_llm.lora.passes import Head, once_below, spare_tokens
+
+#: In place of an agent's number: all agents together.
+CROWD: Final = None
+Who = int | None
+Finish = Literal["stop", "length", "error"]
+
+
+@dataclass(eq=False)
+class Request:
+    """A text that is to be continued, and what has been found of it so far.
+
+    Args:
+        prompt: token ids, at least one.
+        decoding: its own settings: length, ends, aggregator, sampling, seed.
+        who: writes it: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
+        key: of its samples, with the seed: texts with the same key draw the same.
+        uncertainty: whether the entropies of every token are wanted.
+        top: how many of the most probable tokens are wanted with every token.
+        tag: for the caller.
+
+    Attributes:
+        tokens: the ids that were chosen, an end included.
+        chosen: the same with their probabilities.
+        finish: why the text has ended: "stop" at an end, "length" by `max_new_tokens` or the base's positions, "error";
+            None: it has not.
+        error: what its last row could not be chosen for.
+        reused: tokens of the prompt whose keys and values another text had left.
+    """
+
+    prompt: Sequence[int]
+    decoding: Decoding
+    who: Who = CROWD
+    key: tuple[int | str, ...] = ("generate", 0)
+    uncertainty: bool = False
+    top: int = 0
+    tag: Any = None
+    tokens: list[int] = field(default_factory=list, init=False)
+    chosen: list[Chosen] = field(default_factory=list, init=False)
+    finish: Finish | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    reused: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a step gave one text: a token, or the error by which the text has ended."""
+
+    request: Request
+    chosen: Chosen | None
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is being read for one or more requests.
+
+    Attributes:
+        who: reads it; `CROWD` for requests of the crowd and of single agents.
+        read: how many of its tokens are in the columns.
+    """
+
+    ids: Sequence[int]
+    who: Who
+    members: list[Request]
+    columns: Columns = field(default_factory=Columns)
+    read: int = 0
+
+    def shared_with(self, other: _Prompt, count: int) -> int:
+        """How many whole blocks of its first `count` tokens, in tokens, `other` can take over and go on from."""
+        if self.who != other.who and (self.who is not CROWD or other.who == NOBODY):
+            return 0
+        pairs = enumerate(zip(self.ids[:count], other.ids, strict=False))
+        same = next((at for at, (a, b) in pairs if a != b), min(count, len(other.ids)))
+        return min(same, len(other.ids) - 1) // BLOCK * BLOCK
+
+
+@dataclass(eq=False)
+class _Text:
+    """A text whose prompt is read."""
+
+    request: Request
+    who: Who
+    row: Row
+    columns: Columns
+
+    @property
+    def prompt(self) -> _Prompt:
+        """What another prompt can take over. The columns of the answer were computed one by one, in other bits."""
+        return _Prompt(self.request.prompt, self.who, [], self.columns, len(self.request.prompt))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The tokens of one text, or of a part of a prompt, in a pass."""
+
+    of: _Text | _Prompt
+    ids: Sequence[int]
+    piece: Piece
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a token follows."""
+        return isinstance(self.of, _Text) or self.piece.end == len(self.of.ids)
+
+
+class Decoder:
+    """The texts that a crowd is writing; see the top of the module.
+
+    Args:
+        crowd: in evaluation mode, on the packed route.
+        slots: how many requests are open at a time; the rest is the caller's queue.
+        budget: tokens of prompts that one step reads beside the texts that go on.
+        reuse: whether a prompt takes the keys and values of the longest beginning that another prompt has left. Those
+            of ended texts stay until their slots are needed.
+
+    Attributes:
+        open: the requests that have a slot, in the order in which they came.
+        reused, read: tokens of prompts that were taken from another, and that were computed.
+    """
+
+    def __init__(self, crowd: CrowdModel, slots: int = 32, *, budget: int = 512, reuse: bool = True) -> None:
+        if slots < 1 or budget < BLOCK:
+            raise BadInput(
+                f"a decoder has at least 1 slot and reads at least {BLOCK} tokens of prompts in a step",
+                where=f"slots={slots}, budget={budget}",
+                hint="give larger numbers",
+            )
+        self.slots, self.reused, self.read = slots, 0, 0
+        self._crowd, self._budget, self._reuse = crowd, budget, reuse
+        self._prompts: list[_Prompt] = []
+        self._texts: list[_Text] = []
+        self._kept: list[_Prompt] = []  # prompts of texts that have ended, the latest last
+        self._rows: dict[Request, Row] = {}  # the open requests
+        self._head: Head | None = None
+
+    @property
+    def open(self) -> list[Request]:
+        return list(self._rows)
+
+    @property
+    def free(self) -> int:
+        """Slots that are not in use."""
+        return self.slots - len(self._rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all keys and values, those that are kept for other prompts included."""
+        prompts = (*self._prompts, *self._kept, *(text.prompt for text in self._texts))
+        return sum(prompt.columns.nbytes for prompt in prompts)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Give each of the requests a slot. Their prompts are read by the next steps.
+
+        Raises:
+            BadInput, DataError: one of them cannot be served, or there are more than free slots; none is admitted then.
+        """
+        if len(requests) > self.free:
+            raise BadInput(
+                f"{len(requests)} requests for {self.free} free slots", where="Decoder.admit", hint="admit fewer"
+            )
+        for request in requests:
+            self._require_servable(request)
+        together: dict[tuple[int, ...], list[Request]] = {}
+        for request in requests:
+            drawn = request.decoding.do_sample
+            generator = generator_for(request.decoding.seed, *request.key) if drawn else None
+            self._rows[request] = Row(request.decoding, generator, request.uncertainty, request.top)
+            together.setdefault(tuple(request.prompt), []).append(request)
+        for ids, members in together.items():
+            self._prompts += [_Prompt(ids, who, part) for who, part in self._readers(members)]
+        self._forget()
+
+    def release(self, request: Request) -> None:
+        """Free its slot, wherever its text is; without effect if it has none."""
+        if self._rows.pop(request, None) is None:
+            return
+        for text in self._texts:
+            if text.request is request and self._reuse:
+                self._kept.append(text.prompt)
+        self._texts = [text for text in self._texts if text.request is not request]
+        for prompt in self._prompts:
+            prompt.members = [member for member in prompt.members if member is not request]
+        self._prompts = [prompt for prompt in self._prompts if prompt.members]
+        self._forget()
+
+    @torch.no_grad()
+    def step(self) -> list[Token]:
+        """Read on in the prompts, and choose a token for every text whose prompt is read.
+
+        A text that this ends, or that fails, is released.
+
+        Raises:
+            Exception: the base failed, for want of memory for instance. No text has moved; the step can be repeated,
+                with fewer texts.
+        """
+        passes: dict[str, list[_Part]] = {"crowd": [], "agents": [], "base": []}
+        for part in self._parts():
+            kind = "crowd" if part.of.who is CROWD else "base" if part.of.who == NOBODY else "agents"
+            passes[kind].append(part)
+        found = [self._pass(kind, parts) for kind, parts in passes.items() if parts]
+        tokens = []
+        for parts, logits in found:
+            for part in parts:
+                if isinstance(part.of, _Prompt):
+                    self.read += part.piece.end - part.of.read
+                    part.of.read = part.piece.end
+            if logits is not None:
+                tokens += self._tokens([part for part in parts if part.is_ready], logits)
+        return tokens
+
+    # What is read
+
+    def _require_servable(self, request: Request) -> None:
+        limit, length = positions_of(self._crowd.model.config), len(request.prompt)
+        if not length:
+            raise DataError("a prompt is empty", where="Request.prompt", hint="leave it out")
+        if limit is not None and length >= limit:
+            raise DataError(
+                f"a prompt has {length} tokens, and the base reads {limit}", where="Request.prompt", hint="shorten it"
+            )
+        if request.who not in (CROWD, NOBODY) and not 0 <= request.who < self._crowd.num_agents:
+            raise BadInput(
+                f"there is no agent {request.who}", where="Request.who", hint=f"0 to {self._crowd.num_agents - 1}"
+            )
+        if request.who is CROWD and find_vote(request.decoding.aggregator):
+            raise BadInput(
+                f"{request.decoding.aggregator} decides between whole answers, and not token by token",
+                where="Request.decoding",
+                hint="request a text of each agent, and let `ci_llm.crowd.generation.elect` decide",
+            )
+        if request in self._rows or request.tokens:
+            raise BadInput("a request is admitted once", where="Decoder.admit", hint="make another")
+
+    def _readers(self, members: Sequence[Request]) -> Iterator[tuple[Who, list[Request]]]:
+        """Who reads the prompt of these requests: all agents at once, if that serves several of them."""
+        by_who: dict[Who, list[Request]] = {}
+        for request in members:
+            by_who.setdefault(self._who(request), []).append(request)
+        base = by_who.pop(NOBODY, None)
+        if base:
+            yield NOBODY, base
+        if CROWD in by_who or len(by_who) == self._crowd.num_agents > 1:
+            yield CROWD, [request for part in by_who.values() for request in part]
+        else:
+            yield from by_who.items()
+
+    def _who(self, request: Request) -> Who:
+        """Under `active_agent` and `without_agents` there is only one that could write."""
+        return CROWD if self._crowd.agents.reading.agent is not None else request.who
+
+    def _forget(self) -> None:
+        """Keep prompts of ended texts only as far as there are free slots."""
+        del self._kept[: max(0, len(self._rows) + len(self._kept) - self.slots)]
+
+    def _begin(self, prompt: _Prompt, under_way: Sequence[_Prompt]) -> bool:
+        """Take over the longest beginning of a new prompt that another has left; False: it waits for one of these."""
+        if not self._reuse:
+            return True
+        left = (*(text.prompt for text in self._texts), *self._kept, *self._prompts)
+        best = max(left, key=lambda other: other.shared_with(prompt, other.read))
+        count = best.shared_with(prompt, best.read)
+        if 2 * max((other.shared_with(prompt, len(other.ids)) for other in under_way), default=0) > len(prompt.ids):
+            return False
+        if count:
+            prompt.columns = best.columns.copied(count, prompt.who if best.who is CROWD else None)
+            prompt.read = count
+            self.reused += count
+            for member in prompt.members:
+                member.reused = count
+        return True
+
+    def _parts(self) -> Iterator[_Part]:
+        """What the next pass reads: the last token of every text, and prompts up to the budget."""
+        for text in self._texts:
+            request = text.request
+            at = len(request.prompt) + len(request.tokens) - 1
+            yield _Part(text, request.tokens[-1:], Piece(text.columns, at, at + 1))
+        left = self._budget
+        under_way: list[_Prompt] = []
+        for prompt in self._prompts:
+            if left < BLOCK or (not prompt.read and not self._begin(prompt, under_way)):
+                continue
+            end = min(len(prompt.ids), prompt.read + left)
+            end = end if end == len(prompt.ids) else end // BLOCK * BLOCK
+            if end > prompt.read:
+                yield _Part(prompt, prompt.ids[prompt.read : end], Piece(prompt.columns, prompt.read, end))
+                left -= end - prompt.read
+                under_way.append(prompt)
+
+    # How it is read
+
+    def _pass(self, kind: str, parts: list[_Part]) -> tuple[list[_Part], Tensor | None]:
+        """One pass through the base; the logits [R, n, V] after those of the parts that a token follows."""
+        if kind == "agents":
+            parts = sorted(parts, key=lambda part: int(part.of.who or 0))  # agent by agent
+            lanes = [[part for part in parts if part.of.who == k] for k in range(self._crowd.num_agents)]
+        else:
+            lanes = [parts]
+        at, ids, pieces, sizes, ready = 0, list[int](), list[Piece](), list[int](), list[int]()
+        for lane in lanes:
+            start = at
+            for part in lane:
+                ids += part.ids
+                pieces.append(part.piece)
+                at += part.piece.count
+                if part.is_ready:
+                    ready.append(at - 1)
+            if lane and (spare := spare_tokens(self._crowd.model, at - start)):
+                ids += [self._crowd.pad_id] * spare
+                pieces.append(Piece(None, 0, spare))
+                at += spare
+            sizes.append(at - start)
+        states = self._states(kind, ids, pieces, sizes)
+        return parts, self._logits(states, ready) if ready else None
+
+    def _states(self, kind: str, ids: Sequence[int], pieces: Sequence[Piece], sizes: Sequence[int]) -> Tensor:
+        """Final hidden states [R, N, D]."""
+        model, agents = self._crowd.model, self._crowd.agents
+        positions = [position for piece in pieces for position in range(piece.start, piece.end)]
+        tokens = torch.tensor([ids, positions]).to(self._crowd.device)
+        with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else _once() as copies:
+            dtype = compute_dtype(model.get_input_embeddings().weight)
+            with agents.ready(dtype, training=False):
+                found = text_model(model)(
+                    input_ids=tokens[:1].expand(copies, -1),
+                    position_ids=tokens[1:],
+                    pieces=Pieces(pieces),
+                    use_cache=False,
+                )
+        return found.last_hidden_state  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _reading(self, kind: str, sizes: Sequence[int]) -> Iterator[None]:
+        """Let the layers know whose tokens they read, and attend over columns."""
+        config, reading = self._crowd.model.config, self._crowd.agents.reading
+        before, config._attn_implementation = config._attn_implementation, COLUMNS
+        alone = [k for k, size in enumerate(sizes) if size]
+        try:
+            if kind == "crowd":
+                yield
+            elif kind == "base" or len(alone) == 1:
+                with reading.of(NOBODY if kind == "base" else alone[0]):
+                    yield
+            else:
+                ends = list(accumulate(sizes))
+                with reading.of(spans=[slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]):
+                    yield
+        finally:
+            config._attn_implementation = before
+
+    def _logits(self, states: Tensor, places: Sequence[int]) -> Tensor:
+        """Logits [R, n, V] at these tokens, by one product for all agents: a large head is read once."""
+        rows, count = states.shape[0], len(places)
+        spare = spare_tokens(self._crowd.model, count)
+        own = states[:, [*places, *[places[0]] * spare]].flatten(0, 1)
+        dtype = compute_dtype(own)
+        if self._head is None or self._head.weight.dtype != dtype:
+            self._head = self._crowd.head.to(dtype)
+        with torch.autocast(own.device.type, enabled=False):
+            found: Tensor = self._head.logits(own.to(dtype)).unflatten(0, (rows, -1))[:, :count]
+        return found
+
+    # What follows
+
+    def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Token]:
+        """A token for each text and for each request whose prompt is read, from logits [R, n, V]."""
+        asked: list[tuple[_Text, int, int | None]] = []  # with the row of its logits, and the agent if it is one of R
+        for row, part in enumerate(parts):
+            if isinstance(part.of, _Text):
+                asked.append((part.of, row, None))
+            else:
+                asked += [(text, row, text.who if part.of.who is CROWD else None) for text in self._opened(part.of)]
+        tokens = []
+        for of_agent in (False, True):
+            rows = [each for each in asked if (each[2] is not None) == of_agent]
+            if rows:
+                at = [row for _, row, _ in rows]
+                own = logits[[agent for *_, agent in rows], at][None] if of_agent else logits[:, at]
+                found = choose(own, [text.row for text, *_ in rows], self._crowd.learned)
+                tokens += [self._moved(text, each) for (text, *_), each in zip(rows, found, strict=True)]
+        return tokens
+
+    def _opened(self, prompt: _Prompt) -> list[_Text]:
+        """The texts that follow a prompt, each with columns of its own; the first may take those of the prompt."""
+        self._prompts.remove(prompt)
+        texts = []
+        for number, request in enumerate(prompt.members):
+            who, columns = self._who(request), prompt.columns
+            if who != prompt.who or number:
+                columns = columns.copied(len(prompt.ids), who if prompt.who is CROWD else None)
+            texts.append(_Text(request, who, self._rows[request], columns))
+        self._texts += texts
+        return texts
+
+    def _moved(self, text: _Text, found: Chosen | Exception) -> Token:
+        request = text.request
+        if isinstance(found, Exception):
+            request.finish, request.error = "error", found
+            self.release(request)
+            return Token(request, None, found)
+        request.tokens.append(found.id)
+        request.chosen.append(found)
+        limit, count = positions_of(self._crowd.model.config), len(request.tokens)
+        if found.id in request.decoding.ends:
+            request.finish = "stop"
+        elif count >= request.decoding.max_new_tokens or len(request.prompt) + count == limit:
+            request.finish = "length"
+        if request.finish is not None:
+            self.release(request)
+        return Token(request, found)
+
+
+@contextmanager
+def _once() -> Iterator[int]:
+    yield 1

@@ -1,0 +1,302 @@
+"""The decoder gives every text what full passes without a cache give, whatever else is open, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ci_llm import Crowd
+from ci_llm.crowd import aggregators
+from ci_llm.crowd.aggregators import aggregate, probability
+from ci_llm.crowd.choosing import Row, choose
+from ci_llm.crowd.columns import BLOCK
+from ci_llm.crowd.decoder import CROWD, Decoder, Request
+from ci_llm.crowd.decoding import Decoding
+from ci_llm.embedded import rows
+from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.lora.layer import NOBODY
+from tests.lora.test_adapters import K, crowd_of
+from tests.support.crowds import disturbed_crowd
+from tools.testbed.tiny import base, example
+
+#: Within one block, over several, and whole blocks.
+PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 16, 6, 35, 64, 17)]
+GREEDY = Decoding(max_new_tokens=12)
+EVERYBODY = (CROWD, *range(K), NOBODY)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Crowd:
+    return moved(crowd_of(base("llama", torch.float32)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several threads the products of a pass are split by its rows, and round by them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def moved(crowd: Crowd) -> Crowd:
+    """With smaller weights these toys only repeat the last token."""
+    crowd.agents.weights.mul_(4)
+    return crowd.eval()
+
+
+def written(crowd: Crowd, requests: Sequence[Request], slots: int = 64, **how: Any) -> Decoder:
+    """Let the decoder write all of them, with as many open at a time as it has slots."""
+    decoder, waiting = Decoder(crowd, slots, **how), list(requests)
+    while waiting or decoder.open:
+        count = min(decoder.free, len(waiting))
+        decoder.admit(waiting[:count])
+        del waiting[:count]
+        assert all(token.request in requests for token in decoder.step())
+    assert decoder.free == slots
+    return decoder
+
+
+def mixed(prompts: Sequence[list[int]]) -> list[Request]:
+    """Every prompt for everybody."""
+    return [Request(p, GREEDY, who, uncertainty=True) for p in prompts for who in EVERYBODY]
+
+
+@torch.no_grad()
+def reference(crowd: Crowd, who: int | None, prompt: Sequence[int], how: str = "probability") -> tuple[list[int], Any]:
+    """Full passes over the whole text, of one agent at a time: the tokens and their log-probabilities."""
+    ids, nats = list(prompt), []
+    for _ in range(GREEDY.max_new_tokens):
+        each = []
+        for k in range(K) if who is CROWD else [who]:
+            with crowd.active_agent(k) as model:
+                each.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1))
+        found = aggregate(torch.stack(each), how)
+        ids.append(int(found.argmax()))
+        nats.append(float(found.max()))
+    return ids[len(prompt) :], pytest.approx(nats, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "gpt_neox", "gpt2", "granite", "cohere"],
+)
+def test_crowd_agents_and_base_write_what_full_passes_give(family: str) -> None:
+    crowd = moved(crowd_of(base(family, torch.float32)))
+    assert crowd.route == "packed"
+    requests = mixed(PROMPTS[:5])
+    written(crowd, requests, slots=9, budget=32)
+    for request in requests:
+        found = request.tokens, [each.log_probability for each in request.chosen]
+        assert found == reference(crowd, request.who, request.prompt)
+    assert len({tuple(request.tokens) for request in requests}) > 15, "a mix-up would not be seen"
+
+
+def test_a_text_is_what_full_passes_give(llama: Crowd) -> None:
+    requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
+    written(llama, requests)
+    for request in requests:
+        assert (request.tokens, [each.log_probability for each in request.chosen]) == reference(
+            llama, request.who, request.prompt
+        )
+        assert request.finish == "length"
+    assert len({tuple(request.tokens) for request in requests}) == len(EVERYBODY)
+
+
+def bits(requests: Sequence[Request]) -> list[Any]:
+    return [(request.tokens, request.chosen) for request in requests]
+
+
+@pytest.mark.slow
+def test_the_bits_of_a_text_do_not_depend_on_its_company() -> None:
+    """On the embedded base; the products of the toys are so small that MKL takes another kernel for every size."""
+    crowd = disturbed_crowd()
+    assert crowd.prompter is not None
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:6]]
+    wanted = mixed(prompts)
+    for request in wanted:
+        written(crowd, [request], slots=1, reuse=False)
+    ways: list[Any] = [{"slots": 64}, {"slots": 3}, {"slots": 16, "budget": 16}, {"slots": 7, "budget": 48}]
+    for reuse, how in zip((False, False, False, True), ways, strict=True):
+        found = mixed(prompts)
+        order = list(found)
+        random.Random(1).shuffle(order)
+        decoder = written(crowd, order, **how, reuse=reuse)
+        assert bits(found) == bits(wanted)
+        assert bool(decoder.reused) == reuse
+
+
+def test_a_prompt_is_read_once_for_the_crowd_and_its_agents_and_for_several_samples(llama: Crowd) -> None:
+    drawn = Decoding(max_new_tokens=3, do_sample=True, temperature=3)
+    whos = (CROWD, *range(K))
+    requests = [Request(PROMPTS[4], drawn, who, (str(who), n)) for who in whos for n in range(2)]
+    decoder = written(llama, requests)
+    assert decoder.read == len(PROMPTS[4])
+    assert len({tuple(request.tokens) for request in requests}) == len(requests)
+    alone = [Request(r.prompt, drawn, r.who, r.key) for r in requests]
+    for request in alone:
+        written(llama, [request])
+    assert bits(alone) == bits(requests)
+
+
+def test_a_prompt_takes_the_beginning_that_another_has_left(llama: Crowd) -> None:
+    common = PROMPTS[5]
+    prompts = [[*common, 5, 6, 7], [*common, 8], [*common[:40], 9]]
+    for who in EVERYBODY:
+        decoder = written(llama, [Request(p, GREEDY, who) for p in prompts], slots=2)
+        assert decoder.reused == 64 + 32
+        assert decoder.read == sum(map(len, prompts)) - decoder.reused
+    both = Decoder(llama, slots=2)
+    both.admit([Request(p, GREEDY) for p in prompts[:2]])
+    both.step()
+    both.step()
+    assert both.reused == 64, "two that come together read their beginning once"
+    agent, nobody = Request(prompts[0], GREEDY, 1), Request(prompts[0], GREEDY, NOBODY)
+    decoder = Decoder(llama)
+    for request in (Request(prompts[1], GREEDY), agent, nobody):
+        decoder.admit([request])
+        decoder.step()
+    assert (agent.reused, nobody.reused) == (64, 0), "what all agents read serves each of them, and not the base"
+
+
+def test_settings_of_one_text_have_no_effect_on_another(llama: Crowd) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"aggregator": "logit"},
+        {"do_sample": True, "temperature": 2, "seed": 3},
+        {"do_sample": True, "top_k": 2},
+        {"do_sample": True, "top_p": 0.5, "aggregator": "confidence"},
+        {"do_sample": True, "min_p": 0.2},
+        {"max_new_tokens": 1},
+    ]
+    wanted, found = ([Request(PROMPTS[1], Decoding(**{"max_new_tokens": 8, **way}), top=n) for n, way in
+                      enumerate(ways)] for _ in range(2))  # fmt: skip
+    for request in wanted:
+        written(llama, [request])
+    written(llama, found)
+    assert bits(found) == bits(wanted)
+    assert [len(request.chosen[0].top) for request in found] == list(range(len(ways)))
+    first = found[1].chosen[0]
+    assert all(request.chosen[0].uncertainty is None for request in found)
+    assert first.top[0] == (first.id, first.log_probability), "the most probable token comes first"
+
+
+def test_a_row_that_fails_fails_alone(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(K, 4, 9, generator=torch.Generator().manual_seed(0))
+    logits[1, 1, 3] = float("nan")
+    logits[:, 2, 0] = float("nan")
+    how = Decoding(do_sample=True)
+    found = choose(logits, [Row(how, torch.Generator().manual_seed(n), n != 3, n) for n in range(4)])
+    others = choose(logits[:, [0, 3]], [Row(how, torch.Generator().manual_seed(n), n != 3, n) for n in (0, 3)])
+    assert [found[0], found[3]] == others
+    [two] = choose(logits[[0, 2]][:, 1:2], [Row(how, torch.Generator().manual_seed(1), True, 1)])
+    assert found[1] == two, "the agent with NaN is left out of this row"
+    assert isinstance(found[2], ModelError)
+
+    def broken(log_probs: torch.Tensor) -> torch.Tensor:
+        if log_probs.shape[1] != 1 or log_probs[0, 0].argmax() == log_probs[0, :, :].argmax():
+            raise ZeroDivisionError("of an aggregator")
+        return probability.aggregate(log_probs)
+
+    good, bad = Request(PROMPTS[0], GREEDY), Request(PROMPTS[1], Decoding(12, aggregator="logit"))
+    real = aggregators.load_plugin
+    monkeypatch.setattr(
+        aggregators, "load_plugin", lambda p, name, *rest: broken if name == "logit" else real(p, name, *rest)
+    )
+    decoder = Decoder(llama)
+    decoder.admit([good, bad])
+    tokens = {token.request: token for token in decoder.step()}
+    assert isinstance(tokens[bad].error, ZeroDivisionError)
+    assert (bad.finish, decoder.open) == ("error", [good])
+    while decoder.open:
+        decoder.step()
+    assert good.tokens == reference(llama, CROWD, PROMPTS[0])[0]
+
+
+def test_a_text_that_leaves_frees_its_slot_and_the_others_go_on(llama: Crowd) -> None:
+    wanted = [Request(p, GREEDY) for p in PROMPTS[:4]]
+    written(llama, wanted)
+    end = wanted[0].tokens[2]
+    requests = [Request(p, Decoding(12, frozenset({end}) if n == 0 else frozenset())) for n, p in enumerate(PROMPTS)]
+    decoder = Decoder(llama, slots=4, budget=16)
+    decoder.admit(requests[:4])
+    decoder.release(requests[3])  # its prompt is not read
+    for _ in range(4):
+        decoder.step()
+    decoder.release(requests[2])
+    decoder.release(requests[2])
+    assert decoder.free == 4 - len(decoder.open)
+    while decoder.open:
+        decoder.step()
+    assert (requests[0].tokens, requests[0].finish) == (wanted[0].tokens[: wanted[0].tokens.index(end) + 1], "stop")
+    assert (requests[1].tokens, requests[1].finish) == (wanted[1].tokens, "length")
+    assert requests[2].tokens == wanted[2].tokens[: len(requests[2].tokens)]
+    assert requests[3].tokens == []
+
+
+def test_memory_is_that_of_the_columns_in_use(llama: Crowd) -> None:
+    shape = llama.model.config
+    column = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
+    decoder = Decoder(llama, slots=2, reuse=False)
+    request = Request(PROMPTS[1], Decoding(max_new_tokens=100))
+    decoder.admit([request])
+    for _ in range(3):
+        decoder.step()
+        assert decoder.nbytes == K * BLOCK * column, "13 of 16 columns, and no more for the tokens that may follow"
+    decoder.release(request)
+    assert decoder.nbytes == 0
+
+
+def test_a_request_that_cannot_be_served_is_refused(llama: Crowd) -> None:
+    decoder = Decoder(llama, slots=2)
+    cases: list[tuple[Request, str]] = [
+        (Request([], GREEDY), "a prompt is empty"),
+        (Request([5] * 128, GREEDY), "a prompt has 128 tokens, and the base reads 128"),
+        (Request([5], GREEDY, who=K), f"there is no agent {K}"),
+        (Request([5], Decoding(aggregator="majority")), "decides between whole answers"),
+    ]
+    for request, message in cases:
+        with pytest.raises((BadInput, DataError), match=message):
+            decoder.admit([Request([5], GREEDY), request])
+        assert decoder.free == 2
+    with pytest.raises(BadInput, match="3 requests for 2 free slots"):
+        decoder.admit([Request([5], GREEDY) for _ in range(3)])
+    with pytest.raises(BadInput, match="at least 1 slot"):
+        Decoder(llama, slots=0)
+
+
+def test_a_text_ends_at_the_last_position_of_the_base(llama: Crowd) -> None:
+    requests = [Request([5] * 126, GREEDY), Request([6, 7], GREEDY)]
+    written(llama, requests)
+    assert [(len(request.tokens), request.finish) for request in requests] == [(2, "length"), (12, "length")]
+
+
+def test_a_step_that_fails_can_be_repeated(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Request(p, GREEDY, who) for p in PROMPTS for who in EVERYBODY]
+    written(llama, wanted)
+    requests = [Request(p, GREEDY, who) for p in PROMPTS for who in EVERYBODY]
+    decoder, calls, forward = Decoder(llama, len(requests)), 0, llama.model.model.norm.forward
+
+    def failing(states: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 7 == 0:
+            raise MemoryError("of the base")
+        return forward(states)
+
+    monkeypatch.setattr(llama.model.model.norm, "forward", failing)
+    decoder.admit(requests)
+    failed = 0
+    while decoder.open:
+        try:
+            decoder.step()
+        except MemoryError:
+            failed += 1
+    assert failed > 3
+    assert bits(requests) == bits(wanted)
