@@ -140,6 +140,7 @@ class Body(_Strict):
         | None
     ) = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None  # of vLLM, as top_k and min_p
+    ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

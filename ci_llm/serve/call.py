@@ -184,9 +184,10 @@ def _shared(
     if each * len(prompts) > served.choices:
         raise bad("n", f"one request may ask for at most {served.choices} answers")
     own = _own(body, served, who)
+    ends = frozenset() if body.ignore_eos else served.ends
     decoding = Decoding(
         max_new_tokens=max(1, served.context - longest if wanted is None else wanted),
-        ends=served.ends | served.prompter.ends_among(stop) | {*(body.stop_token_ids or ())},
+        ends=ends | served.prompter.ends_among(stop) | {*(body.stop_token_ids or ())},
         aggregator=own.aggregator or served.aggregators[0],
         **_drawing(body),
     )

@@ -144,9 +144,16 @@ class RemoteAgents:
         for job in jobs:
             self._tasks[job] = task = asyncio.ensure_future(self._write(job))
             task.add_done_callback(partial(self._forget, job))
+        self._count()
 
     def _forget(self, job: Job, _: asyncio.Task[None]) -> None:
         del self._tasks[job]
+        self._count()
+
+    def _count(self) -> None:
+        """What is under way, and what waits for a slot here."""
+        running = min(len(self._tasks), self._options.slots)
+        self._metrics.load(running, len(self._tasks) - running, self._options.slots)
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give up these texts, and the requests for them."""
@@ -164,7 +171,6 @@ class RemoteAgents:
         """Tell one job its text, or why there is none."""
         try:
             async with self._slots:
-                self._metrics.load(len(self._tasks), 0, self._options.slots)
                 piece, ended = await (self._vote(job) if job.call.votes else self._one(job))
             job.out.put_nowait(piece)
             self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)

@@ -66,13 +66,13 @@ def run_until_signal(service: Service, host: str, port: int) -> int:
     Raises:
         BadInput: the address cannot be listened on.
     """
-    _log_to_stderr()
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         hint = "another program listens there: give another --port" if port else "give another --host"
         raise BadInput(f"cannot listen: {error.strerror}", where=f"{host}:{port}", hint=hint) from error
+    _log_to_stderr()
     shown = f"[{host}]" if ":" in host else host
     logging.getLogger(__name__).info("http://%s:%d/ serves %s", shown, listening.getsockname()[1], service.models)
     config = uvicorn.Config(
