@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "__init__"),
     ("cli",),
     ("sweep",),
-    ("dry_run", "supervisor"),
+    ("dry_run", "serve", "supervisor"),
     ("run", "evaluation", "integrations"),
     ("crowd", "logs", "report"),
     ("lora", "mirror"),

@@ -135,6 +135,29 @@ def open_pretrained(
     )
 
 
+def open_wording(source: Path | str, base_model: str | None = None) -> tuple[Prompter, list[str]]:
+    """The prompter of a saved crowd, and the names of its agents: what is needed where another program runs them.
+
+    The base is opened only if the checkpoint has no tokenizer of its own.
+
+    Raises:
+        BadInput, DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
+    """
+    with located(source) as place:
+        folder = require_checkpoint(place, str(source), final_first=True)
+        _, state = _verified(folder)
+        if META not in state:
+            raise ForeignCheckpoint(
+                "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
+            )
+        meta = state[META]
+        if (folder / "tokenizer").is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+        else:
+            tokenizer = _base(meta, str(source), "cpu", base_model).tokenizer
+    return Prompter(tokenizer, meta["prompt_form"]), names_of_agents(meta)
+
+
 def open_base(name: str, device: torch.device | str | None = None) -> Pretrained:
     """A base alone, asked and scored as a crowd is: it has no agents, and one adapter that changes nothing.
 

@@ -1,0 +1,266 @@
+"""The web application: paths, the key, the size of bodies, and who is told when a client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any, Final, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ci_llm.serve.answers import Answer
+from ci_llm.serve.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, checked, parsed
+from ci_llm.serve.call import Call, Served, chat_call, completion_call, text_ids
+from ci_llm.serve.jobs import Job, jobs_of
+from ci_llm.serve.metrics import TEXT, Metrics
+from ci_llm.serve.problem import ApiProblem, bad
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BODY: Final = 8 << 20
+_ENDLESS: Final = 8  # times the largest body
+_GONE: Final = 499  # nobody reads it
+#: Seconds for a step that is under way when all answers are written or given up.
+_LEAVE_S: Final = 5.0
+#: Nothing on the page comes from elsewhere, and nothing may.
+_POLICY: Final = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Writer(Protocol):
+    """Who writes texts: the engine on a crowd that is open here, or a server that holds the agents."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    def submit(self, jobs: Sequence[Job]) -> None: ...
+    def cancel(self, jobs: Sequence[Job]) -> None: ...
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None: ...
+    def stop(self, bound_s: float) -> None: ...
+
+
+class Service:
+    """The paths of one server.
+
+    Args:
+        key: that requests must have; None: none.
+        drain_s: seconds for what is under way when the server is told to stop.
+
+    Attributes:
+        app: what a server of ASGI runs.
+    """
+
+    def __init__(self, served: Served, writer: Writer, metrics: Metrics, key: str | None, drain_s: int) -> None:
+        self._served, self._writer, self._metrics = served, writer, metrics
+        self._key, self.drain_s, self._born = key, drain_s, int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+                Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
+                Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
+                Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
+                Route("/healthz", self._health, methods=["GET"]),
+                Route("/metrics", self._prometheus, methods=["GET"]),
+                Route("/", self._page, methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _no_such, Exception: _broken},
+            lifespan=self._lifespan,
+        )
+
+    @property
+    def models(self) -> str:
+        """Their names, for people."""
+        return ", ".join(self._served.models)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._writer.begin(asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(self._writer.stop, _LEAVE_S)
+
+    def _guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Ask for the key first, make problems answers, and leave a line in the log."""
+
+        async def handler(request: Request) -> Response:
+            began = time.monotonic()
+            try:
+                self._authorize(request)
+                response = await handle(request)
+            except ApiProblem as problem:
+                self._metrics.refused(problem.status)
+                response = problem.response()
+                logger.info("%s %s %d %s", request.method, request.url.path, problem.status, problem.error["code"])
+                return response
+            except ClientDisconnect:
+                response = Response(status_code=_GONE)
+            if not isinstance(response, StreamingResponse) and request.method == "POST":
+                _log(request, response.status_code, began)
+            return response
+
+        return handler
+
+    def _authorize(self, request: Request) -> None:
+        if self._key is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            what = (
+                "Incorrect API key provided" if given else "You did not provide an API key: Authorization: Bearer KEY"
+            )
+            raise ApiProblem(401, what, code="invalid_api_key")
+
+    async def _chat(self, request: Request) -> Response:
+        body = checked(ChatBody, await _json(request))
+        return await self._answer(request, await asyncio.to_thread(chat_call, body, self._served))
+
+    async def _completions(self, request: Request) -> Response:
+        body = checked(CompletionBody, await _json(request))
+        return await self._answer(request, await asyncio.to_thread(completion_call, body, self._served))
+
+    async def _answer(self, request: Request, call: Call) -> Response:
+        began, groups = time.monotonic(), jobs_of(call)
+        jobs = [*dict.fromkeys(job for group in groups for job in group)]
+        answer = Answer(call, groups, self._served.prompter.tokenizer, self._served.names)
+        self._writer.submit(jobs)
+        request.state.asked = call.model
+
+        def end() -> None:
+            self._writer.cancel(jobs)
+            _log(request, 200 if answer.is_whole else _GONE, began, answer)
+
+        if call.stream:
+            return StreamingResponse(
+                _closing(answer.stream(), end),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                raise ClientDisconnect
+            request.state.usage = answer.usage
+            return JSONResponse(whole.result())
+        finally:
+            self._writer.cancel(jobs)
+            whole.cancel()
+            gone.cancel()
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._served.models]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._served.models:
+            raise ApiProblem(404, f"The model `{name}` does not exist", "model", "model_not_found")
+        return JSONResponse(self._entry(name))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._born,
+            "owned_by": "ci-llm",
+            "max_model_len": self._served.context,
+            "agents": len(self._served.names) if self._served.models[name] is None else 1,
+            "remembers": self._served.prompter.tells_turns_apart,
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = checked(TokenizeBody, await _json(request))
+        if body.messages:
+            ids = await asyncio.to_thread(self._served.prompter.ids, [message.turn for message in body.messages])
+        else:
+            ids = await asyncio.to_thread(text_ids, body.prompt or "", self._served)
+        return JSONResponse({"count": len(ids), "max_model_len": self._served.context, "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = checked(DetokenizeBody, await _json(request))
+        if any(token >= self._served.vocabulary for token in body.tokens):
+            raise bad("tokens", f"expected token ids below {self._served.vocabulary}", "invalid_type")
+        text = await asyncio.to_thread(self._served.prompter.tokenizer.decode, body.tokens)
+        return JSONResponse({"prompt": text})
+
+    async def _health(self, _: Request) -> Response:
+        ready = self._writer.is_ready
+        return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
+
+    async def _prometheus(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type=TEXT)
+
+    async def _page(self, _: Request) -> Response:
+        page = files("ci_llm.serve").joinpath("page.html").read_text(encoding="utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"})
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    """The JSON object in the body, which is measured while it comes: not every client says its length.
+
+    Of a body that is too large the rest is thrown away, since a client reads no answer before it has sent all; one that
+    has no end is cut off.
+    """
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= LARGEST_BODY:
+            parts.append(part)
+        else:
+            parts.clear()
+        if size > _ENDLESS * LARGEST_BODY:
+            break
+    if size > LARGEST_BODY:
+        problem = ApiProblem(413, f"the body is larger than {LARGEST_BODY >> 20} MiB", code="request_too_large")
+        problem.headers["Connection"] = "close"
+        raise problem
+    return parsed(b"".join(parts))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _closing(lines: AsyncIterator[str], end: Callable[[], None]) -> AsyncIterator[str]:
+    """The lines, and then the end, also when nobody reads on."""
+    try:
+        async for line in lines:
+            yield line
+    finally:
+        end()
+
+
+def _log(request: Request, status: int, began: float, answer: Answer | None = None) -> None:
+    """One line about a request, without any of its content."""
+    usage = answer.usage if answer else getattr(request.state, "usage", None)
+    told = f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens" if usage else ""
+    model = getattr(request.state, "asked", "-")
+    seconds = time.monotonic() - began
+    logger.info("%s %s %d %s%s %.3f s", request.method, request.url.path, status, model, told, seconds)
+
+
+async def _no_such(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        what = f"Unknown request URL: {request.method} {request.url.path}"
+        return ApiProblem(404, what, code="unknown_url").response()
+    if error.status_code == 405:
+        what = f"{request.url.path} does not take {request.method}"
+        return ApiProblem(405, what, code="method_not_allowed").response()
+    return ApiProblem(error.status_code, str(error.detail)).response()
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiProblem(500, "the server had an error", code="internal_error").response()

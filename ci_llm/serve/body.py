@@ -1,0 +1,262 @@
+"""The fields of a request: what OpenAI's API calls them, which values they take, and which are refused.
+
+A field that is unknown is refused: a typo in `agents_per_prompt` would cost K times as much. Known ones that change no
+answer are accepted, because clients send them unasked.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ci_llm.serve.problem import ApiProblem, bad
+
+#: Accepted, and without effect on an answer.
+HARMLESS: Final = {
+    *(
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+    ),
+    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
+}
+#: Would change an answer in a way that is not built: only the values that leave it as it is are taken.
+REFUSED: Final[dict[str, tuple[Any, ...]]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+MOST_STOPS: Final = 4
+
+#: What pydantic calls an error, and OpenAI's word for it; any other one is about a value.
+_CODES: Final = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "too_long": "array_above_max_length",
+    "int_from_float": "invalid_type",
+    "invalid_type": "invalid_type",
+}
+_LARGEST: Final = (1 << 63) - 1
+Id = Annotated[int, Field(ge=0)]
+T = TypeVar("T", bound=BaseModel)
+
+
+def _as_list(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+def _text_of(content: Any) -> Any:
+    """Content that is a list of text parts, as one string."""
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise bad("messages[].content", "only parts of the type text are read", "unsupported_value")
+    texts = [part.get("text") for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # which is refused
+
+
+def _prompts(given: Any) -> Any:
+    """One prompt as a list of one: a string, or token ids."""
+    if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list)):
+        return [given]
+    return given
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Message(_Strict):
+    """One turn; `developer` is what newer clients call the system.
+
+    What is null is left out: clients send an answer back with all the fields that it came with.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text_of)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
+
+    @property
+    def turn(self) -> dict[str, str]:
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of OpenAI, against listeners on the line
+
+
+class Own(_Strict):
+    """The field `ci_llm`: what only a crowd has.
+
+    Attributes:
+        minimum_confidence: an answer that is less probably right is not given.
+        agents_per_prompt: ask one agent first and all where it is unsure, so many on average.
+        aggregator: how the agents become one crowd.
+        include_agents: also return what each agent answers alone, and how many give the crowd's answer.
+    """
+
+    minimum_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
+    agents_per_prompt: Annotated[float, Field(ge=1)] | None = None
+    aggregator: str | None = None
+    include_agents: bool = False
+
+
+class Body(_Strict):
+    """The fields that chats and completions share."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS), BeforeValidator(_as_list)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None  # of vLLM, as top_k and min_p
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ci_llm: Own | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_belong_to_a_stream(self) -> Body:
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options", "only allowed with stream: true")
+        return self
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad("top_logprobs", "only allowed with logprobs: true")
+        if self.messages[-1].role != "user":
+            raise bad("messages", "the last message must be the user's")
+        if self.max_tokens == 0:
+            raise bad("max_tokens", "expected at least 1")
+        return self
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[list[str] | list[list[Id]], Field(min_length=1), BeforeValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None  # of vLLM
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionBody:
+        if self.echo and self.stream:
+            raise bad("echo", "not together with stream", "unsupported_value")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad("max_tokens", "expected at least 1; 0 with echo: true")
+        return self
+
+
+class TokenizeBody(_Strict):
+    """`POST /tokenize`, as vLLM has it: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad("prompt", "give prompt or messages", "missing_required_parameter")
+        return self
+
+
+class DetokenizeBody(_Strict):
+    """`POST /detokenize`, as vLLM has it."""
+
+    model: str | None = None
+    tokens: list[Id]
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        ApiProblem: there is none.
+    """
+    try:
+        found = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiProblem(400, f"the body of the request is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise bad(None, "the body of the request is no JSON object", "invalid_type")
+    return found
+
+
+def checked(kind: type[T], given: dict[str, Any]) -> T:
+    """The fields of a body, each with a value in its range.
+
+    Raises:
+        ApiProblem: of the first field that is wrong.
+    """
+    for name, nothing in REFUSED.items():
+        value = given.get(name)
+        if value is not None and not any(value == each and type(value) is not bool for each in nothing):
+            raise bad(name, "this server does not support it", "unsupported_parameter")
+    try:
+        return kind.model_validate({name: x for name, x in given.items() if name not in HARMLESS | REFUSED.keys()})
+    except ValidationError as error:
+        raise _problem(error) from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _problem(error: ValidationError) -> ApiProblem:
+    """The first error, about the field that is outermost in the body."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    kind, place = str(first["type"]), [part for part in first["loc"] if part not in _BRANCHES]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    if kind == "extra_forbidden":
+        return ApiProblem(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+    if param in ("model", "messages") and kind != "missing":
+        return bad(param, first["msg"], "missing_required_parameter" if len(place) == 1 else "invalid_value")
+    code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
+    return bad(param, first["msg"], code)
+
+
+#: Branches of a union stand among the places of pydantic's errors.
+_BRANCHES: Final = {"list[str]", "list[list[constrained-int]]"}

@@ -1,0 +1,330 @@
+"""One text that a request wants: what is asked of the decoder for it, what its tokens have settled, and how it ends.
+
+All of it runs on the thread of the engine, and what it tells leaves through `Job.tell`.
+
+Legend: K agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ci_llm.crowd.aggregators import aggregate, find_vote
+from ci_llm.crowd.answers import TokenUncertainty, of_text, signals
+from ci_llm.crowd.decoder import Request, Token
+from ci_llm.crowd.generation import Continuation, Generated, TextSoFar, cut, elect, final_answers
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.scoring import targets_of
+from ci_llm.data.batches import pack
+from ci_llm.data.prompts import Prompter
+from ci_llm.serve.call import Call
+from ci_llm.serve.problem import ApiProblem
+
+#: A probability of 0 counts as this, so that its logarithm is finite.
+_LEAST: Final = 1e-300
+
+
+class TokenLine(NamedTuple):
+    """One token with its log-probability in nats, None for the first of a text, and the most probable ones there."""
+
+    id: int
+    logprob: float | None
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text that nothing will change any more, with the tokens that it came from."""
+
+    text: str
+    tokens: Sequence[TokenLine] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a text.
+
+    Attributes:
+        reason: `stop`, or `length` where it was cut.
+        tokens: new ones, the end included.
+        own: the field `ci_llm` of its answer.
+        answers: of each agent alone, if they were asked for.
+    """
+
+    reason: str
+    tokens: int
+    own: dict[str, Any] = field(default_factory=dict)
+    answers: Sequence[str] | None = None
+
+
+Event = Piece | Ended | ApiProblem
+
+
+@dataclass(eq=False)
+class Job:
+    """What the kinds of texts share.
+
+    Attributes:
+        number: of the text in its request; it keys the generator of a sample.
+        out: where its events go, on the event loop.
+        outbox: of the engine, which empties it once in a step.
+        cancelled: nobody waits for it any more.
+        open: what is asked for and has not ended.
+        admitted, first, last: when it left the queue, had its first and its last token, by `time.monotonic`.
+    """
+
+    call: Call
+    prompt: Sequence[int]
+    number: int
+    out: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    outbox: list[tuple[Job, Event]] = field(default_factory=list)
+    cancelled: bool = False
+    open: set[Request] = field(default_factory=set)
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+    #: Whether it writes an answer of its own.
+    writes: bool = True
+
+    def tell(self, event: Event) -> None:
+        self.outbox.append((self, event))
+
+    def asked(self, crowd: CrowdModel) -> list[Request]:
+        """What is asked of the decoder next; nothing: the job has ended."""
+        raise NotImplementedError
+
+    def take(self, token: Token, crowd: CrowdModel) -> bool:
+        """Take the next token of a request of this job; True if that request has ended."""
+        raise NotImplementedError
+
+    def close(self, crowd: CrowdModel) -> Ended | None:
+        """All requests have ended: tell the text that came of them, and return its end. None: there is more to ask."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class TextJob(Job):
+    """A text that is chosen token by token, by the crowd, by one agent, or by one first and all if it is unsure.
+
+    Attributes:
+        lines: tokens that were not shown yet.
+        pieces: text that was not shown yet.
+        agents: how many were asked.
+        escalated: whether one was asked first, and was unsure.
+    """
+
+    lines: list[TokenLine] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    agents: int = 0
+    escalated: bool = False
+    stopped: bool = False
+    text: TextSoFar | None = None
+    request: Request | None = None
+
+    @property
+    def _asks_one_first(self) -> bool:
+        return self.call.own.agents_per_prompt is not None and not self.escalated
+
+    def asked(self, crowd: CrowdModel) -> list[Request]:
+        call = self.call
+        if call.echo:
+            lines = [] if call.logprobs is None else prompt_lines(crowd, call, self.prompt)
+            self.tell(Piece(str(_prompter(crowd).tokenizer.decode(list(self.prompt))), lines))
+        if call.only_echo:
+            return []
+        who, decoding = call.who, call.decoding
+        if self._asks_one_first:
+            assert crowd.calibration is not None, "the request was read so"
+            who, decoding = crowd.calibration.agent, replace(decoding, aggregator="probability")
+        self.text = TextSoFar(_prompter(crowd).tokenizer, call.stop, self.pieces.append)
+        self.agents += len(crowd.names) if who is None else int(who >= 0)
+        self.request = Request(
+            self.prompt,
+            decoding,
+            who,
+            key=("generate", self.number),
+            uncertainty=call.own.include_agents or _is_calibrated(crowd, call),
+            top=call.logprobs or 0,
+            tag=self,
+        )
+        return [self.request]
+
+    def take(self, token: Token, crowd: CrowdModel) -> bool:
+        request, chosen = token.request, token.chosen
+        assert self.text is not None, "it was asked for"
+        assert chosen is not None, "it did not fail"
+        self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
+        written = request.tokens[:-1] if request.finish == "stop" else request.tokens
+        self.stopped = request.finish != "stop" and self.text.update(written)
+        if self.stopped or request.finish is not None:
+            if not self.stopped:
+                self.text.finish(written)
+            return True
+        if self.call.stream and self.pieces and not self.call.decides_at_the_end:
+            self._show()
+        return False
+
+    def close(self, crowd: CrowdModel) -> Ended | None:
+        assert self.request is not None, "it was asked for"
+        own, chosen = self.call.own, self.request.chosen
+        sure = [each.uncertainty for each in chosen if each.uncertainty is not None]
+        right = _probability_right(crowd, self.call, sure, alone=self._asks_one_first)
+        if self._asks_one_first:
+            assert crowd.calibration is not None, "the request was read so"
+            if (right or 0) < crowd.calibration.escalates_below(own.agents_per_prompt or 1):
+                self.escalated = True
+                self.lines.clear()
+                self.pieces.clear()
+                return None
+        log_probability = sum(each.log_probability for each in chosen)
+        about = _about(log_probability, sure, right, self.agents, own.minimum_confidence)
+        if about["abstained"]:
+            self.pieces.clear()
+        if self.pieces or self.lines:
+            self._show()
+        reason = "stop" if self.stopped or self.request.finish == "stop" else "length"
+        return Ended(reason, len(chosen), about)
+
+    def _show(self) -> None:
+        self.tell(Piece("".join(self.pieces), tuple(self.lines)))
+        self.pieces.clear()
+        self.lines.clear()
+
+
+@dataclass(eq=False)
+class AgentsJob(Job):
+    """What every agent answers alone: to be voted on, or to stand beside the crowd's answer.
+
+    Attributes:
+        texts: what is asked of the agents, agent by agent.
+    """
+
+    texts: list[Request] = field(default_factory=list)
+
+    @property
+    def _samples(self) -> int:
+        vote = find_vote(self.call.decoding.aggregator)
+        return (vote.samples or 0) if vote and self.call.votes else 0
+
+    def asked(self, crowd: CrowdModel) -> list[Request]:
+        agents, decoding = range(crowd.num_agents), replace(self.call.decoding, aggregator="probability")
+        greedy = replace(decoding, do_sample=False)
+        if not self._samples:
+            self.texts = [Request(self.prompt, greedy, k, tag=self) for k in agents]
+            return self.texts
+        vote = find_vote(self.call.decoding.aggregator)
+        assert vote is not None, "only votes draw"
+        drawn = replace(decoding, do_sample=True, temperature=vote.temperature)
+        keys = [(k, ("vote", self.number, k * self._samples + n)) for k in agents for n in range(self._samples)]
+        self.texts = [Request(self.prompt, drawn, k, key=key, tag=self) for k, key in keys]
+        return self.texts
+
+    def take(self, token: Token, crowd: CrowdModel) -> bool:
+        return token.request.finish is not None or self._stopped(token.request.tokens, crowd)
+
+    def close(self, crowd: CrowdModel) -> Ended | None:
+        texts = [request.tokens for request in self.texts]
+        answers = self._worded(texts, crowd)
+        if not self.call.votes:
+            return Ended("stop", sum(map(len, texts)), answers=answers)
+        call, decoding = self.call, self.call.decoding
+        generated = Generated([], [], [], [], [[text] for text in texts])
+
+        def read(texts: Sequence[Sequence[int]]) -> list[str]:
+            return final_answers(self._worded(texts, crowd))
+
+        found = elect(crowd, [self.prompt], generated, decoding, read)
+        [ids], [sure] = found.crowd, found.tokens
+        right, logs = _probability_right(crowd, call, sure), [math.log(max(one.probability, _LEAST)) for one in sure]
+        about = _about(sum(logs), sure, right, len(crowd.names), call.own.minimum_confidence)
+        if not about["abstained"]:
+            winner = next(text for text in texts if [one for one in text if one not in decoding.ends] == ids)
+            lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
+            self.tell(Piece(self._worded([ids], crowd)[0], lines))
+        complete = len(sure) > len(ids) or self._stopped(ids, crowd)
+        shown = answers if call.own.include_agents and not self._samples else None
+        return Ended("stop" if complete else "length", len(sure), about, shown)
+
+    def _stopped(self, ids: Sequence[int], crowd: CrowdModel) -> bool:
+        stop = self.call.stop
+        return bool(stop) and TextSoFar(_prompter(crowd).tokenizer, stop).update(ids)
+
+    def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
+        return [cut(_prompter(crowd).text(list(ids)), self.call.stop) for ids in texts]
+
+
+def jobs_of(call: Call) -> list[list[Job]]:
+    """The jobs of a request: for each of its answers the one that writes it, then that of the agents beside it."""
+    found: list[list[Job]] = []
+    beside = call.own.include_agents and call.who is None and not call.votes
+    for at, prompt in enumerate(call.prompts):
+        agents: list[Job] = [AgentsJob(call, prompt, 0, writes=False)] if beside else []
+        for number in range(at * call.each, (at + 1) * call.each):
+            own: Job = AgentsJob(call, prompt, number) if call.votes else TextJob(call, prompt, number)
+            found.append([own, *agents])
+    return found
+
+
+@torch.no_grad()
+def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[TokenLine]:
+    """The log-probabilities of the tokens of a prompt, by whom the call asks."""
+    lines, rest = [TokenLine(int(prompt[0]), None)], prompt[1:]
+    if not rest:
+        return lines
+    batch = pack([Continuation.after(prompt[:1], rest)], [0])
+    reading, top = crowd.agents.reading, max(1, call.logprobs or 0)
+    with reading.of(reading.agent if call.who is None else call.who):
+        for each, targets in targets_of(crowd, [batch]):
+            mixed = aggregate(each, call.decoding.aggregator, crowd.learned) if call.who is None else each[0]
+            best, given = mixed.topk(top), mixed.gather(-1, targets[:, None]).squeeze(-1)
+            rows = zip(targets.tolist(), given.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+            for token, own, ids, values in rows:
+                lines.append(TokenLine(token, own, list(zip(ids, values, strict=True))))
+    return lines
+
+
+def _prompter(crowd: CrowdModel) -> Prompter:
+    assert crowd.prompter is not None, "a crowd that is served has one"
+    return crowd.prompter
+
+
+def _is_calibrated(crowd: CrowdModel, call: Call) -> bool:
+    """Whether it is known how probably the answers to this call are right."""
+    calibration = crowd.calibration
+    if calibration is None:
+        return False
+    return call.who == calibration.agent or (call.who is None and calibration.aggregator == call.decoding.aggregator)
+
+
+def _probability_right(
+    crowd: CrowdModel, call: Call, sure: Sequence[TokenUncertainty], *, alone: bool = False
+) -> float | None:
+    """That an answer is right, by the calibration; None: it is about other answers than these."""
+    calibration = crowd.calibration
+    if calibration is None or not _is_calibrated(crowd, call):
+        return None
+    right = calibration.agent_right if alone or call.who is not None else calibration.right
+    return right(signals(sure))
+
+
+def _about(
+    log_probability: float, sure: Sequence[TokenUncertainty], right: float | None, agents: int, minimum: float | None
+) -> dict[str, Any]:
+    """The field `ci_llm` of an answer, as docs/serving.md describes it."""
+    return {
+        "confidence": math.exp(log_probability) if right is None else right,
+        "calibrated": right is not None,
+        "agreement": None,
+        "agents": agents,
+        "abstained": right is not None and minimum is not None and right < minimum,
+        "disagreement": of_text(sure).disagreement if sure else None,
+    }

@@ -1,0 +1,75 @@
+"""What Prometheus reads at `/metrics`: vLLM's names under `ci_llm:`, so that its dashboards need another prefix."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_LONG: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+
+class Metrics:
+    """Counters of one server, each by `model_name`."""
+
+    def __init__(self, crowd: str) -> None:
+        self._crowd, self._registry = crowd, CollectorRegistry()
+        self._running = self._gauge("num_requests_running", "texts that grow")
+        self._waiting = self._gauge("num_requests_waiting", "texts that wait for a slot")
+        self._slots = self._gauge("kv_cache_usage_perc", "share of the slots in use, from 0 to 1")
+        self._prompt = self._counter("prompt_tokens", "tokens of prompts")
+        self._new = self._counter("generation_tokens", "tokens of answers")
+        self._queries = self._counter("prefix_cache_queries", "tokens of prompts that were looked for in the cache")
+        self._hits = self._counter("prefix_cache_hits", "tokens of prompts that were not read again")
+        self._ended = self._counter("request_success", "texts that have ended", "finished_reason")
+        self._refused = self._counter("request_refused", "requests that were not answered", "status")
+        self._first = self._histogram("time_to_first_token_seconds", "from the request to its first token", _SHORT)
+        self._between = self._histogram("inter_token_latency_seconds", "between two tokens of a text", _SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", "from the request to its last token", _LONG)
+        self._queued = self._histogram("request_queue_time_seconds", "in the queue", _SHORT)
+        self._prefill = self._histogram("request_prefill_time_seconds", "from the queue to the first token", _SHORT)
+        self._decode = self._histogram("request_decode_time_seconds", "from the first token to the last", _LONG)
+
+    def load(self, running: int, waiting: int, slots: int) -> None:
+        """What is under way now."""
+        self._running.labels(self._crowd).set(running)
+        self._waiting.labels(self._crowd).set(waiting)
+        self._slots.labels(self._crowd).set(running / slots)
+
+    def prefix(self, model: str, asked: int, found: int) -> None:
+        """Tokens of a prompt, and how many of them another text had read."""
+        self._queries.labels(model).inc(asked)
+        self._hits.labels(model).inc(found)
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(self._crowd, str(status)).inc()
+
+    def ended(self, model: str, reason: str, *, prompt: int = 0, new: int = 0) -> None:
+        self._ended.labels(model, reason).inc()
+        self._prompt.labels(model).inc(prompt)
+        self._new.labels(model).inc(new)
+
+    def timed(self, model: str, arrived: float, admitted: float, first: float, last: float, tokens: int) -> None:
+        """When one text came, got its slot, had its first and its last token, in seconds of one clock."""
+        self._queued.labels(model).observe(admitted - arrived)
+        self._first.labels(model).observe(first - arrived)
+        self._prefill.labels(model).observe(first - admitted)
+        self._decode.labels(model).observe(last - first)
+        self._whole.labels(model).observe(last - arrived)
+        if tokens > 1:
+            self._between.labels(model).observe((last - first) / (tokens - 1))
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(f"ci_llm:{name}", what, ["model_name"], registry=self._registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"ci_llm:{name}", what, ["model_name", *labels], registry=self._registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"ci_llm:{name}", what, ["model_name"], buckets=buckets, registry=self._registry)

@@ -1,0 +1,108 @@
+"""The start of a server: what is served, by whom, on which port."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from typing import Final
+
+import uvicorn
+
+from ci_llm.crowd.asking import ends_of_answers, prompter_of
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.generation import num_positions
+from ci_llm.errors import BadInput, ModelError
+from ci_llm.serve.app import Service
+from ci_llm.serve.body import Own
+from ci_llm.serve.call import Served, uncalibrated
+from ci_llm.serve.engine import Engine
+from ci_llm.serve.metrics import Metrics
+from ci_llm.serve.options import Options
+
+#: Of a base whose family has no limit.
+_CONTEXT: Final = 1 << 15
+
+
+def of_run(crowd: Crowd, options: Options) -> Service:
+    """A service by a crowd that is open here.
+
+    Raises:
+        BadInput: the options do not fit the crowd.
+    """
+    if reason := crowd.choose_route():
+        raise ModelError(
+            f"{type(crowd.model).__name__} cannot be served here: {reason}",
+            where=f"model_name: {crowd.base_name}",
+            hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
+        )
+    prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
+    defaults = Own(minimum_confidence=options.minimum_confidence, agents_per_prompt=options.agents_per_prompt)
+    if defaults != Own() and (reason := uncalibrated(crowd.calibration, "probability")):
+        hint = "ci-llm evaluate RUN --split validation --calibrate"
+        raise BadInput(reason, where="--minimum-confidence, --agents-per-prompt", hint=hint)
+    served = Served(
+        prompter=prompter,
+        names=crowd.names,
+        crowd=_own_name(options.name, crowd.names),
+        context=_context(options.context, limit),
+        vocabulary=crowd.model.get_input_embeddings().weight.shape[0],
+        ends=ends_of_answers(crowd),
+        choices=options.slots + options.queue,
+        calibration=crowd.calibration,
+        defaults=defaults,
+    )
+    metrics = Metrics(options.name)
+    engine = Engine(crowd, options.slots, options.queue, metrics)
+    return Service(served, engine, metrics, options.key, options.drain_s)
+
+
+def run_until_signal(service: Service, host: str, port: int) -> int:
+    """Answer requests until SIGTERM or Ctrl-C; then those under way, within the bound of the service.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        BadInput: the address cannot be listened on.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        hint = "another program listens there: give another --port" if port else "give another --host"
+        raise BadInput(f"cannot listen: {error.strerror}", where=f"{host}:{port}", hint=hint) from error
+    _log_to_stderr()
+    shown = f"[{host}]" if ":" in host else host
+    logging.getLogger(__name__).info("http://%s:%d/ serves %s", shown, listening.getsockname()[1], service.models)
+    config = uvicorn.Config(
+        service.app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=service.drain_s,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _own_name(name: str, agents: list[str]) -> str:
+    if name in agents:
+        raise BadInput("an agent has this name", where=f"--served-model-name {name}", hint="give another one")
+    return name
+
+
+def _context(wanted: int | None, limit: int) -> int:
+    if wanted is not None and wanted > limit:
+        raise BadInput(f"the base reads {limit} tokens", where=f"--max-model-len {wanted}", hint="give at most that")
+    return wanted or limit
+
+
+def _log_to_stderr() -> None:
+    """One line a request, with its time."""
+    package = logging.getLogger("ci_llm.serve")
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    package.addHandler(shown)
+    package.setLevel(logging.INFO)
+    package.propagate = False

@@ -1,0 +1,188 @@
+"""What is answered over HTTP is what the crowd answers at home, whole or in pieces, alone or in company."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ci_llm.crowd.asking import Answer
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.scoring import targets_of
+from ci_llm.data.batches import pack
+from ci_llm.embedded import rows
+from tests.serve.listening import QUESTION, Listening, chat
+from tests.support.crowds import K
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS: list[str] = [row["question"] for row in rows("test")[:6]]
+SHORT = {"max_new_tokens": 24}
+
+
+def text_of(answer: dict[str, Any], number: int = 0) -> str:
+    return str(answer["choices"][number]["message"]["content"])
+
+
+@pytest.fixture(scope="module")
+def at_home(crowd: Crowd) -> list[Answer]:
+    return crowd.generate(QUESTIONS, details=True, **SHORT)
+
+
+def test_the_crowd_its_agents_and_its_base_answer_as_at_home_whatever_else_is_served(
+    served: Listening, crowd: Crowd, at_home: list[Answer]
+) -> None:
+    models = ["crowd", "agent0", "agent1", "agent2", "base"]
+    asked = [(model, question) for question in QUESTIONS[:2] for model in models]
+    with ThreadPoolExecutor(len(asked)) as clients:
+        found = [*clients.map(lambda each: served.ask(each[1], model=each[0], max_tokens=24), asked)]
+    with crowd.without_agents():
+        alone = crowd.generate(QUESTIONS[:2], **SHORT)
+    wanted = [[each.answer, *each.agents, base] for each, base in zip(at_home, alone, strict=False)]
+    assert [text_of(each) for each in found] == [text for texts in wanted for text in texts]
+    assert [each["model"] for each in found] == models * 2
+    assert len({*wanted[0]}) > 2, "nothing would be told apart"
+
+
+def test_an_answer_says_how_sure_the_crowd_is_and_on_request_what_each_agent_says(
+    served: Listening, at_home: list[Answer]
+) -> None:
+    for question, wanted in zip(QUESTIONS, at_home, strict=True):
+        [choice] = served.ask(question, max_tokens=24, ci_llm={"include_agents": True})["choices"]
+        own = choice["ci_llm"]
+        assert choice["message"]["content"] == wanted.answer
+        assert own["confidence"] == pytest.approx(wanted.confidence, rel=1e-4)
+        assert own["disagreement"] == pytest.approx(wanted.disagreement, abs=1e-4)
+        assert own["answers"] == dict(zip(("agent0", "agent1", "agent2"), wanted.agents, strict=True))
+        assert (own["agreement"], own["agents"], own["abstained"]) == (wanted.agreement, K, False)
+        assert choice["finish_reason"] == ("stop" if wanted.complete else "length")
+    [plain] = served.ask(QUESTIONS[0], max_tokens=24)["choices"]
+    assert (plain["ci_llm"]["agreement"], "answers" in plain["ci_llm"]) == (None, False)
+
+
+@pytest.mark.parametrize("aggregator", ["logit", "confidence", "majority", "weighted_vote", "rerank"])
+def test_a_request_chooses_how_the_agents_become_one(served: Listening, crowd: Crowd, aggregator: str) -> None:
+    wanted = crowd.generate(QUESTIONS, aggregator=aggregator, details=True, **SHORT)
+    for question, answer in zip(QUESTIONS, wanted, strict=True):
+        [choice] = served.ask(question, max_tokens=24, ci_llm={"aggregator": aggregator})["choices"]
+        assert choice["message"]["content"] == answer.answer
+        assert choice["ci_llm"]["confidence"] == pytest.approx(answer.confidence, rel=1e-4)
+
+
+def test_self_consistency_draws_and_votes_as_at_home(served: Listening, crowd: Crowd) -> None:
+    [wanted] = crowd.generate([QUESTION], aggregator="self_consistency", seed=5, details=True, **SHORT)
+    fields = {"seed": 5, "max_tokens": 24, "ci_llm": {"aggregator": "self_consistency"}}
+    [choice] = served.ask(**fields)["choices"]
+    assert choice["message"]["content"] == wanted.answer
+    assert choice["ci_llm"]["confidence"] == pytest.approx(wanted.confidence, rel=1e-4)
+
+
+def test_pieces_make_the_whole_and_end_with_reason_and_usage(served: Listening) -> None:
+    whole = served.ask(max_tokens=24)
+    body = chat(max_tokens=24, stream=True, stream_options={"include_usage": True})
+    first, *pieces, end, usage = served.stream("/v1/chat/completions", body)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in pieces) == text_of(whole)
+    assert len(pieces) > 3
+    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "stop")
+    assert end["choices"][0]["ci_llm"] == whole["choices"][0]["ci_llm"]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert all(chunk["usage"] is None for chunk in (first, *pieces, end))
+    assert len({chunk["id"] for chunk in (first, *pieces, end, usage)}) == 1
+
+
+def test_samples_are_those_of_their_seed_and_differ_within_a_request(served: Listening, crowd: Crowd) -> None:
+    drawing: dict[str, Any] = {"temperature": 1.3, "top_p": 0.95, "top_k": 40}
+    [wanted] = crowd.generate([QUESTION], do_sample=True, seed=11, **drawing, **SHORT)
+    many = served.ask(seed=11, n=4, max_tokens=24, min_p=0.0, **drawing)
+    texts = [text_of(many, number) for number in range(4)]
+    assert texts[0] == wanted
+    assert len({*texts}) > 1
+    assert text_of(served.ask(seed=11, max_tokens=24, **drawing)) == texts[0]
+    assert many["usage"]["prompt_tokens"] == served.ask(max_tokens=1)["usage"]["prompt_tokens"], "it is read once"
+    sharp = served.ask(seed=11, max_tokens=24, temperature=2, min_p=1.0)
+    assert text_of(sharp) == text_of(served.ask(max_tokens=24)), "only the most probable token is left"
+
+
+def test_stop_strings_end_a_text_before_them_in_pieces_too(served: Listening) -> None:
+    whole = text_of(served.ask(max_tokens=24))
+    mark = whole[4:6]
+    cut = served.ask(max_tokens=24, stop=[mark, "never"])
+    assert text_of(cut) == whole.partition(mark)[0]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    chunks = served.stream("/v1/chat/completions", chat(max_tokens=24, stop=mark, stream=True))
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text_of(cut)
+
+
+def test_log_probabilities_are_those_of_the_crowd(served: Listening) -> None:
+    [choice] = served.ask(max_tokens=24, logprobs=True, top_logprobs=3)["choices"]
+    tokens = choice["logprobs"]["content"]
+    assert math.exp(sum(each["logprob"] for each in tokens)) == pytest.approx(choice["ci_llm"]["confidence"], rel=1e-5)
+    for each in tokens:
+        best = each["top_logprobs"]
+        assert len(best) == 3
+        assert best[0]["logprob"] == each["logprob"], "greedy"
+        assert [one["logprob"] for one in best] == sorted((one["logprob"] for one in best), reverse=True)
+        assert bytes(each["bytes"]).decode() == each["token"]
+
+
+@pytest.mark.parametrize("model", ["crowd", "agent1", "base"])
+def test_an_echo_gives_the_log_probabilities_of_a_prompt(served: Listening, crowd: Crowd, model: str) -> None:
+    ids = [5, 6, 7, 300, 8]
+    row: Any = type("Row", (), {"input_ids": np.array(ids), "supervised": np.arange(len(ids)) > 0})()
+    if model == "base":
+        with crowd.without_agents():
+            [(log_probs, targets)] = targets_of(crowd, [pack([row], [0])])
+    else:
+        [(log_probs, targets)] = targets_of(crowd, [pack([row], [0])])
+    own = log_probs.exp().mean(0).log() if model == "crowd" else log_probs[1 if model == "agent1" else 0]
+    wanted = own.gather(-1, targets[:, None]).squeeze(-1).tolist()
+    body = {"model": model, "prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    [choice] = served.complete(**body)["choices"]
+    first, *found, last = choice["logprobs"]["token_logprobs"]
+    assert (first, found) == (None, pytest.approx(wanted, abs=1e-5))
+    tops = choice["logprobs"]["top_logprobs"]
+    assert [max(top.values()) for top in tops[1:-1]] == pytest.approx(own.max(-1).values.tolist(), abs=1e-5)
+    assert last == pytest.approx(max(tops[-1].values()), abs=1e-6), "greedy"
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    [only] = served.complete(**{**body, "max_tokens": 0})["choices"]
+    assert only["logprobs"]["token_logprobs"] == pytest.approx([None, *found], abs=1e-6)
+
+
+def test_prompts_of_completions_are_strings_or_ids_and_are_continued_as_they_are(served: Listening) -> None:
+    ids = served.post("/tokenize", {"prompt": "Ann has"}).json()["tokens"]
+    assert served.post("/detokenize", {"tokens": ids}).json()["prompt"].endswith("Ann has")
+    texts = served.complete(prompt=["Ann has", "Ben has 4"], max_tokens=6, return_token_ids=True)
+    assert [choice["index"] for choice in texts["choices"]] == [0, 1]
+    assert texts["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in texts["choices"])
+    [again] = served.complete(prompt=ids, max_tokens=6)["choices"]
+    assert again["text"] == texts["choices"][0]["text"]
+    assert len(served.complete(prompt=[ids, ids])["choices"]) == 2
+    told = served.post("/tokenize", {"messages": chat()["messages"]}).json()
+    assert told["count"] == served.ask(max_tokens=1)["usage"]["prompt_tokens"] == len(told["tokens"])
+
+
+def test_developers_and_parts_of_text_are_read_as_systems_and_texts(served: Listening) -> None:
+    def ask(role: str, content: Any) -> dict[str, Any]:
+        messages = [{"role": role, "content": "Be short."}, {"role": "user", "content": content}]
+        answer = served.post("/v1/chat/completions", {"model": "crowd", "messages": messages, "max_tokens": 8})
+        assert answer.status_code == 200, answer.text
+        return {**answer.json(), "id": "", "created": 0}
+
+    parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
+    assert ask("developer", parts) == ask("system", QUESTION)
+
+
+def test_what_changes_no_answer_is_accepted(served: Listening) -> None:
+    harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "reasoning_effort": "low"}
+    nothing = {
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "tools": None,
+        "response_format": {"type": "text"},
+        "top_k": -1,
+    }
+    assert text_of(served.ask(max_tokens=8, **harmless, **nothing)) == text_of(served.ask(max_tokens=8))

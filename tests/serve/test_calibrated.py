@@ -1,0 +1,95 @@
+"""What a calibration adds: answers that are withheld, and one agent that is asked first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ci_llm.crowd.asking import Answer
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.embedded import rows
+from ci_llm.errors import BadInput
+from ci_llm.serve.options import Options
+from ci_llm.serve.start import of_run
+from tests.crowd.test_calibration import calibration_of
+from tests.serve.listening import Listening, chat
+from tests.support.crowds import K, disturbed_crowd
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
+SHORT: Any = {"max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> Crowd:
+    crowd = disturbed_crowd()
+    crowd.calibration = calibration_of(crowd.generate(QUESTIONS, details=True, **SHORT))
+    return crowd
+
+
+@pytest.fixture(scope="module")
+def answers(calibrated: Crowd) -> list[Answer]:
+    return calibrated.generate(QUESTIONS, details=True, **SHORT)
+
+
+@pytest.fixture(scope="module")
+def sure(calibrated: Crowd) -> Iterator[Listening]:
+    served = disturbed_crowd()
+    served.calibration = calibrated.calibration
+    with Listening(of_run(served, Options())) as listening:
+        yield listening
+
+
+def test_confidence_is_the_probability_to_be_right(sure: Listening, answers: list[Answer]) -> None:
+    for question, wanted in zip(QUESTIONS, answers, strict=True):
+        own = sure.ask(question, max_tokens=24)["choices"][0]["ci_llm"]
+        assert own["confidence"] == pytest.approx(wanted.probability_right, abs=1e-4)
+        assert own["calibrated"]
+    other = sure.ask(max_tokens=24, ci_llm={"aggregator": "logit"})["choices"][0]["ci_llm"]
+    assert not other["calibrated"], "the calibration is about another aggregator"
+
+
+def test_an_answer_below_the_minimum_is_withheld(sure: Listening, answers: list[Answer]) -> None:
+    rights = sorted(answer.probability_right or 0 for answer in answers)
+    minimum = (rights[2] + rights[3]) / 2
+    withheld = 0
+    for question, wanted in zip(QUESTIONS, answers, strict=True):
+        own = {"minimum_confidence": minimum, "include_agents": True}
+        [choice] = sure.ask(question, max_tokens=24, ci_llm=own)["choices"]
+        below = (wanted.probability_right or 0) < minimum
+        assert choice["ci_llm"]["abstained"] == below
+        assert choice["message"]["content"] == ("" if below else wanted.answer)
+        assert choice["finish_reason"] == ("stop" if wanted.complete else "length")
+        chunks = sure.stream("/v1/chat/completions", chat(question, max_tokens=24, ci_llm=own, stream=True))
+        told = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert told == choice["message"]["content"], "nothing was shown before it was decided"
+        withheld += below
+    assert withheld == 3
+
+
+def test_one_agent_is_asked_first_and_all_where_it_is_unsure(sure: Listening, calibrated: Crowd) -> None:
+    wanted = calibrated.generate(QUESTIONS, agents_per_prompt=2.5, details=True, **SHORT)
+    found = []
+    for question, answer in zip(QUESTIONS, wanted, strict=True):
+        [choice] = sure.ask(question, max_tokens=24, ci_llm={"agents_per_prompt": 2.5})["choices"]
+        assert choice["message"]["content"] == answer.answer
+        assert choice["ci_llm"]["confidence"] == pytest.approx(answer.probability_right, abs=1e-4)
+        found.append(choice["ci_llm"]["agents"])
+    assert found == [answer.agents_asked for answer in wanted]
+    assert {*found} == {1, 1 + K}
+
+
+def test_the_server_s_own_minimum_holds_where_a_request_says_nothing(calibrated: Crowd) -> None:
+    served = disturbed_crowd()
+    with pytest.raises(BadInput, match="no calibration"):
+        of_run(served, Options(minimum_confidence=0.5))
+    served = disturbed_crowd()
+    served.calibration = calibrated.calibration
+    with Listening(of_run(served, Options(minimum_confidence=1.0))) as strict:
+        assert strict.ask(QUESTIONS[0], max_tokens=24)["choices"][0]["ci_llm"]["abstained"]
+        free = strict.ask(QUESTIONS[0], max_tokens=24, ci_llm={"minimum_confidence": 0.0})
+        assert not free["choices"][0]["ci_llm"]["abstained"]
+        assert strict.ask(QUESTIONS[0], model="agent0", max_tokens=24)["choices"][0]["message"]["content"]

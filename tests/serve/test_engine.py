@@ -1,0 +1,164 @@
+"""`--engine URL`: agents on another server vote here as they do at home, and an engine that cannot is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.embedded import rows
+from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.serve.options import Options
+from ci_llm.serve.remote import of_engine
+from tests.serve.listening import Listening, chat
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS: list[str] = [row["question"] for row in rows("test")[:6]]
+
+
+@pytest.fixture(scope="module")
+def voting(served: Listening, saved: Path) -> Iterator[Listening]:
+    """Our own server is the engine."""
+    with Listening(of_engine(str(saved), served.url, Options(engine_key=served.key))) as listening:
+        yield listening
+
+
+@pytest.mark.parametrize("aggregator", ["rerank", "weighted_vote", "majority"])
+def test_votes_over_an_engine_are_those_at_home(voting: Listening, crowd: Crowd, aggregator: str) -> None:
+    wanted = crowd.generate(QUESTIONS, aggregator=aggregator, details=True, max_new_tokens=24)
+    for question, answer in zip(QUESTIONS, wanted, strict=True):
+        own = {"aggregator": aggregator, "include_agents": True}
+        [choice] = voting.ask(question, max_tokens=24, ci_llm=own)["choices"]
+        assert list(choice["ci_llm"]["answers"].values()) == [*answer.agents]
+        assert choice["ci_llm"]["agreement"] is not None
+        if aggregator == "majority":  # ties are broken by the agents' own probabilities: one request less for each
+            assert choice["message"]["content"] in answer.agents
+            assert choice["ci_llm"]["confidence"] is None
+        else:
+            assert choice["message"]["content"] == answer.answer
+            assert choice["ci_llm"]["confidence"] == pytest.approx(answer.confidence, rel=1e-4)
+
+
+def test_agents_and_base_are_passed_through_and_streams_hold_the_whole_text(
+    voting: Listening, served: Listening
+) -> None:
+    for model in ("agent1", "base"):
+        asked = chat(model=model, max_tokens=12, stream=True)
+        *_, piece, end = voting.stream("/v1/chat/completions", asked)
+        [wanted] = served.ask(model=model, max_tokens=12)["choices"]
+        assert piece["choices"][0]["delta"]["content"] == wanted["message"]["content"]
+        assert end["choices"][0]["finish_reason"] == wanted["finish_reason"]
+    drawn = voting.ask(model="agent0", n=3, seed=4, temperature=1.5, max_tokens=24)["choices"]
+    assert len({choice["message"]["content"] for choice in drawn}) > 1
+
+
+def test_what_an_engine_cannot_do_is_refused(voting: Listening) -> None:
+    for fields, param in (
+        ({"logprobs": True}, "logprobs"),
+        ({"ci_llm": {"aggregator": "probability"}}, "ci_llm.aggregator"),
+        ({"ci_llm": {"minimum_confidence": 0.5}}, "ci_llm.minimum_confidence"),
+    ):
+        answer = voting.post("/v1/chat/completions", chat(**fields))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+# A stand-in that speaks vLLM's API
+
+MODELS = ["some/base", "agent0", "agent1", "agent2"]
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Every agent writes a text of its own; `agent2` the one that both others find most probable."""
+
+    models: list[str] = MODELS
+    echoes = True
+    status = 200
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": name, "max_model_len": 64} for name in self.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if self.status != 200:
+            self.reply({"error": {"message": "no room"}}, self.status)
+            return
+        number = int(body["model"][-1]) if body["model"].startswith("agent") else 9
+        self.reply(
+            {"choices": [self.choice(index, prompt, number, body) for index, prompt in enumerate(body["prompt"])]}
+        )
+
+    def choice(self, index: int, prompt: list[int], number: int, body: dict[str, Any]) -> dict[str, Any]:
+        if not body.get("echo"):
+            written = {"text": f"{number}", "token_ids": [20 + number, 2], "finish_reason": "stop"}
+            return {"index": index, **written, "logprobs": {"token_logprobs": [-1.0 - number, 0.0]}}
+        given = [-0.1 if token == 22 else -2.0 for token in prompt]
+        logprobs = {"token_logprobs": [None, *given[1:], -0.5]} if self.echoes else None
+        return {"index": index, "text": "", "finish_reason": "length", "logprobs": logprobs}
+
+    def reply(self, found: dict[str, Any], status: int = 200) -> None:
+        body = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def stand_in() -> Iterator[tuple[str, type[StandIn]]]:
+    kind = type("OneStandIn", (StandIn,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", kind
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
+    url, engine = stand_in
+    with Listening(of_engine(str(saved), f"{url}/", Options(name="mine"))) as voting:
+        models = [model["id"] for model in voting.http.get("/v1/models").json()["data"]]
+        assert models == ["mine", "agent0", "agent1", "agent2", "base"]
+        engine.asked.clear()
+        [choice] = voting.ask(model="mine")["choices"]
+        assert (choice["message"]["content"], len(engine.asked)) == ("2", 6)
+        assert {len(body["prompt"]) for body in engine.asked[3:]} == {3}, "three distinct texts, in one request"
+        engine.asked.clear()
+        voting.ask(model="mine", ci_llm={"aggregator": "majority"})
+        assert len(engine.asked) == 3
+        assert voting.ask(model="base")["choices"][0]["message"]["content"] == "9"
+        assert engine.asked[-1]["model"] == "some/base"
+        engine.status = 500
+        answer = voting.post("/v1/chat/completions", chat(model="mine"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
+        engine.status = 429
+        assert voting.post("/v1/chat/completions", chat(model="mine")).headers["retry-after"] == "1"
+        voting.wait_for((0, 0))
+
+
+def test_an_engine_is_asked_at_the_start_for_what_is_needed(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
+    url, engine = stand_in
+    engine.echoes = False
+    with pytest.raises(BadInput, match="gives no log-probabilities of a prompt"):
+        of_engine(str(saved), url, Options())
+    engine.models = MODELS[:3]
+    with pytest.raises(BadInput, match="has no model agent2") as refusal:
+        of_engine(str(saved), url, Options())
+    assert "--lora-modules" in str(refusal.value.hint)
+    with pytest.raises(CiLlmError, match="does not answer") as silent:
+        of_engine(str(saved), "http://127.0.0.1:9", Options())
+    assert silent.value.exit_code == 1
