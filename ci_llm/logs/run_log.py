@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.core import work
 from ci_llm.core.durable import write_bytes
+from ci_llm.core.metrics_file import METRICS_NAME, record_of
+from ci_llm.core.quantities import duration, size
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
@@ -123,21 +125,21 @@ class MetricsFile(FileOfSteps):
 
     def read(self, step: int) -> dict[str, Any]:
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
-        records = (record for record in map(_record, self._lines()) if record and record["step"] == step)
+        records = (record for record in map(record_of, self._lines()) if record and record["step"] == step)
         return {name: value for record in records for name, value in record.items()}
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a number, in order."""
-        records = [record for record in map(_record, self._lines()) if record]
+        records = [record for record in map(record_of, self._lines()) if record]
         return [(record["step"], record[name]) for record in records if isinstance(record.get(name), float | int)]
 
     def last(self) -> dict[str, Any]:
         """`step` and `time` of the last whole record; empty if there is none."""
-        record = next(filter(None, map(_record, reversed(self._lines()))), {})
+        record = next(filter(None, map(record_of, reversed(self._lines()))), {})
         return {name: value for name, value in record.items() if name in ("step", "time")}
 
     def _step_of(self, line: bytes) -> int | None:
-        record = _record(line)
+        record = record_of(line)
         return record["step"] if record else None
 
 
@@ -154,18 +156,8 @@ def _json_value(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None for a line that is none, because a crash has cut it."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
-
-
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
-METRICS_NAME: Final = "metrics.jsonl"
 LOSSES_NAME: Final = "loss_log.csv"
 WIDEST_CURVE: Final = 100  # columns
 
@@ -272,7 +264,7 @@ class RunLog:
         """A line for each step that was saved, when its result is given for the first time."""
         if result is not None and result.saved and result.step > self._last_saved:
             self._last_saved = result.step
-            logger.info(f"saved     step {result.step}, {result.nbytes / 1e6:.3g} MB in {result.seconds:.2g} s")
+            logger.info(f"saved     step {result.step}, {size(result.nbytes)} in {duration(result.seconds)}")
 
     def show_loss_curve(self) -> None:
         """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
@@ -303,9 +295,9 @@ class RunLog:
         if not self._is_main_process:
             return
         if work.ended:
-            self._speed.go_on()
+            self._speed.resume()
         elif work.done == 0:
-            self._speed.rest()
+            self._speed.pause()
         self._terminal.take_work(work)
         self._show_progress(self._progress_lines.of_work(work))
 

@@ -25,8 +25,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from ci_llm.core.quantities import finite, mean_of, short
 from ci_llm.core.work import Work
-from ci_llm.logs.progress import Position, Speed, finite, left_of, mean_of, means
+from ci_llm.logs.progress import Position, Speed, left_of, means
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def _figures(position: Position, speed: Speed) -> list[Text]:
     """Epoch, speed and so on, the most important first."""
     parts = [f"epoch {position.epoch:.2f}"]
     if (rates := speed.rates()) is not None:
-        parts += [f"{rates[0]:.3g} steps/s", f"{_short(rates[1])} tokens/s"]
+        parts += [f"{rates[0]:.3g} steps/s", f"{short(rates[1])} tokens/s"]
     if position.learning_rate is not None:
         parts.append(f"lr {position.learning_rate:.2e}")
     return [*map(Text, parts), Text(f"{speed.elapsed()} so far")]
@@ -306,14 +307,6 @@ def _cells(names: Sequence[str], losses: Sequence[float]) -> list[Text]:
 def _loss(loss: float) -> str:
     """At least five columns, so that lines do not jump from step to step."""
     return f"{loss:>5.3f}" if 0.001 <= abs(loss) < 1000 or loss == 0 else f"{loss:>5.2g}"
-
-
-def _short(number: float) -> str:
-    """With three digits: 719, 12.4k, 1.2M."""
-    for factor, letter in ((1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g}{letter}"
-    return f"{number:.3g}"
 
 
 REFRESH_S: Final = 0.25

@@ -7,7 +7,6 @@ sweep that was killed sends the rest in its next call.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 from ci_llm.config import as_typed
 from ci_llm.core.durable import make_folders, read_json, remove_tree, write_json
+from ci_llm.core.metrics_file import finite_numbers, read_records
 from ci_llm.errors import ConfigError
 from ci_llm.logs.trackers import Trackers
 from ci_llm.sweep.sweep import Sweep
@@ -169,9 +169,7 @@ def _lines(sweep: Sweep, segment: Segment, trial: Trial) -> Mapping[int, Mapping
 
 def _logged(run: Path, segment: Segment, trial: Trial) -> Iterator[tuple[int, str, float]]:
     own = re.compile(rf"(train|eval)/agent{segment.trials.index(trial.id)}/(\w+)")
-    path = run / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        values = json.loads(line)
-        for name, value in values.items():
-            if (found := own.fullmatch(name)) and isinstance(value, int | float) and math.isfinite(value):
-                yield values["step"], f"{found[1]}/{found[2]}", value
+    for record in read_records(run)[0]:
+        for name, value in finite_numbers(record):
+            if found := own.fullmatch(name):
+                yield record["step"], f"{found[1]}/{found[2]}", value
