@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.core import work
 from ci_llm.core.durable import write_bytes
-from ci_llm.core.metrics_file import METRICS_NAME, record_of
+from ci_llm.core.metrics_file import METRICS_NAME, Record, number, read_records, record_of
 from ci_llm.core.quantities import duration, size
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.logs.progress import Position, ProgressLines, Speed
@@ -125,18 +125,19 @@ class MetricsFile(FileOfSteps):
 
     def read(self, step: int) -> dict[str, Any]:
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
-        records = (record for record in map(record_of, self._lines()) if record and record["step"] == step)
-        return {name: value for record in records for name, value in record.items()}
+        return {name: value for record in self._records() if record["step"] == step for name, value in record.items()}
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a number, in order."""
-        records = [record for record in map(record_of, self._lines()) if record]
-        return [(record["step"], record[name]) for record in records if isinstance(record.get(name), float | int)]
+        return [(record["step"], number(record[name])) for record in self._records() if name in record]
 
     def last(self) -> dict[str, Any]:
-        """`step` and `time` of the last whole record; empty if there is none."""
+        """`step` and `time` of the last whole record; empty without any."""
         record = next(filter(None, map(record_of, reversed(self._lines()))), {})
         return {name: value for name, value in record.items() if name in ("step", "time")}
+
+    def _records(self) -> list[Record]:
+        return read_records(self.path.parent)[0]
 
     def _step_of(self, line: bytes) -> int | None:
         record = record_of(line)

@@ -5,6 +5,7 @@ Of an attempt they tell when it began and ended, how, what its time went into, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ci_llm.checkpoints.folders import committed
 from ci_llm.config import Config, groups, parse_config
@@ -37,6 +38,7 @@ from ci_llm.core.run_status import Status, kept_status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.scores import agents_of, folders_of, read_evaluation, what_evaluated
 
+T = TypeVar("T")
 Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]
 
 #: What time can go into; the first one is what the run is for.
@@ -425,8 +427,8 @@ def read_run(path: Path | str) -> RunFacts:
         status=status,
         attempts=read_attempts(folder, status, metrics.lines),
         metrics=metrics.with_last(evaluation) if evaluation else metrics,
-        config=read_config(folder),
-        size=_read_size(folder),
+        config=_newest(folder, _config_of),
+        size=_newest(folder, _size_of) or {},
         evaluation=evaluation,
         predictions=tuple(_read_predictions(folder / PREDICTIONS)),
         asked=_read_object(folder / _ASKED),
@@ -468,30 +470,24 @@ def read_metrics(folder: Path) -> Metrics:
     return Metrics(tuple(records), unreadable=torn)
 
 
-def read_config(folder: Path) -> Config | None:
-    """The configuration in the newest checkpoint that has a readable one; None if there is none."""
+def _newest(folder: Path, read: Callable[[Path], T]) -> T | None:
+    """What `read` finds in the newest checkpoint that has it. A damaged checkpoint is reported when the run resumes."""
     for _, checkpoint in committed(folder):
-        path = checkpoint / "config.yaml"
-        try:
-            return parse_config(path.read_text(encoding="utf-8"), str(path))
-        except (ConfigError, OSError, UnicodeDecodeError):
-            continue  # a damaged checkpoint: the run itself will say so when it goes on
+        with contextlib.suppress(ConfigError, OSError, KeyError, TypeError, ValueError):
+            return read(checkpoint)
     return None
 
 
-def _read_size(folder: Path) -> dict[str, int]:
-    """What a launcher decides about a step, of the newest checkpoint that says it."""
-    for _, checkpoint in committed(folder):
-        try:
-            manifest: Any = read_json(checkpoint / "manifest.json")
-            state: Any = read_json(checkpoint / "train_state.json")
-            return {
-                "processes": int(manifest["surroundings"]["processes"]),
-                "rows per step": int(state["effective_batch"]),
-            }
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # as in `read_config`
-    return {}
+def _config_of(checkpoint: Path) -> Config:
+    path = checkpoint / "config.yaml"
+    return parse_config(path.read_text(encoding="utf-8"), str(path))
+
+
+def _size_of(checkpoint: Path) -> dict[str, int]:
+    """What a launcher decides about a step."""
+    manifest: Any = read_json(checkpoint / "manifest.json")
+    state: Any = read_json(checkpoint / "train_state.json")
+    return {"processes": int(manifest["surroundings"]["processes"]), "rows per step": int(state["effective_batch"])}
 
 
 def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
