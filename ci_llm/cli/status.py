@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ci_llm.core.help import asked_help
+from ci_llm.core.run_folder import NOT_A_RUN
 from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _print_once(scene: Scene) -> int:
     if not any(isinstance(look, Reading) for look in scene.looks):
         for look in scene.looks:
             read_status(look.folder)  # raises with what is wrong there
-        raise BadInput("this is no folder of a run: it has no status.json", hint="give the output_dir of a run")
+        raise BadInput(NOT_A_RUN, hint="give the output_dir of a run")
     Console(highlight=False).print(Board(scene.looks, scene.jobs))
     return scene.exit_code()
 

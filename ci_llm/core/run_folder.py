@@ -36,6 +36,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 T = TypeVar("T")
 
 MOVE_AWAY: Final = "move it away"
+NOT_A_RUN: Final = "this is not the folder of a run: it has no status.json"
 
 ATTEMPTS: Final = "attempts"
 _BEGAN: Final = "began.json"
@@ -54,7 +55,7 @@ class Failure:
         message: a sentence for people.
         time: unix seconds.
         step: optimizer steps done, if known.
-        traceback: of the exception, if known.
+        traceback: the traceback of the exception, if known.
     """
 
     reason: str
@@ -85,7 +86,7 @@ def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
 
 
 def newest_attempt(run_folder: Path | str) -> int | None:
-    """The number of the newest attempt that has a folder; None: there is none."""
+    """The number of the newest attempt that has a folder; None without any."""
     numbers = (path.name for path in Path(run_folder, ATTEMPTS).glob("*"))
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
@@ -321,7 +322,7 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
         CheckpointError: the disk refuses the file.
     """
     value = asdict(recovery) | {"because": list(recovery.because)}
-    hint = "make space there; the same command goes on from the last checkpoint"
+    hint = "make space there; the same command resumes from the last checkpoint"
     write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 
 
@@ -341,7 +342,7 @@ class BadBatch:
 
 
 def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
-    """The batches that earlier attempts have skipped, whichever checkpoint the run goes on from.
+    """The batches that earlier attempts have skipped, whichever checkpoint the run resumes from.
 
     Raises:
         CheckpointError: the file is not of this program.
@@ -355,11 +356,11 @@ def _parsed_batches(path: Path) -> list[BadBatch]:
 
 
 def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:
-    """Record the bad batches; a disk that refuses it is reported, and the run goes on."""
+    """Record the bad batches; a disk that refuses it is reported, and the run continues."""
     try:
         write_json(run_folder / SKIPPED_BATCHES, [batch.to_dict() for batch in batches])
     except OSError as error:
-        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run goes on: {error}")
+        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run continues: {error}")
 
 
 BEGINNING: Final = "beginning.json"
@@ -388,7 +389,7 @@ OF_A_RUN: Final = (
     *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
-#: What else may be there and keeps its place: of the run, and of a sweep. `BEST` is a likely name of a run.
+#: Other files of a run and of a sweep, which stay where they are. `BEST` is a likely name of a run.
 _BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)
 
 

@@ -21,10 +21,10 @@ class Position:
 
     Attributes:
         step, total: optimizer steps done, and of the whole run.
-        losses: of each agent in this step, in nats per target token; empty if it has none.
+        losses: the loss of each agent in this step, in nats per target token; empty if it has none.
         tokens: packed tokens since the beginning of the run.
         epoch: passes over the rows.
-        learning_rate: of this step; None before the first.
+        learning_rate: the rate of this step; None before the first.
         agents: the names of those whose losses these are; empty: agent0, agent1, ...
     """
 
@@ -38,7 +38,7 @@ class Position:
 
     @property
     def names(self) -> list[str]:
-        """Of the agents, one for each loss."""
+        """The names of the agents, one for each loss."""
         return [*self.agents] or [f"agent{k}" for k in range(len(self.losses))]
 
 

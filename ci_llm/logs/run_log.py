@@ -2,7 +2,7 @@
 
 An attempt appends to training.log, a line per message, to metrics.jsonl, a JSON record per line, and where it is wanted
 to loss_log.csv, a line per optimizer step. A run is worth more than its files: a disk that refuses a line is reported
-once, and the run goes on. The messages are those of the standard `logging`.
+once, and the run continues. The messages are those of the standard `logging`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AppendedFile:
     A crash or a full disk may have cut the last line. The next line then begins on a line of its own.
 
     Attributes:
-        path: of the file.
+        path: the file.
         still_held: called before each write. Once it returns False, another attempt owns the folder, and nothing is
             written any more.
     """
@@ -67,7 +67,7 @@ class AppendedFile:
             self._may_be_cut = True
             if not self._failing:
                 self._failing = True  # before the warning, which may come to this file as well
-                logger.warning(f"{self.path.name} cannot be written, the run goes on: {error}")
+                logger.warning(f"{self.path.name} cannot be written, the run continues: {error}")
         else:
             self._may_be_cut = self._failing = False
 
@@ -79,7 +79,7 @@ class FileOfSteps(AppendedFile):
         """Remove the lines past `step`, and lines that a crash has cut; -1 removes those of all steps.
 
         Args:
-            staging: of the folder's owner, for the unfinished file (`durable.write_bytes`).
+            staging: where the folder's owner writes the unfinished file (`durable.write_bytes`).
         """
         if self.still_held() and self.path.exists():
             kept = [line for line in self._lines() if (of := self._step_of(line)) is not None and of <= step]
@@ -89,7 +89,7 @@ class FileOfSteps(AppendedFile):
         return self.path.read_bytes().splitlines() if self.path.exists() else []
 
     def _step_of(self, line: bytes) -> int | None:
-        """The step of a line; None: a crash has cut it."""
+        """The step of a line; None for a line that a crash has cut."""
         raise NotImplementedError
 
 
@@ -388,7 +388,7 @@ class RunHandler(logging.Handler):
 
     Args:
         take: called with the name of the level, empty for INFO, and the text.
-        lock: of the log. Handler and log share it: with two, a thread that logs and a thread that writes metrics,
+        lock: the log's lock. Handler and log share it: with two, a thread that logs and a thread that writes metrics,
             and logs that the disk is full, would wait for each other.
     """
 

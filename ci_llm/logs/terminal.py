@@ -55,8 +55,11 @@ class ScreenArea:
     """The bottom of a terminal. Every method returns what to write there, in one piece.
 
     The cursor stays on an empty line above the area, and all below it is erased before the area is drawn again. So what
-    another process prints, or the `^C` of the keyboard, gets a line above the area. A terminal that breaks lines anew
+    another process prints, or the `^C` of the keyboard, gets a line above the area. A terminal that breaks lines again
     at another width keeps the cursor on that empty line.
+
+    `rich.live` keeps the cursor at the end of its area, and hides it. Its next refresh then erases what another process
+    has printed there, leaves lines of the old area behind, and a kill leaves the terminal without a cursor.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -96,7 +99,7 @@ class ScreenArea:
 
 
 class NotebookArea:
-    """One output of a notebook cell, replaced as the run goes on; lines of text follow it in the same cell.
+    """One output of a notebook cell, replaced while the run trains; lines of text follow it in the same cell.
 
     Args:
         display: IPython's function of this name.
@@ -145,7 +148,7 @@ def area_for(file: TextIO) -> Area | None:
 
 
 def _notebook() -> Any:
-    """The shell of a notebook's kernel that this process is; None: it is none."""
+    """The shell of the notebook's kernel, if this process is one."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell if hasattr(shell, "kernel") else None
 
@@ -193,7 +196,7 @@ class View:
         return self._position is None and not self._works
 
     def take_position(self, position: Position | None) -> None:
-        """Take where the run stands; None: it has come to its end."""
+        """Take where the run stands; None after its end."""
         self._position = position
         if position is not None and position.losses:
             names, steps = self._losses
@@ -351,7 +354,7 @@ class Terminal:
             self._show_lines()
 
     def take_position(self, position: Position | None) -> None:
-        """Show where the run stands, from the next refresh on; None: it has come to its end."""
+        """Show where the run stands, from the next refresh on; None after its end."""
         self._view.take_position(position)
         self._draw_if_needed()
 
@@ -429,7 +432,7 @@ class Terminal:
             except (OSError, ValueError) as error:
                 _redirect_to_null(self._file)
                 self._file, reason = None, error
-        logger.warning(f"the terminal is gone ({reason}); the run goes on")
+        logger.warning(f"the terminal is gone ({reason}); the run continues")
 
 
 def _above(area: Area | None, text: str) -> str:

@@ -26,6 +26,7 @@ from ci_llm.core.durable import read_json, read_object
 from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
 from ci_llm.core.run_folder import (
     MOVE_AWAY,
+    NOT_A_RUN,
     SWEEP,
     Failure,
     earliest_failure,
@@ -117,8 +118,8 @@ def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tupl
     """All attempts that have left a trace, in order.
 
     Args:
-        status: that of the run, which is that of its last attempt.
-        lines: of metrics.jsonl. It has no line of a step that was lost.
+        status: the status of the run, and so of its last attempt.
+        lines: the records of metrics.jsonl, which has none for a step that was lost.
     """
     logged = _read_log(folder / "training.log")
     numbers = {status.attempt, *(number for number in (*_numbers(folder), *logged) if number < status.attempt)}
@@ -337,7 +338,7 @@ class RunFacts:
     """What is known about one run.
 
     Attributes:
-        config: that of the newest checkpoint; None before the first.
+        config: the configuration of the newest checkpoint; None before the first.
         size: "processes" and "rows per step" of the newest checkpoint, as far as they are known.
         evaluation: evaluation.json; None before the end.
         predictions: one mapping per answered row; empty if the run left none.
@@ -449,7 +450,7 @@ def run_folder(path: Path | str) -> Path:
     for place in (folder, folder.absolute().parent):
         if folder.is_dir() and (place / "status.json").is_file():
             return place
-    what = "this is no folder of a run: it has no status.json" if folder.is_dir() else "there is no such folder"
+    what = NOT_A_RUN if folder.is_dir() else "there is no such folder"
     if (folder / SWEEP).is_file():  # of a program's own loop, which writes no status
         raise BadInput(
             what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"

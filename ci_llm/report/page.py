@@ -142,7 +142,8 @@ def _verdict(facts: RunFacts) -> str:
     reason = f" ({status.reason})" if status.reason else ""
     words = {
         "completed": f"Completed at step {status.step}, in {attempts} and {duration(facts.wall_s)}.",
-        "interrupted": f"Interrupted{reason}: step {status.step} is saved, after {attempts}. The same command goes on.",
+        "interrupted": f"Interrupted{reason}: step {status.step} is saved, after {attempts}."
+        " The same command resumes it.",
         "running": f"Still running, in attempt {number_of_attempts}:"
         f" step {status.step} at {clock(status.heartbeat)}. This page shows how it stood then.",
         "vanished": f"No sign of life since {clock(status.heartbeat)}, after step {status.step}.",
@@ -236,7 +237,7 @@ def _commands(facts: RunFacts, leaderboard: Leaderboard | None = None) -> Iterat
     """What a person may type next: (what it does, the command)."""
     folder = facts.folder
     if facts.status.next_command and facts.status.status != "running":
-        yield "go on from here", facts.status.next_command
+        yield "resume from here", facts.status.next_command
     yield "how the run stands", shlex.join(["ci-llm", "status", str(folder)])
     if leaderboard is None:
         yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])

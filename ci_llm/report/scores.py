@@ -41,7 +41,7 @@ class Score:
         low, high: a 95 % interval of that share over rows (Wilson); None where there are too few rows, or the share is
             a mean of several agents.
         nll: nats per target token, teacher-forced; None where there is none.
-        learning_rate: of an agent; None where it is not known.
+        learning_rate: the agent's; None where it is not known.
     """
 
     who: str
@@ -153,7 +153,7 @@ def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iter
     """What the crowd is better by, as evaluation.json says it: paired over rows.
 
     Args:
-        measure: None: that which judges the rows.
+        measure: the measure that judges the rows, by default.
     """
     measure = measure or ("nats per token" if is_free_text(evaluation) else "exact match")
     found, rows = evaluation["exact_match"], evaluation["n"]
@@ -332,7 +332,7 @@ class Leaderboard:
 
     Attributes:
         keys: the columns of settings.
-        rows: of every trial its id, status, last step, score and settings; those that went furthest first.
+        rows: id, status, last step, score and settings of every trial; the trials that went furthest come first.
         best: the id of the best one; None before there is one.
         best_run: the folder of the run that trained it last.
     """

@@ -210,7 +210,7 @@ class RunReader:
 
     Args:
         folder: the run's folder; it may not exist yet.
-        tail_bytes: how much of a metrics.jsonl that is there already is read; None: enough for a curve.
+        tail_bytes: how much of a metrics.jsonl that is there already is read; by default enough for a curve.
     """
 
     def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:

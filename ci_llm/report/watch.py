@@ -62,7 +62,7 @@ class JobQueue:
         return self._answer[1]
 
     def has_left(self, job: str | None) -> bool:
-        """Whether a job is known to be in the queue no more; also where there is no job, and no queue."""
+        """Whether a job is known to have left the queue. True as well without a job, or without a queue."""
         known, listed = self._answer
         return job is None or not self._is_there or (job in known and job not in listed)
 
@@ -99,7 +99,7 @@ Look: TypeAlias = Reading | Absent
 
 
 class Scene:
-    """Runs that come, go on and end.
+    """Runs that begin, train and end.
 
     Args:
         words: folders of runs, folders that hold runs, or patterns.
@@ -131,7 +131,7 @@ class Scene:
         return bool(self.looks) and all(map(self._is_over, self.looks))
 
     def exit_code(self) -> int:
-        """That of `ci-llm status`; of several runs the worst: failed, interrupted, running, completed."""
+        """The exit code of `ci-llm status`; of several runs the worst: failed, interrupted, running, completed."""
         codes = {look.status.exit_code if isinstance(look, Reading) else 3 for look in self.looks}
         codes |= {1 for look in self.looks if isinstance(look, Absent) and look.gone_s is not None}
         return next((code for code in _WORST_FIRST if code in codes), 0)

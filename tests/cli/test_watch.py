@@ -94,7 +94,7 @@ def test_one_picture_of_no_run_is_a_bad_call(tmp_path: Path, capsys: pytest.Capt
     assert main(["watch", str(tmp_path / "nothing"), "--once"]) == 2
     assert f"where: {tmp_path / 'nothing'}" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "no*"), "--once"]) == 2
-    assert "this is no folder of a run: it has no status.json" in capsys.readouterr().err
+    assert "this is not the folder of a run: it has no status.json" in capsys.readouterr().err
     assert main(["watch", "--twice"]) == 2
 
 

@@ -126,7 +126,7 @@ def test_answers_of_the_best_step_are_those_of_the_result(tmp_path: Path) -> Non
     ("status", "told"),
     [
         ("running", "Still running, in attempt 1: step 20 at "),
-        ("interrupted", "Interrupted: step 20 is saved, after 1 attempt. The same command goes on."),
+        ("interrupted", "Interrupted: step 20 is saved, after 1 attempt. The same command resumes it."),
         ("failed", "Failed after step 20, in 1 attempt."),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
     ("path", "message"),
     [
         ("nowhere", "there is no such folder"),
-        ("", "this is no folder of a run: it has no status.json"),
+        ("", "this is not the folder of a run: it has no status.json"),
         ("s3://b/run", "a disk"),
     ],
 )

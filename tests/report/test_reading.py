@@ -155,7 +155,7 @@ def test_a_clock_ahead_of_ours_makes_no_negative_age(tmp_path: Path) -> None:
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no folder of a run"):
+    with pytest.raises(BadInput, match="not the folder of a run"):
         read(tmp_path)
 
 
