@@ -5,7 +5,6 @@ They share a table, and a drawing of their loss curves.
 
 from __future__ import annotations
 
-import math
 import shutil
 import threading
 import time
@@ -214,7 +213,8 @@ class Board:
         shown = self.looks if len(self.looks) <= rows else self.looks[: max(1, rows - 1)]
         for place, look in enumerate(shown):
             cells = _cells(look) | {"run": Text(self._name(look))}
-            table.add_row(*self._letters[place : place + 1], *(cells.get(name, "") for name in columns))
+            letter = [self._letters[place : place + 1]] if self._letters else []
+            table.add_row(*letter, *(cells.get(name, "") for name in columns))
         if len(shown) == len(self.looks):
             return table
         hidden = [_state(look) for look in self.looks[len(shown) :]]
@@ -225,16 +225,19 @@ class Board:
         """All that `ci-llm status` tells of a single run; of several what asks for attention."""
         if len(self.looks) == 1:
             [look] = self.looks
-            told = _absence(look) if isinstance(look, Absent) else [*_reason(look), *lines(look, self._job(look))]
+            told = _absence(look) if isinstance(look, Absent) else [_reason(look), *lines(look, self._job(look))]
         else:
             told = [f"{self._name(look)}: {note}" for look in self.looks for note in self._alarms(look)]
-        return Group(*(Text(note, style="yellow" if "warning: " in note else "") for note in told)) if told else None
+        notes = [Text(note, style="yellow" if "warning: " in note else "") for note in told if note]
+        return Group(*notes) if notes else None
 
     def _alarms(self, look: Look) -> list[str]:
         if isinstance(look, Absent):
             return _absence(look)
+        ended = "; ".join(filter(None, [_reason(look), way_on(look.status)]))
+        job = self._job(look) if look.slurm_job in self.jobs else ""
         warning = f"warning: {look.status.warning}" if look.status.warning else ""
-        return [*_reason(look), *filter(None, [self._job(look), warning, way_on(look.status)])]
+        return [*filter(None, [ended, job, warning])]
 
     def _curve(self, options: ConsoleOptions, room: int) -> RenderableType | None:
         if room < _LEAST_CURVE_ROWS + _AXIS_ROWS:
@@ -250,7 +253,7 @@ class Board:
 
     @property
     def _letters(self) -> str:
-        """A letter for each of several runs, which draws its curve."""
+        """A letter for each of several runs, which draws its curve; runs beyond the alphabet have neither."""
         return LETTERS[: len(self.looks)] if len(self.looks) > 1 else ""
 
     def _job(self, run: Reading) -> str:
@@ -279,7 +282,7 @@ def _cells(look: Look) -> dict[str, str | Text]:
         "state": shown,
         "step": f"{step}/{total}" if total else f"{step}",
         "done": f"{step / total:.0%}" if total else "",
-        "loss": f"{look.loss:.4g}" if math.isfinite(look.loss) else "",
+        "loss": f"{look.loss:.4g}" if look.losses else "",
         "crowd nll": f"{look.scores.crowd_nll:.4g}" if look.scores else "",
         "speed": speed(look).split(",")[0] if look.is_running else "",
         "left": time_left(look).removesuffix(" left"),
@@ -290,8 +293,8 @@ def _state(look: Look) -> str:
     return "waiting" if isinstance(look, Absent) else look.status.status
 
 
-def _reason(run: Reading) -> list[str]:
-    return [f"{run.status.status} ({run.status.reason})"] if run.status.reason else []
+def _reason(run: Reading) -> str:
+    return f"{run.status.status} ({run.status.reason})" if run.status.reason else ""
 
 
 def _absence(look: Absent) -> list[str]:

@@ -87,8 +87,9 @@ def test_several_runs_share_a_table_and_a_drawing(runs: Path) -> None:
     assert row.split() == ["E", "stopped", "interrupted", "20/40", "50%", "0.1", "0.05"]
     [row] = [line for line in lines if line.startswith("D  sixteen")]
     assert row.split() == ["D", "sixteen", "running", "20/5000", "0%", "0.1", "0.05", "1", "steps/s", "1:23:00"]
-    for note in ("sixteen: SLURM job 8 RUNNING, 3:12:00 left", "stopped: interrupted (walltime)"):
-        assert note in lines
+    notes = "\n".join(lines)
+    assert "sixteen: SLURM job 8 RUNNING, 3:12:00 left\n" in notes
+    assert "stopped: interrupted (walltime); resume with: python train.py --config" in notes
     assert "wild: warning: the loss of every agent has risen to 7" in lines
     assert sum("training loss" in line for line in lines) == 1
 
@@ -115,6 +116,22 @@ def test_where_there_is_no_room_the_curves_go_first_and_then_the_notes(runs: Pat
 
 def test_of_more_runs_than_fit_the_rest_is_counted(runs: Path) -> None:
     assert drawn(runs, width=80, height=6)[-2].strip() == "and 4 more: 3 running, 1 interrupted"
+
+
+def test_runs_beyond_the_alphabet_keep_their_columns(tmp_path: Path) -> None:
+    for number in range(30):
+        leave_status(tmp_path / f"run{number:02}", "completed", number)
+    lines = drawn(tmp_path, width=80)
+    assert lines[26].split() == ["Z", "run25", "completed", "25"]
+    assert lines[30].split() == ["run29", "completed", "29"]
+    assert lines[30].index("run29") == lines[26].index("run25")
+
+
+def test_a_loss_that_is_not_finite_is_seen(tmp_path: Path) -> None:
+    leave_status(tmp_path / "run", "running", 2, heartbeat=FRESH)
+    line = {"step": 2, "epoch": 0.1, "train/task_loss": "nan", "train/agent0/loss": "nan"}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert drawn(tmp_path / "run", width=80)[1].split() == ["run", "running", "2", "nan"]
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
