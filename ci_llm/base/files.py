@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from ci_llm.base.gguf import gguf_file, kept_folder
 from ci_llm.core.memory import free_host_memory
+from ci_llm.core.quantities import size
 from ci_llm.errors import LaunchError, ModelError
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ def require_memory(config: Config, copies: int) -> None:
     needed = one * (1 if config.base_sharding == "layers" else copies)
     free, _ = free_host_memory()
     if needed > free:
-        sizes = f"{needed / 1e9:,.1f} GB of memory for their bases alone, and {free / 1e9:,.1f} GB are free"
+        sizes = f"{size(needed)} of memory for their bases alone, and {size(free)} are free"
         raise LaunchError(
             f"{copies} processes need {sizes}",
-            where=f"model_name={config.model_name}: {one / 1e9:,.1f} GB each",
+            where=f"model_name={config.model_name}: {size(one)} each",
             hint="fewer processes, model_dtype=bf16, or base_sharding=layers, which keeps one base for all of them",
         )
 

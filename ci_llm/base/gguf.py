@@ -19,6 +19,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from ci_llm.core.durable import PARTIAL, locked, make_folders, new_folder, read_chunks, remove_tree
+from ci_llm.core.quantities import size
 from ci_llm.core.remote import cache_folder
 from ci_llm.errors import ModelError, first_line
 
@@ -101,8 +102,8 @@ def _digest(file: Path, _state: tuple[int, ...]) -> str:
 @cache
 def _say_once(file: Path, folder: Path) -> None:
     """Log it once in each process, because the process that logs may not be the one that converted."""
-    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
-    logger.info(f"model     {file.name} is dequantised in {folder}, {size:.2f} GB, which later starts use")
+    stored = sum(path.stat().st_size for path in folder.iterdir())
+    logger.info(f"model     {file.name} is dequantised in {folder}, {size(stored)}, which later starts use")
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -115,7 +116,7 @@ def _convert(file: Path, folder: Path) -> None:
         try:
             needed = _bytes_when_dense(file)
             if (free := shutil.disk_usage(folder.parent).free) < needed:
-                raise _no_room(file, folder, f"it takes {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free")
+                raise _no_room(file, folder, f"it takes {size(needed)}, and {size(free)} are free")
             model, tokenizer = _read(file)
         except _UNREADABLE as error:
             raise ModelError(
@@ -141,10 +142,10 @@ def _bytes_when_dense(file: Path) -> int:
     """The bytes of a file's numbers in fp32. Raises one of `_UNREADABLE`: it is not a whole GGUF file."""
     from transformers.integrations.gguf import GgufHeader
 
-    header, size = GgufHeader.from_file(str(file)), file.stat().st_size
+    header, found = GgufHeader.from_file(str(file)), file.stat().st_size
     end = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
-    if not 0 < end <= size:
-        raise ValueError(f"it has {size:,} bytes, and its tensors end at byte {end:,}")
+    if not 0 < end <= found:
+        raise ValueError(f"it has {found:,} bytes, and its tensors end at byte {end:,}")
     numbers: int = sum(prod(tensor.shape) for tensor in header.tensors)
     return 4 * numbers
 

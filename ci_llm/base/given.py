@@ -18,6 +18,7 @@ from ci_llm.base.load import Base
 from ci_llm.base.progress import weights_counted
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.core.durable import new_folder, remove_tree
+from ci_llm.core.quantities import size
 from ci_llm.core.run_folder import BASE_MODEL
 from ci_llm.errors import ModelError
 
@@ -113,5 +114,5 @@ def keep(base: Base, run_folder: Path) -> None:
     with new_folder(folder) as draft, weights_counted():
         base.model.save_pretrained(draft, state_dict=load.weights_of(base.model))
         base.tokenizer.save_pretrained(draft)
-    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
-    logger.info(f"model     no folder has its weights, so that they are kept in {folder}, {size:.2f} GB")
+    stored = sum(path.stat().st_size for path in folder.iterdir())
+    logger.info(f"model     no folder has its weights, so that they are kept in {folder}, {size(stored)}")

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers
 from ci_llm.base.targets import layer_list, text_model
+from ci_llm.core.quantities import size
 from ci_llm.distributed.process_group import peer_errors
 from ci_llm.errors import ModelError
 
@@ -219,7 +220,7 @@ def describe_shards(model: PreTrainedModel) -> str:
         return ", whole: there is one process, and nothing to share"
     here, everything = sum(map(stored_here, parameters)), sum(parameter.nbytes for parameter in parameters)
     count = dist.get_world_size()
-    return f", layers sharded over {count} processes: {here / 1e9:.2g} of {everything / 1e9:.2g} GB in each"
+    return f", layers sharded over {count} processes: {size(here)} of {size(everything)} in each"
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from ci_llm.checkpoints.folders import in_transit
 from ci_llm.cluster.launch import job_and_round
 from ci_llm.core.durable import DISK, PARTIAL, Filesystem, make_folders, read_fields, remove_tree, sync_tree, write_new
+from ci_llm.core.quantities import duration
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space, started_since_boot_s
 from ci_llm.core.typed_json import dump_json
@@ -89,9 +90,9 @@ class Owner:
         if self.elastic_job and self.elastic_job == me.elastic_job and self.elastic_round != me.elastic_round:
             return f"torchrun has begun another round of {self.elastic_job}"
         if silent_s > timeout_s:
-            return f"no heartbeat for {silent_s:.0f} s"
+            return f"no heartbeat for {duration(round(silent_s))}"
         if silent_s < -timeout_s:  # a living owner sets it right with its next heartbeat
-            return f"its last heartbeat is {-silent_s:.0f} s in the future: the clock was set back"
+            return f"its last heartbeat is {duration(-silent_s)} in the future: the clock was set back"
         return None
 
     def __str__(self) -> str:
@@ -220,7 +221,7 @@ def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder
         )
     if (why := owner.why_gone(me, silent_s, timeout_s)) is None:
         raise WriterBusy(
-            f"{owner} writes to this folder (heartbeat {max(silent_s, 0.0):.0f} s ago)",
+            f"{owner} writes to this folder (heartbeat {duration(round(max(silent_s, 0.0)))} ago)",
             where=str(folder.parent),
             hint="wait until it has ended, stop it, or use another output_dir",
         )

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from ci_llm.checkpoints.folders import FINAL, folders_of, numbered_steps
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.core.quantities import count, duration
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -193,9 +194,9 @@ class BestInterval:
         stall_s, save_s = statistics.median(self._stalls), statistics.median(self._saves)
         seen = self._so_far
         return (
-            f"saves every {interval_s:.3g} s from here (save_interval_seconds: auto): a save holds the training for"
-            f" {stall_s:.2g} s and is durable after {save_s:.2g} s; {seen.failures} failures in"
-            f" {seen.seconds / 3600:.1f} h"
+            f"saves every {duration(interval_s)} from here (save_interval_seconds: auto): a save holds the training for"
+            f" {duration(stall_s)} and is durable after {duration(save_s)}; {count(seen.failures, 'failure')} in"
+            f" {duration(seen.seconds)}"
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.core.imports import importing
+from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
 
@@ -184,7 +185,7 @@ def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
     yield ""
     if found.resumed:
         yield f"resumed: {found.resumed} of {len(found.rows)} rows were answered by an earlier call"
-    yield f"{found.seconds:.1f} s" + (f", every answer in {found.predictions}" if found.predictions else "")
+    yield duration(found.seconds) + (f", every answer in {found.predictions}" if found.predictions else "")
     if failed := failed_rows(found.rows):
         yield f"failed: {len(failed)} of {len(found.rows)} rows" + ("" if call.failed else _where_failed(call, found))
     if call.failed:

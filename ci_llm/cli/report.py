@@ -62,7 +62,8 @@ def compare_runs(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts; of a sweep its sweep.json")
     call = parser.parse_args(words)
     from ci_llm.core.run_status import read_status
-    from ci_llm.report.compare import LETTERS, as_json, as_text, head
+    from ci_llm.core.text_curves import LETTERS
+    from ci_llm.report.compare import as_json, as_text, head
     from ci_llm.report.facts import read_run, run_folder
     from ci_llm.report.scores import read_trials
 

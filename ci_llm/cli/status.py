@@ -9,16 +9,14 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ci_llm.core.help import asked_help
-from ci_llm.core.run_folder import PushRecord, last_push
+from ci_llm.core.run_folder import NOT_A_RUN
 from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
-    from ci_llm.report.status import Reading
     from ci_llm.report.watch import Scene
 
 
@@ -40,7 +38,7 @@ def status(words: list[str]) -> int:
     if asked_help(words):
         print(STATUS_USAGE)
         return 0
-    from ci_llm.report.status import RunReader
+    from ci_llm.report.status import RunReader, lines
 
     as_json = "--json" in words
     folder = named_run([word for word in words if word not in ("--debug", "--json")])
@@ -49,7 +47,9 @@ def status(words: list[str]) -> int:
     if as_json:
         print(json.dumps(found.record(), indent=2))
     else:
-        print(*_lines(found), sep="\n")
+        run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
+        head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
+        print(head, *lines(found), sep="\n")  # scripts may read the head
     return found.status.exit_code
 
 
@@ -62,49 +62,10 @@ def named_run(words: list[str]) -> Path:
     return read_configuration(words).config.run_folder
 
 
-def _lines(found: Reading) -> list[str]:
-    """For people; scripts may read the first."""
-    from ci_llm.report.status import losses, progress, scores, speed, time_left, whereabouts
-
-    run = found.status
-    reason = f" ({run.reason})" if run.reason else ""
-    moving = [speed(found), time_left(found)] if found.is_running else []
-    lines = [
-        ", ".join(filter(None, [progress(found), *moving])),
-        f"{run.agent_steps:,} agent-steps" if run.agent_steps else "",
-        run.choice or "",
-        f"exactness: {run.exactness}" if run.exactness else "",
-        losses(found),
-        scores(found),
-        whereabouts(found) if run.status in ("running", "vanished") else "",
-        f"SLURM job {found.slurm_job}" if found.slurm_job else "",
-        f"warning: {run.warning}" if run.warning else "",
-        f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else "",
-        _mirror(run.mirror) if run.mirror else "",
-        _hub(pushed) if (pushed := last_push(found.folder)) else "",
-        f"go on with: {run.next_command}" if run.next_command else "",
-    ]
-    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
-    return [head, *filter(None, lines)]
-
-
-def _hub(pushed: PushRecord) -> str:
-    """How the last push to the hub ended."""
-    if pushed.error is not None:
-        return f"hub: not published: {pushed.error}; the same call tries it again"
-    return f"hub: step {pushed.step} is published in {pushed.url}"
-
-
-def _mirror(state: Mapping[str, Any]) -> str:
-    """How far the mirror is, as status.json has it."""
-    behind = f", {state['behind_s']:.0f} s behind" if state["behind_s"] >= 1 else ""
-    error = f" ({state['error']})" if state["error"] else ""
-    return f"mirror: step {state['step']} is the newest in {state['url']}{behind}{error}"
-
-
-_DESCRIPTION = """Shows runs side by side while they train: state, progress, speed and time left, losses with their
-curve, the last evaluation, the attempt and its heartbeat, the SLURM job, and the command that resumes an interrupted
-run. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and changes nothing in a run."""
+_DESCRIPTION = """Shows runs in one table while they train: state, progress, loss, last evaluation, speed and time
+left; below it warnings, SLURM jobs, the commands that resume interrupted runs, and the loss curves. Of a single run it
+shows all that ci-llm status tells. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and
+changes nothing in a run."""
 
 _EXAMPLES = """RUN is the folder of a run, a folder that holds runs, or a pattern; by default the run that train.py
 would train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
@@ -125,7 +86,7 @@ def watch(words: list[str]) -> int:
     from ci_llm.cli.command import make_parser
 
     parser = make_parser("ci-llm watch", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several are shown side by side")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     given = parser.parse_args(words)
     from ci_llm.report.watch import Scene
@@ -150,7 +111,7 @@ def _print_once(scene: Scene) -> int:
     if not any(isinstance(look, Reading) for look in scene.looks):
         for look in scene.looks:
             read_status(look.folder)  # raises with what is wrong there
-        raise BadInput("this is no folder of a run: it has no status.json", hint="give the output_dir of a run")
+        raise BadInput(NOT_A_RUN, hint="give the output_dir of a run")
     Console(highlight=False).print(Board(scene.looks, scene.jobs))
     return scene.exit_code()
 
@@ -166,7 +127,7 @@ def _redraw(scene: Scene) -> int:
         while True:
             scene.look()
             ended = scene.has_ended()
-            footer = "" if ended else "Ctrl-C leaves; the runs go on"
+            footer = "" if ended else "Ctrl-C leaves; the runs continue"
             live.update(Board(scene.looks, scene.jobs, footer), refresh=True)
             if ended:
                 return scene.exit_code()

@@ -158,6 +158,14 @@ def read_json(path: Path | str) -> object:
     return load_json(Path(path).read_bytes())
 
 
+def read_object(path: Path | str) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError, and ValueError for a file that holds something else."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
 def read_fields(kind: type[DataclassInstance], path: Path | str) -> dict[str, Any]:
     """The fields of the dataclass `kind` that a file holds; others are skipped: a newer version may have them.
 
@@ -165,9 +173,7 @@ def read_fields(kind: type[DataclassInstance], path: Path | str) -> dict[str, An
         FileNotFoundError: there is no such file.
         ValueError: the file is not JSON, or no object.
     """
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
+    value = read_object(path)
     return {field.name: value[field.name] for field in fields(kind) if field.name in value}
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import psutil
 
 from ci_llm.core.durable import make_folders, read_fields, read_json, write_json
-from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.errors import BadInput, CheckpointError, CiLlmError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,7 +35,11 @@ logger = logging.getLogger(__name__)
 Record = TypeVar("Record", bound="DataclassInstance")
 T = TypeVar("T")
 
+MOVE_AWAY: Final = "move it away"
+NOT_A_RUN: Final = "this is not the folder of a run: it has no status.json"
+
 ATTEMPTS: Final = "attempts"
+_BEGAN: Final = "began.json"
 PEER_LOST: Final = "peer_lost"
 
 
@@ -51,7 +55,7 @@ class Failure:
         message: a sentence for people.
         time: unix seconds.
         step: optimizer steps done, if known.
-        traceback: of the exception, if known.
+        traceback: the traceback of the exception, if known.
     """
 
     reason: str
@@ -82,7 +86,7 @@ def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
 
 
 def newest_attempt(run_folder: Path | str) -> int | None:
-    """The number of the newest attempt that has a folder; None: there is none."""
+    """The number of the newest attempt that has a folder; None without any."""
     numbers = (path.name for path in Path(run_folder, ATTEMPTS).glob("*"))
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
@@ -95,26 +99,25 @@ def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str
     Args:
         place: more plain values about where it runs.
     """
-    path = attempt_folder(run_folder, attempt) / "began.json"
+    path = attempt_folder(run_folder, attempt) / _BEGAN
     make_folders(path.parent)
     write_json(path, {"step": step, "launched": psutil.Process().create_time(), **(place or {})})
 
 
 def attempts_without_progress(run_folder: Path, step: int) -> int:
     """How many attempts in a row, the last one included, have begun at `step`."""
-    found = ((path.parent.name, path) for path in run_folder.glob(f"{ATTEMPTS}/*/began.json"))
-    numbered = {int(number): path for number, path in found if number.isdecimal()}
-    newest_first = (path for _, path in sorted(numbered.items(), reverse=True))
-    return len(list(takewhile(lambda path: _first_step(path) == step, newest_first)))
+    found = (path.parent.name for path in run_folder.glob(f"{ATTEMPTS}/*/{_BEGAN}"))
+    newest_first = sorted((int(number) for number in found if number.isdecimal()), reverse=True)
+    return len(list(takewhile(lambda number: read_began(run_folder, number).get("step") == step, newest_first)))
 
 
-def _first_step(record: Path) -> int | None:
-    """The step of a record; None if it cannot be read, because the count must not end a run."""
+def read_began(run_folder: Path | str, attempt: int) -> Mapping[str, Any]:
+    """What `record_attempt` wrote; empty if it is missing or damaged, because no run may end by this record."""
     try:
-        value: Any = read_json(record)
-        return int(value["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        value = read_json(attempt_folder(run_folder, attempt) / _BEGAN)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def write_failure(output_dir: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:
@@ -164,33 +167,47 @@ def read_record(kind: type[Record], path: Path) -> Record:
     Raises:
         BadInput: the file was not written by this program, or may not be read. FileNotFoundError, NotADirectoryError.
     """
-    try:
-        return kind(**read_fields(kind, path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise BadInput(
-            f"it cannot be read: {error.strerror}", where=str(path), hint="try again, or ask its owner"
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"no {kind.__name__.lower()} of a run: {error}", where=str(path), hint="move it away") from error
+    return parsed(
+        path, lambda file: kind(**read_fields(kind, file)), f"this is not the {kind.__name__.lower()} of a run"
+    )
 
 
-def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = "move it away") -> T | None:
-    """What `parse` makes of a small file that an earlier attempt has left; None where none has.
+def parsed(
+    path: Path, parse: Callable[[Path], T], what: str, *, error: type[CiLlmError] = BadInput, hint: str = MOVE_AWAY
+) -> T:
+    """What `parse` makes of a small file: the common end of all readers of records.
 
     Args:
         what: begins the message of the error.
+        error: its type.
 
     Raises:
-        CheckpointError: the file is not of this program.
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        CiLlmError: `error`: the file was not written by this program, or may not be read.
     """
     try:
         return parse(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as refused:
+        ask = "try again, or ask its owner"
+        raise error(f"it cannot be read: {refused.strerror}", where=str(path), hint=ask) from refused
+    except KeyError as missing:
+        raise error(f"{what}: it lacks {missing}", where=str(path), hint=hint) from missing
+    except (AttributeError, IndexError, TypeError, ValueError, BadInput) as damage:
+        raise error(f"{what}: {damage}", where=str(path), hint=hint) from damage
+
+
+def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = MOVE_AWAY) -> T | None:
+    """What `parse` makes of a small file that an earlier attempt has left; None where none has.
+
+    Raises:
+        CheckpointError: the file was not written by this program, or may not be read.
+    """
+    try:
+        return parsed(path, parse, what, error=CheckpointError, hint=hint)
     except FileNotFoundError:
         return None
-    except (TypeError, KeyError, ValueError, BadInput) as error:
-        raise CheckpointError(f"{what}: {error}", where=str(path), hint=hint) from error
 
 
 def write_known(path: Path, value: object, what: str, hint: str = "") -> None:
@@ -305,7 +322,7 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
         CheckpointError: the disk refuses the file.
     """
     value = asdict(recovery) | {"because": list(recovery.because)}
-    hint = "make space there; the same command goes on from the last checkpoint"
+    hint = "make space there; the same command resumes from the last checkpoint"
     write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 
 
@@ -325,12 +342,12 @@ class BadBatch:
 
 
 def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
-    """The batches that earlier attempts have skipped, whichever checkpoint the run goes on from.
+    """The batches that earlier attempts have skipped, whichever checkpoint the run resumes from.
 
     Raises:
         CheckpointError: the file is not of this program.
     """
-    return read_known(run_folder / SKIPPED_BATCHES, _parsed_batches, "no record of skipped batches") or []
+    return read_known(run_folder / SKIPPED_BATCHES, _parsed_batches, "this is not a record of skipped batches") or []
 
 
 def _parsed_batches(path: Path) -> list[BadBatch]:
@@ -339,11 +356,11 @@ def _parsed_batches(path: Path) -> list[BadBatch]:
 
 
 def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:
-    """Record the bad batches; a disk that refuses it is reported, and the run goes on."""
+    """Record the bad batches; a disk that refuses it is reported, and the run continues."""
     try:
         write_json(run_folder / SKIPPED_BATCHES, [batch.to_dict() for batch in batches])
     except OSError as error:
-        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run goes on: {error}")
+        logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run continues: {error}")
 
 
 BEGINNING: Final = "beginning.json"
@@ -372,7 +389,7 @@ OF_A_RUN: Final = (
     *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
-#: What else may be there and keeps its place: of the run, and of a sweep. `BEST` is a likely name of a run.
+#: Other files of a run and of a sweep, which stay where they are. `BEST` is a likely name of a run.
 _BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)
 
 

@@ -47,12 +47,12 @@ class Status:
         best_step: the optimizer step with the best evaluation so far.
         judged_by: "nll" for rows whose answers are free text, which have no exact match.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
-        warning: why the result may be worthless, although the run goes on or is completed; None if nothing is known.
+        warning: why the result may be worthless, although the run trains or is completed; None if nothing is known.
         first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
         agent_steps: optimizer steps done, counted for every agent that took them.
         mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
-        choice: what `crowd: auto` has decided, and why; None: nothing.
-        exactness: how exactly the attempt goes on from a checkpoint, and why not more so; None: it began anew.
+        choice: what `crowd: auto` has decided, and why; None before.
+        exactness: how exactly the attempt resumes from a checkpoint, and why not more so; None for a fresh start.
         phase: "evaluation" while rows are evaluated.
         evaluation_batch_size: rows per process that are evaluated at a time; between evaluations at most so many, or
             None for as many as the configuration asks for.
@@ -104,8 +104,8 @@ class RunStatus:
         is_main_process: on any other process every call does nothing.
         still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
             written any more.
-        staging: of the folder's owner, for the unfinished file (`durable.write_bytes`): a write that a takeover
-            overtakes then replaces nothing. None: beside the file.
+        staging: where the folder's owner writes the unfinished file (`durable.write_bytes`): a write that a takeover
+            overtakes then replaces nothing. By default it is beside the file.
         interval_s: seconds between heartbeats.
     """
 
@@ -191,7 +191,7 @@ class RunStatus:
                 self._failing = False
             except OSError as error:
                 if not self._failing:
-                    logger.warning(f"status.json cannot be written, the run goes on: {error}")
+                    logger.warning(f"status.json cannot be written, the run continues: {error}")
                 self._failing = True
 
 
@@ -209,7 +209,7 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
         path = Path(output_dir, "status.json")
         runs = sorted(str(found.parent) for found in path.parent.glob("*/status.json"))
         raise BadInput(
-            "this is no folder of a run: it has no status.json",
+            run_folder.NOT_A_RUN,
             where=str(path),
             hint=f"name one of the runs below it: {', '.join(runs)}" if runs else "give the output_dir of a run",
         )
@@ -237,7 +237,7 @@ def last_attempt(output_dir: Path | str) -> int | None:
 
 
 def readable_status(output_dir: Path | str) -> Status | None:
-    """`last_status`, and None if the file is damaged as well: what a run does next must not depend on it."""
+    """`last_status`, or None if the file is damaged: the next attempt must not fail because of it."""
     try:
         return last_status(output_dir)
     except BadInput:
@@ -260,7 +260,7 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
     """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
 
     Args:
-        step, time: of its last line of metrics, which is younger than the last heartbeat of a process that was killed.
+        step, time: from its last line of metrics, which may be younger than its last heartbeat.
 
     A damaged status cannot be kept; that is logged, and the next attempt writes its own.
 
@@ -270,7 +270,7 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
     try:
         status = last_status(output_dir)
     except BadInput as error:
-        logger.warning(f"how the last attempt ended is not known, the run goes on: {error.what} ({error.where})")
+        logger.warning(f"how the last attempt ended is not known, the run continues: {error.what} ({error.where})")
         return
     if status is not None:
         kept = _kept_path(output_dir, status.attempt)

@@ -16,10 +16,11 @@ import torch
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.core.numerics import processor
+from ci_llm.core.quantities import size
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.precision import check_precision, chosen, runs_on_cpu, speed_of_bf16
 from ci_llm.distributed.processes import Processes, check_process_group
-from ci_llm.dry_run.checks import Inapplicable, size
+from ci_llm.dry_run.checks import Inapplicable
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import ConfigError, LaunchError
 from ci_llm.logs.trackers import require_installed

@@ -22,11 +22,12 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.memory import free_memory, is_out_of_memory
+from ci_llm.core.quantities import size
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.checks import Inapplicable, size
+from ci_llm.dry_run.checks import Inapplicable
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.logs.hardware import Gpus

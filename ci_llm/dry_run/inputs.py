@@ -17,12 +17,12 @@ from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
+from ci_llm.core.quantities import duration, short, size
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_shape
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
@@ -157,8 +157,8 @@ def estimate(context: CheckContext) -> str:
     except cost_model.Untraceable as error:
         return f"this architecture cannot be traced without weights: {error}"
     return (
-        f"{count(found.base_parameters)} parameters, {context.config.num_agents} agents of"
-        f" {count(found.agent_parameters)}; a micro-step of {_micro_batch(context)}"
+        f"{short(found.base_parameters)} parameters, {context.config.num_agents} agents of"
+        f" {short(found.agent_parameters)}; a micro-step of {_micro_batch(context)}"
         f" takes {found.flops / 1e12:.2g} TFLOP{becomes}{_unshared(context)}"
     )
 

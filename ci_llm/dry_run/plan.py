@@ -8,8 +8,9 @@ import time
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
+from ci_llm.core.quantities import duration
 from ci_llm.dry_run import environment, gpu, inputs, toy_run
-from ci_llm.dry_run.checks import Check, CheckResult, Report, duration, run_checks
+from ci_llm.dry_run.checks import Check, CheckResult, Report, run_checks
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.interrupts import Interrupts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -17,6 +16,8 @@ from transformers import AutoTokenizer
 from ci_llm.base.load import Base
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
+from ci_llm.core.metrics_file import number, read_records
+from ci_llm.core.quantities import duration, short, size
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.objective import Objective
@@ -25,7 +26,6 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
 from ci_llm.data.units import Unit
-from ci_llm.dry_run.checks import count, duration, size
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.inputs import tokenize_samples
 from ci_llm.embedded import BASE_FOLDER
@@ -76,8 +76,8 @@ def model(context: CheckContext) -> str:
     start = time.perf_counter()
     run.measure(compute_gradients)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
-    agents = f"{run.crowd.num_agents} agents of {count(run.crowd.agents.weights.shape[1])}"
-    return f"{count(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{remark}"
+    agents = f"{run.crowd.num_agents} agents of {short(run.crowd.agents.weights.shape[1])}"
+    return f"{short(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{remark}"
 
 
 def _base(context: CheckContext) -> tuple[Base, str]:
@@ -119,8 +119,8 @@ def _logged(run: Run) -> tuple[list[float], float]:
     """The loss of every step and the tokens per second of the last one, as they stand in metrics.jsonl."""
     if not run.processes.is_main_process:
         return [], 0.0
-    lines = [json.loads(line) for line in (run.config.run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [float(line["train/task_loss"]) for line in lines], float(lines[-1]["tokens_per_s"])
+    lines, _ = read_records(run.config.run_folder)
+    return [number(line["train/task_loss"]) for line in lines], number(lines[-1]["tokens_per_s"])
 
 
 def _uninterrupted(stop: str | None) -> None:

@@ -86,7 +86,7 @@ class HardwareMonitor:
                 failing = False
             except OSError as error:
                 if not failing:
-                    logger.warning(f"{FILE_NAME} cannot be written, the run goes on: {error}")
+                    logger.warning(f"{FILE_NAME} cannot be written, the run continues: {error}")
                 failing = True
         gpus.close()
 
@@ -145,7 +145,7 @@ class Gpus:
             return
         for index in range(_query(pynvml.nvmlDeviceGetCount) or 0):
             handle = _query(pynvml.nvmlDeviceGetHandleByIndex, index)
-            if handle is not None:  # None if the GPU is lost, or of another container
+            if handle is not None:  # None if the GPU is lost, or belongs to another container
                 self._handles[index] = handle
 
     def read(self) -> list[dict[str, Any]]:

@@ -24,13 +24,13 @@ def profiled(steps: Iterator[Step], count: int | None, folder: Path, name: str) 
     """Yield the same steps, the first `count` of them under the profiler of PyTorch; None profiles none.
 
     After these steps the trace is written as `<name>.json.gz` and `<name>.txt` into the sub-folder `profile`. An
-    attempt that ends before writes nothing. If the disk refuses a file, a warning is logged and the run goes on.
+    attempt that ends before writes nothing. If the disk refuses a file, a warning is logged and the run continues.
 
     Args:
-        steps: of the run.
+        steps: the steps of the run.
         count: steps to profile.
-        folder: of the run.
-        name: of this attempt and process, for files of its own.
+        folder: the run's folder.
+        name: tells the files of this attempt and process from others.
     """
     if count is not None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
@@ -51,6 +51,6 @@ def _write(profiler: profile, folder: Path, name: str) -> None:
         profiler.export_chrome_trace(str(trace))
         (folder / f"{name}.txt").write_text(table, encoding="utf-8")
     except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError to the exporter
-        logger.warning(f"the profile cannot be written, the run goes on: {error}")
+        logger.warning(f"the profile cannot be written, the run continues: {error}")
     else:
         logger.info(f"profile   {trace} opens in https://ui.perfetto.dev; its table: {name}.txt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+from ci_llm.core.quantities import countdown, describe_losses
 from ci_llm.core.work import Work
 
 WINDOW_S: Final = 60.0  # of training, over which the speed is measured
-MOST_LISTED: Final = 8  # agents whose losses a line lists; of more, it gives the range
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,10 @@ class Position:
 
     Attributes:
         step, total: optimizer steps done, and of the whole run.
-        losses: of each agent in this step, in nats per target token; empty if it has none.
+        losses: the loss of each agent in this step, in nats per target token; empty if it has none.
         tokens: packed tokens since the beginning of the run.
         epoch: passes over the rows.
-        learning_rate: of this step; None before the first.
+        learning_rate: the rate of this step; None before the first.
         agents: the names of those whose losses these are; empty: agent0, agent1, ...
     """
 
@@ -39,7 +38,7 @@ class Position:
 
     @property
     def names(self) -> list[str]:
-        """Of the agents, one for each loss."""
+        """The names of the agents, one for each loss."""
         return [*self.agents] or [f"agent{k}" for k in range(len(self.losses))]
 
 
@@ -68,11 +67,11 @@ class Speed:
         while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] >= WINDOW_S:
             self._marks.popleft()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Training pauses, for an evaluation for instance: this time does not count as slow steps."""
         self._rests_since = self._clock()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """The end of a pause."""
         pause_s = self._clock() - self._rests_since
         self._rested_s += pause_s
@@ -87,7 +86,7 @@ class Speed:
 
     def elapsed(self) -> timedelta:
         """Since the first position."""
-        return timedelta(seconds=int(self._clock() - self._first[1]) if self._first else 0)
+        return countdown(self._clock() - self._first[1] if self._first else 0)
 
     def left(self, total: int) -> timedelta | None:
         """Until the end: the steps at the pace of this attempt so far, and a last evaluation like the one before.
@@ -98,9 +97,9 @@ class Speed:
             return None
         trained = left_of(total - self._last[0], steps, self._last[1] - self._first[1])
         if trained is not None:
-            return trained + timedelta(seconds=round(self._evaluation_s))
-        left_s = round(self._evaluation_s - (self._clock() - self._last[1]))
-        return timedelta(seconds=left_s) if left_s > 0 else None
+            return trained + countdown(self._evaluation_s)
+        left = countdown(self._evaluation_s - (self._clock() - self._last[1]))
+        return left if left > timedelta() else None
 
 
 class ProgressLines:
@@ -152,32 +151,9 @@ class ProgressLines:
 
 def left_of(parts_left: int, done: int, seconds: float) -> timedelta | None:
     """The time for the parts that are left, at the pace of those that are done; None without a pace, or a part left."""
-    return (
-        timedelta(seconds=round(parts_left * seconds / done)) if done > 0 and seconds > 0 and parts_left > 0 else None
-    )
+    return countdown(parts_left * seconds / done) if done > 0 and seconds > 0 and parts_left > 0 else None
 
 
 def means(steps: Sequence[Sequence[float]]) -> list[float]:
     """The mean of each agent over the steps, [S][K] -> [K]; NaN for an agent that had one."""
     return [sum(losses) / len(steps) for losses in zip(*steps, strict=True)]
-
-
-def mean_of(losses: Sequence[float]) -> float:
-    """Over the agents; those that are not finite count only where no other is."""
-    counted = finite(losses) or losses
-    return sum(counted) / len(counted)
-
-
-def finite(losses: Sequence[float]) -> list[float]:
-    """Those that are numbers."""
-    return [loss for loss in losses if math.isfinite(loss)]
-
-
-def describe_losses(losses: Sequence[float]) -> str:
-    """The mean over the agents, and each of them; of many, the range."""
-    if not losses:
-        return ""
-    listed = " ".join(f"{loss:.4g}" for loss in losses)
-    if len(losses) > MOST_LISTED and (known := finite(losses)):
-        listed = f"{min(known):.4g} to {max(known):.4g}, {len(known)} agents"
-    return f"loss {mean_of(losses):.4g} ({listed})"

@@ -2,7 +2,7 @@
 
 An attempt appends to training.log, a line per message, to metrics.jsonl, a JSON record per line, and where it is wanted
 to loss_log.csv, a line per optimizer step. A run is worth more than its files: a disk that refuses a line is reported
-once, and the run goes on. The messages are those of the standard `logging`.
+once, and the run continues. The messages are those of the standard `logging`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.core import work
 from ci_llm.core.durable import write_bytes
+from ci_llm.core.metrics_file import METRICS_NAME, Record, number, read_records, record_of
+from ci_llm.core.quantities import duration, size
 from ci_llm.core.text_curves import draw_curves
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
@@ -41,7 +43,7 @@ class AppendedFile:
     A crash or a full disk may have cut the last line. The next line then begins on a line of its own.
 
     Attributes:
-        path: of the file.
+        path: the file.
         still_held: called before each write. Once it returns False, another attempt owns the folder, and nothing is
             written any more.
     """
@@ -65,7 +67,7 @@ class AppendedFile:
             self._may_be_cut = True
             if not self._failing:
                 self._failing = True  # before the warning, which may come to this file as well
-                logger.warning(f"{self.path.name} cannot be written, the run goes on: {error}")
+                logger.warning(f"{self.path.name} cannot be written, the run continues: {error}")
         else:
             self._may_be_cut = self._failing = False
 
@@ -77,7 +79,7 @@ class FileOfSteps(AppendedFile):
         """Remove the lines past `step`, and lines that a crash has cut; -1 removes those of all steps.
 
         Args:
-            staging: of the folder's owner, for the unfinished file (`durable.write_bytes`).
+            staging: where the folder's owner writes the unfinished file (`durable.write_bytes`).
         """
         if self.still_held() and self.path.exists():
             kept = [line for line in self._lines() if (of := self._step_of(line)) is not None and of <= step]
@@ -87,7 +89,7 @@ class FileOfSteps(AppendedFile):
         return self.path.read_bytes().splitlines() if self.path.exists() else []
 
     def _step_of(self, line: bytes) -> int | None:
-        """The step of a line; None: a crash has cut it."""
+        """The step of a line; None for a line that a crash has cut."""
         raise NotImplementedError
 
 
@@ -123,21 +125,22 @@ class MetricsFile(FileOfSteps):
 
     def read(self, step: int) -> dict[str, Any]:
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
-        records = (record for record in map(_record, self._lines()) if record and record["step"] == step)
-        return {name: value for record in records for name, value in record.items()}
+        return {name: value for record in self._records() if record["step"] == step for name, value in record.items()}
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a number, in order."""
-        records = [record for record in map(_record, self._lines()) if record]
-        return [(record["step"], record[name]) for record in records if isinstance(record.get(name), float | int)]
+        return [(record["step"], number(record[name])) for record in self._records() if name in record]
 
     def last(self) -> dict[str, Any]:
-        """`step` and `time` of the last whole record; empty if there is none."""
-        record = next(filter(None, map(_record, reversed(self._lines()))), {})
+        """`step` and `time` of the last whole record; empty without any."""
+        record = next(filter(None, map(record_of, reversed(self._lines()))), {})
         return {name: value for name, value in record.items() if name in ("step", "time")}
 
+    def _records(self) -> list[Record]:
+        return read_records(self.path.parent)[0]
+
     def _step_of(self, line: bytes) -> int | None:
-        record = _record(line)
+        record = record_of(line)
         return record["step"] if record else None
 
 
@@ -154,18 +157,8 @@ def _json_value(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None for a line that is none, because a crash has cut it."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
-
-
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
-METRICS_NAME: Final = "metrics.jsonl"
 LOSSES_NAME: Final = "loss_log.csv"
 WIDEST_CURVE: Final = 100  # columns
 
@@ -272,7 +265,7 @@ class RunLog:
         """A line for each step that was saved, when its result is given for the first time."""
         if result is not None and result.saved and result.step > self._last_saved:
             self._last_saved = result.step
-            logger.info(f"saved     step {result.step}, {result.nbytes / 1e6:.3g} MB in {result.seconds:.2g} s")
+            logger.info(f"saved     step {result.step}, {size(result.nbytes)} in {duration(result.seconds)}")
 
     def show_loss_curve(self) -> None:
         """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
@@ -303,9 +296,9 @@ class RunLog:
         if not self._is_main_process:
             return
         if work.ended:
-            self._speed.go_on()
+            self._speed.resume()
         elif work.done == 0:
-            self._speed.rest()
+            self._speed.pause()
         self._terminal.take_work(work)
         self._show_progress(self._progress_lines.of_work(work))
 
@@ -395,7 +388,7 @@ class RunHandler(logging.Handler):
 
     Args:
         take: called with the name of the level, empty for INFO, and the text.
-        lock: of the log. Handler and log share it: with two, a thread that logs and a thread that writes metrics,
+        lock: the log's lock. Handler and log share it: with two, a thread that logs and a thread that writes metrics,
             and logs that the disk is full, would wait for each other.
     """
 

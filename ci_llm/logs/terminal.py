@@ -25,8 +25,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from ci_llm.core.quantities import finite, mean_of, short
 from ci_llm.core.work import Work
-from ci_llm.logs.progress import Position, Speed, finite, left_of, mean_of, means
+from ci_llm.logs.progress import Position, Speed, left_of, means
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,11 @@ class ScreenArea:
     """The bottom of a terminal. Every method returns what to write there, in one piece.
 
     The cursor stays on an empty line above the area, and all below it is erased before the area is drawn again. So what
-    another process prints, or the `^C` of the keyboard, gets a line above the area. A terminal that breaks lines anew
+    another process prints, or the `^C` of the keyboard, gets a line above the area. A terminal that breaks lines again
     at another width keeps the cursor on that empty line.
+
+    `rich.live` keeps the cursor at the end of its area, and hides it. Its next refresh then erases what another process
+    has printed there, leaves lines of the old area behind, and a kill leaves the terminal without a cursor.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -95,7 +99,7 @@ class ScreenArea:
 
 
 class NotebookArea:
-    """One output of a notebook cell, replaced as the run goes on; lines of text follow it in the same cell.
+    """One output of a notebook cell, replaced while the run trains; lines of text follow it in the same cell.
 
     Args:
         display: IPython's function of this name.
@@ -144,7 +148,7 @@ def area_for(file: TextIO) -> Area | None:
 
 
 def _notebook() -> Any:
-    """The shell of a notebook's kernel that this process is; None: it is none."""
+    """The shell of the notebook's kernel, if this process is one."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell if hasattr(shell, "kernel") else None
 
@@ -192,7 +196,7 @@ class View:
         return self._position is None and not self._works
 
     def take_position(self, position: Position | None) -> None:
-        """Take where the run stands; None: it has come to its end."""
+        """Take where the run stands; None after its end."""
         self._position = position
         if position is not None and position.losses:
             names, steps = self._losses
@@ -250,7 +254,7 @@ def _figures(position: Position, speed: Speed) -> list[Text]:
     """Epoch, speed and so on, the most important first."""
     parts = [f"epoch {position.epoch:.2f}"]
     if (rates := speed.rates()) is not None:
-        parts += [f"{rates[0]:.3g} steps/s", f"{_short(rates[1])} tokens/s"]
+        parts += [f"{rates[0]:.3g} steps/s", f"{short(rates[1])} tokens/s"]
     if position.learning_rate is not None:
         parts.append(f"lr {position.learning_rate:.2e}")
     return [*map(Text, parts), Text(f"{speed.elapsed()} so far")]
@@ -308,14 +312,6 @@ def _loss(loss: float) -> str:
     return f"{loss:>5.3f}" if 0.001 <= abs(loss) < 1000 or loss == 0 else f"{loss:>5.2g}"
 
 
-def _short(number: float) -> str:
-    """With three digits: 719, 12.4k, 1.2M."""
-    for factor, letter in ((1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g}{letter}"
-    return f"{number:.3g}"
-
-
 REFRESH_S: Final = 0.25
 PATIENCE_S: Final = 1.0  # with a line of others that has no end yet, such as a bar of tqdm
 
@@ -358,7 +354,7 @@ class Terminal:
             self._show_lines()
 
     def take_position(self, position: Position | None) -> None:
-        """Show where the run stands, from the next refresh on; None: it has come to its end."""
+        """Show where the run stands, from the next refresh on; None after its end."""
         self._view.take_position(position)
         self._draw_if_needed()
 
@@ -436,7 +432,7 @@ class Terminal:
             except (OSError, ValueError) as error:
                 _redirect_to_null(self._file)
                 self._file, reason = None, error
-        logger.warning(f"the terminal is gone ({reason}); the run goes on")
+        logger.warning(f"the terminal is gone ({reason}); the run continues")
 
 
 def _above(area: Area | None, text: str) -> str:

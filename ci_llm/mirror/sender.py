@@ -22,6 +22,7 @@ from typing import Any, Final
 from ci_llm.checkpoints.folders import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST, check_name
 from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.quantities import duration, size
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 from ci_llm.mirror.compression import Compression
@@ -315,8 +316,8 @@ class Mirror:
             return
         finally:
             self._sending = None
-        sent = (self._writer.sent_bytes - before) / 1e6
-        logger.info(f"mirror    {folder.name}, {sent:.3g} MB sent in {time.perf_counter() - began:.2g} s")
+        sent, took = size(self._writer.sent_bytes - before), duration(time.perf_counter() - began)
+        logger.info(f"mirror    {folder.name}, {sent} sent in {took}")
 
     def _commit(self, head: Head) -> None:
         """Make a head count, with the other files as they are now, and without the steps that are beyond the limit."""
@@ -369,7 +370,7 @@ class Mirror:
             newest = max((step for step, _ in committed(self.folder)), default=None)
             why = f" ({self.state.error})" if self.state.error else ""
             logger.warning(
-                f"mirror    {self.state.behind_s:.0f} s behind{why}: the newest step here is {newest},"
+                f"mirror    {duration(self.state.behind_s)} behind{why}: the newest step here is {newest},"
                 f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
             )
         self.on_change(self.state)

@@ -11,8 +11,8 @@ from typing import Any, Final
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
-from ci_llm.core.text_curves import draw_curves
-from ci_llm.report.facts import RunFacts
+from ci_llm.core.text_curves import LETTERS, draw_curves
+from ci_llm.report.facts import Points, RunFacts
 from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, difference, notes, scores
 
 #: Keys that say where a run lies and not what it is.
@@ -20,7 +20,6 @@ _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
 _WIDTH: Final = 80
 _UNPAIRED: Final = "not both have predictions of what was evaluated"
-LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
@@ -53,13 +52,13 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
             }
             for number, gain, why in _differences(runs)
         ],
-        "curves": {
-            key: [
-                [[step, None if math.isnan(value) else value] for step, value in run.metrics.curve(key)] for run in runs
-            ]
-            for key in _CURVES
-        },
+        "curves": {key: [_plain(run.metrics.curve(key)) for run in runs] for key in _CURVES},
     }
+
+
+def _plain(curve: Points) -> list[tuple[int, float | None]]:
+    """JSON has no NaN."""
+    return [(step, value if math.isfinite(value) else None) for step, value in curve]
 
 
 def differing_keys(runs: Sequence[RunFacts]) -> Iterator[tuple[str, tuple[object, ...]]]:

@@ -6,7 +6,7 @@ The page is light, dark or printed. It gives the plots their font, and their col
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from html import escape
@@ -29,7 +29,6 @@ class Axis:
     Attributes:
         low, high: the ends of what is drawn.
         title: what it shows, or the unit.
-        log: whether it is logarithmic; `low` is then above 0.
         whole: whether only whole numbers are marked.
         names: marks with words, in place of numbers.
     """
@@ -37,32 +36,25 @@ class Axis:
     low: float
     high: float
     title: str = ""
-    log: bool = False
     whole: bool = False
     names: Mapping[float, str] = field(default_factory=dict)
 
     @classmethod
-    def around(
-        cls, values: Iterable[float], title: str = "", *, margin: float = 0.05, log: bool = False, whole: bool = False
-    ) -> Axis:
+    def around(cls, values: Iterable[float], title: str = "", *, margin: float = 0.05, whole: bool = False) -> Axis:
         """An axis that shows the values that are finite, with a margin at both ends, as a share of its length."""
-        finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
-        low, high = (math.log10(end) if log else end for end in (min(finite), max(finite)))
-        rim = margin * (high - low) or (0.5 if log else 0.05 * abs(high) or 0.5)
-        low, high = low - rim, high + rim
-        return cls(10**low if log else low, 10**high if log else high, title, log, whole)
+        known = [value for value in values if math.isfinite(value)] or [1.0]
+        low, high = min(known), max(known)
+        rim = margin * (high - low) or 0.05 * abs(high) or 0.5
+        return cls(low - rim, high + rim, title, whole)
 
     def share(self, value: float) -> float:
         """Where a value lies: 0 at the low end, 1 at the high one."""
-        low, high, at = (math.log10(each) if self.log else each for each in (self.low, self.high, value))
-        return (at - low) / (high - low)
+        return (value - self.low) / (self.high - self.low)
 
     def marks(self, most: int) -> tuple[dict[float, str], str]:
         """Round values with their labels, about `most`; and the power of ten that they are to be multiplied with."""
         if self.names:
             return dict(self.names), ""
-        if self.log:
-            return {value: f"{value:,.10g}" for value in _round_on_log(self.low, self.high)}, ""
         return _labelled(_round_values(self.low, self.high, most, whole=self.whole))
 
 
@@ -170,13 +162,6 @@ def _round_values(low: float, high: float, most: int, *, whole: bool = False) ->
     return [number * step for number in range(first, last + 1)]
 
 
-def _round_on_log(low: float, high: float) -> Iterator[float]:
-    """Powers of ten; between them twice and five times as much, where they are few."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if math.log10(high / low) < 2 else (1,)
-    return (value for power in powers for digit in digits if low <= (value := digit * 10.0**power) <= high)
-
-
 def _labelled(values: Sequence[float]) -> tuple[dict[float, str], str]:
     """The values with labels of equally many decimals, and the power of ten taken out of very small or large ones."""
     power = math.floor(math.log10(max(map(abs, values)))) if any(values) else 0
@@ -224,25 +209,6 @@ def draw_curves(
         if any(lines.values()):
             drawings.append((title, _steps(title, lines, unit, resumed, names or {})))
     return drawings
-
-
-def draw_lines(
-    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, across: str, unit: str, log: bool = False
-) -> str:
-    """Any curves over a common axis, each with its name.
-
-    Args:
-        across: what the axis from left to right shows.
-        unit: of the values.
-        log: whether that axis is logarithmic.
-    """
-    colours = {name: _agent(number) for number, name in enumerate(lines)}
-    plot = _plot(title, Axis.around((x for line in lines.values() for x, _ in line), across, log=log), lines, unit)
-    for name, points in lines.items():
-        plot.line(points, colours[name], name)
-        for x, y in points:
-            plot.dot(x, y, colours[name], name, radius=2.5)
-    return _with_legend(colours, plot)
 
 
 def draw_scores(scores: Sequence[Score]) -> str:

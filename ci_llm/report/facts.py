@@ -5,6 +5,7 @@ Of an attempt they tell when it began and ended, how, what its time went into, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -15,19 +16,30 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ci_llm.checkpoints.folders import committed
 from ci_llm.config import Config, groups, parse_config
 from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.yaml_file import dump_value
-from ci_llm.core.durable import read_json
-from ci_llm.core.run_folder import SWEEP, Failure, earliest_failure, read_failures, read_recovery
+from ci_llm.core.durable import read_json, read_object
+from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
+from ci_llm.core.run_folder import (
+    MOVE_AWAY,
+    NOT_A_RUN,
+    SWEEP,
+    Failure,
+    earliest_failure,
+    parsed,
+    read_began,
+    read_failures,
+    read_recovery,
+)
 from ci_llm.core.run_status import Status, kept_status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
-from ci_llm.report.scores import agents_of, folders_of, gains, scores, what_evaluated
+from ci_llm.report.scores import agents_of, folders_of, read_evaluation, what_evaluated
 
-Line: TypeAlias = Mapping[str, Any]
+T = TypeVar("T")
 Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]
 
 #: What time can go into; the first one is what the run is for.
@@ -102,12 +114,12 @@ class Attempt:
         return self.seconds("lost steps") + self.seconds("no process") + self.restart_s
 
 
-def read_attempts(folder: Path, status: Status, lines: Sequence[Line]) -> tuple[Attempt, ...]:
+def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tuple[Attempt, ...]:
     """All attempts that have left a trace, in order.
 
     Args:
-        status: that of the run, which is that of its last attempt.
-        lines: of metrics.jsonl. It has no line of a step that was lost.
+        status: the status of the run, and so of its last attempt.
+        lines: the records of metrics.jsonl, which has none for a step that was lost.
     """
     logged = _read_log(folder / "training.log")
     numbers = {status.attempt, *(number for number in (*_numbers(folder), *logged) if number < status.attempt)}
@@ -151,11 +163,11 @@ def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
 
 
 def _read_attempt(
-    folder: Path, number: int, newest: Status, logged: list[tuple[float, str]], lines: Sequence[Line]
+    folder: Path, number: int, newest: Status, logged: list[tuple[float, str]], lines: Sequence[Record]
 ) -> Attempt:
     """One attempt as it tells itself. Runs of older releases kept no status of it: then the log has to do."""
     status = newest if number == newest.attempt else kept_status(folder, number)
-    began = _began(folder, number)
+    began = dict(finite_numbers(read_began(folder, number)))
     cause = earliest_failure(read_failures(folder, number))
     # The log has the local time of the machine that wrote it, to the second: it is the last resort.
     times = [line["time"] for line in lines if "time" in line] or [time for time, _ in logged if status is None]
@@ -183,21 +195,11 @@ def _read_attempt(
     )
 
 
-def _first_step(number: int, newest: Status, lines: Sequence[Line]) -> int:
+def _first_step(number: int, newest: Status, lines: Sequence[Record]) -> int:
     """Where an attempt of an older release began, which did not write it down: at most as much is lost as is known."""
     if lines:
         return max(0, int(lines[0]["step"]) - 1)
     return 0 if number == 1 else newest.step
-
-
-def _began(folder: Path, number: int) -> Mapping[str, float]:
-    """The numbers in began.json; of older releases, or damaged, there may be none."""
-    try:
-        value = read_json(folder / "attempts" / str(number) / "began.json")
-    except (OSError, ValueError):
-        return {}
-    known = value.items() if isinstance(value, dict) else ()
-    return {str(name): number for name, number in known if isinstance(number, int | float)}
 
 
 def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) -> tuple[str, str | None, str]:
@@ -216,9 +218,9 @@ def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) ->
 def _linked(attempts: Sequence[Attempt]) -> list[Attempt]:
     """With what only later attempts tell: which steps were kept; nobody is launched before the one before has ended."""
     linked: list[Attempt] = []
-    for number, (one, after) in enumerate(with_next(attempts)):
+    for place, (one, after) in enumerate(with_next(attempts)):
         last = max(one.last_step, after.first_step) if after else one.last_step
-        kept = min([last, *(later.first_step for later in attempts[number + 1 :])])
+        kept = min([last, *(later.first_step for later in attempts[place + 1 :])])
         launched = min(max(one.launched, linked[-1].ended), one.started) if linked else one.launched
         redone = last - after.first_step if after else 0
         linked.append(replace(one, last_step=last, kept_step=kept, redone_steps=redone, launched=launched))
@@ -228,13 +230,13 @@ def _linked(attempts: Sequence[Attempt]) -> list[Attempt]:
 # What its time went into
 
 
-def _step_seconds(lines: Sequence[Line]) -> float:
+def _step_seconds(lines: Sequence[Record]) -> float:
     """A typical optimizer step of the run, in seconds."""
     measured = [line["step_time_s"] for line in lines if isinstance(line.get("step_time_s"), int | float)]
     return median(measured) if measured else 0.0
 
 
-def _spans(attempt: Attempt, after: Attempt | None, lines: Sequence[Line], step_s: float) -> tuple[Span, ...]:
+def _spans(attempt: Attempt, after: Attempt | None, lines: Sequence[Record], step_s: float) -> tuple[Span, ...]:
     """Divide the time from the launch of an attempt to that of the next.
 
     A line of training ends the steps since the line before it; one of an evaluation ends the evaluation after its
@@ -293,15 +295,15 @@ class Metrics:
     """The lines of metrics.jsonl, in order.
 
     Attributes:
-        unreadable: how many lines are no record: a crash or a full disk has torn them.
+        unreadable: the number of lines that a crash or a full disk has torn.
     """
 
-    lines: tuple[Mapping[str, Any], ...]
+    lines: tuple[Record, ...]
     unreadable: int = 0
 
     def curve(self, key: str) -> Points:
-        """(step, value) of a key, as far as it is there; NaN where the run wrote that the number was not finite."""
-        return [(line["step"], _number(line[key])) for line in self.lines if key in line]
+        """(step, value) of a key, as far as it is there, with NaN and infinities where the run wrote them."""
+        return [(line["step"], number(line[key])) for line in self.lines if key in line]
 
     def peak(self, key: str) -> float | None:
         """The largest value of a key; None if it never stands there."""
@@ -336,7 +338,7 @@ class RunFacts:
     """What is known about one run.
 
     Attributes:
-        config: that of the newest checkpoint; None before the first.
+        config: the configuration of the newest checkpoint; None before the first.
         size: "processes" and "rows per step" of the newest checkpoint, as far as they are known.
         evaluation: evaluation.json; None before the end.
         predictions: one mapping per answered row; empty if the run left none.
@@ -420,17 +422,17 @@ def read_run(path: Path | str) -> RunFacts:
     """
     folder = run_folder(path)
     status = read_status(folder)
-    metrics, evaluation = read_metrics(folder), _read_evaluation(folder / "evaluation.json")
+    metrics, evaluation = read_metrics(folder), read_evaluation(folder)
     return RunFacts(
         folder=folder,
         status=status,
         attempts=read_attempts(folder, status, metrics.lines),
         metrics=metrics.with_last(evaluation) if evaluation else metrics,
-        config=read_config(folder),
-        size=_read_size(folder),
+        config=_newest(folder, _config_of),
+        size=_newest(folder, _size_of) or {},
         evaluation=evaluation,
         predictions=tuple(_read_predictions(folder / PREDICTIONS)),
-        asked=_read_object(folder / _ASKED) or {},
+        asked=_read_object(folder / _ASKED),
         hardware=_read_peaks(folder / _HARDWARE),
         because=_because(folder),
     )
@@ -448,7 +450,7 @@ def run_folder(path: Path | str) -> Path:
     for place in (folder, folder.absolute().parent):
         if folder.is_dir() and (place / "status.json").is_file():
             return place
-    what = "this is no folder of a run: it has no status.json" if folder.is_dir() else "there is no such folder"
+    what = NOT_A_RUN if folder.is_dir() else "there is no such folder"
     if (folder / SWEEP).is_file():  # of a program's own loop, which writes no status
         raise BadInput(
             what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
@@ -462,38 +464,31 @@ def read_metrics(folder: Path) -> Metrics:
     Raises:
         BadInput: it holds no single record of a run.
     """
-    path = folder / "metrics.jsonl"
-    raw = path.read_bytes().splitlines() if path.exists() else []
-    records = [record for record in map(_record, raw) if record is not None]
-    if raw and not records:
-        raise BadInput("no line of this file is a record of a run", where=str(path), hint="move it away")
-    return Metrics(tuple(records), unreadable=len(raw) - len(records))
+    records, torn = read_records(folder)
+    if torn and not records:
+        where = str(folder / METRICS_NAME)
+        raise BadInput("no line of this file is a record of a run", where=where, hint=MOVE_AWAY)
+    return Metrics(tuple(records), unreadable=torn)
 
 
-def read_config(folder: Path) -> Config | None:
-    """The configuration in the newest checkpoint that has a readable one; None if there is none."""
+def _newest(folder: Path, read: Callable[[Path], T]) -> T | None:
+    """What `read` finds in the newest checkpoint that has it. A damaged checkpoint is reported when the run resumes."""
     for _, checkpoint in committed(folder):
-        path = checkpoint / "config.yaml"
-        try:
-            return parse_config(path.read_text(encoding="utf-8"), str(path))
-        except (ConfigError, OSError, UnicodeDecodeError):
-            continue  # a damaged checkpoint: the run itself will say so when it goes on
+        with contextlib.suppress(ConfigError, OSError, KeyError, TypeError, ValueError):
+            return read(checkpoint)
     return None
 
 
-def _read_size(folder: Path) -> dict[str, int]:
-    """What a launcher decides about a step, of the newest checkpoint that says it."""
-    for _, checkpoint in committed(folder):
-        try:
-            manifest: Any = read_json(checkpoint / "manifest.json")
-            state: Any = read_json(checkpoint / "train_state.json")
-            return {
-                "processes": int(manifest["surroundings"]["processes"]),
-                "rows per step": int(state["effective_batch"]),
-            }
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # as in `read_config`
-    return {}
+def _config_of(checkpoint: Path) -> Config:
+    path = checkpoint / "config.yaml"
+    return parse_config(path.read_text(encoding="utf-8"), str(path))
+
+
+def _size_of(checkpoint: Path) -> dict[str, int]:
+    """What a launcher decides about a step."""
+    manifest: Any = read_json(checkpoint / "manifest.json")
+    state: Any = read_json(checkpoint / "train_state.json")
+    return {"processes": int(manifest["surroundings"]["processes"]), "rows per step": int(state["effective_batch"])}
 
 
 def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
@@ -504,63 +499,32 @@ def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]
         yield title, [(key, dump_value(value), value != default) for key, value, default in values]
 
 
-def _record(line: bytes) -> Mapping[str, Any] | None:
+def _read_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file; empty without the file."""
     try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    if not (isinstance(value, dict) and isinstance(value.get("step"), int)):
-        return None
-    return value if isinstance(value.get("time", 0), int | float) else None
-
-
-def _number(value: object) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
+        return parsed(path, read_object, f"{path.name} cannot be read")
     except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise BadInput(f"{path.name} cannot be read: {error}", where=str(path), hint="move it away") from error
-    return value
-
-
-def _read_evaluation(path: Path) -> dict[str, Any] | None:
-    evaluation = _read_object(path)
-    try:
-        if evaluation is not None:
-            _ = scores(evaluation), list(gains(evaluation))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path.name} lacks a score: {error!r}", where=str(path), hint="move it away") from error
-    return evaluation
+        return {}
 
 
 def _read_peaks(path: Path) -> dict[str, float]:
-    peaks = (_read_object(path) or {}).get("peaks")
-    named = peaks.items() if isinstance(peaks, dict) else ()
-    return {str(name): peak for name, peak in named if isinstance(peak, int | float)}
+    peaks = _read_object(path).get("peaks")
+    return dict(finite_numbers(peaks)) if isinstance(peaks, dict) else {}
 
 
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:
     content = path.read_bytes() if path.exists() else b""
     # An evaluation that still runs, or was killed, leaves the beginning of a line at the end.
     lines = content[: content.rfind(b"\n") + 1].splitlines()
-    for number, line in enumerate(lines, 1):
+    for place, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not {"prompt", "answer", "correct"} <= set(row):
                 raise ValueError("prompt, answer or correct is missing")
         except (TypeError, ValueError) as error:
-            raise BadInput(f"no prediction: {error}", where=f"{path}:{number}", hint="move the file away") from error
+            raise BadInput(
+                f"this is not a prediction: {error}", where=f"{path}:{place}", hint="move the file away"
+            ) from error
         yield row
 
 

@@ -7,12 +7,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm._version import __version__
 from ci_llm.core.durable import write_bytes
+from ci_llm.core.quantities import count, duration, size
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
@@ -141,7 +142,8 @@ def _verdict(facts: RunFacts) -> str:
     reason = f" ({status.reason})" if status.reason else ""
     words = {
         "completed": f"Completed at step {status.step}, in {attempts} and {duration(facts.wall_s)}.",
-        "interrupted": f"Interrupted{reason}: step {status.step} is saved, after {attempts}. The same command goes on.",
+        "interrupted": f"Interrupted{reason}: step {status.step} is saved, after {attempts}."
+        " The same command resumes it.",
         "running": f"Still running, in attempt {number_of_attempts}:"
         f" step {status.step} at {clock(status.heartbeat)}. This page shows how it stood then.",
         "vanished": f"No sign of life since {clock(status.heartbeat)}, after step {status.step}.",
@@ -172,7 +174,7 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     if has_lines:
         yield Tile("goodput", share(goodput(facts)), "of that time went into steps that count")
     if (memory := _peak_bytes(facts)) is not None:
-        yield Tile("memory, peak", f"{memory / 2**30:.2f} GiB")
+        yield Tile("memory, peak", size(memory))
 
 
 def _recovery(facts: RunFacts) -> Iterator[str]:
@@ -196,14 +198,14 @@ def _recovery(facts: RunFacts) -> Iterator[str]:
 
 
 def _memory(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Peaks by name, in GiB, from metrics.jsonl and gpu_stats.json."""
+    """Peaks by name, from metrics.jsonl and gpu_stats.json."""
     names = {"memory/resident_bytes": "training process", "memory/cuda_peak_bytes": "tensors on the GPU"}
     for key, name in names.items():
         if (peak := facts.metrics.peak(key)) is not None:
-            yield name, f"{peak / 2**30:.2f} GiB"
+            yield name, size(peak)
     for key, peak in sorted(facts.hardware.items()):
         if key.endswith("_bytes"):
-            yield key.removesuffix("_bytes").replace("/", ": ").replace("_", " "), f"{peak / 2**30:.2f} GiB"
+            yield key.removesuffix("_bytes").replace("/", ": ").replace("_", " "), size(peak)
 
 
 def _peak_bytes(facts: RunFacts) -> float | None:
@@ -235,7 +237,7 @@ def _commands(facts: RunFacts, leaderboard: Leaderboard | None = None) -> Iterat
     """What a person may type next: (what it does, the command)."""
     folder = facts.folder
     if facts.status.next_command and facts.status.status != "running":
-        yield "go on from here", facts.status.next_command
+        yield "resume from here", facts.status.next_command
     yield "how the run stands", shlex.join(["ci-llm", "status", str(folder)])
     if leaderboard is None:
         yield "its checkpoints", shlex.join(["ci-llm", "checkpoints", "list", str(folder)])
@@ -258,22 +260,6 @@ def curves_command(folder: Path) -> str:
     name, drawn = folder.resolve().name, str(folder / "tensorboard")
     is_plain = not {":", ","} & {*name, *drawn}  # which separate names, folders and runs there
     return shlex.join(["tensorboard", *(["--logdir_spec", f"{name}:{drawn}"] if is_plain else ["--logdir", drawn])])
-
-
-def duration(seconds: float) -> str:
-    """For people: 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    rounded = timedelta(seconds=round(seconds))
-    hours, rest = divmod(rounded.seconds, 3600)
-    if rounded.days:
-        return f"{rounded.days} d {hours} h"
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-def count(number_of: float, what: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number_of:.0f} {what}" + ("" if round(number_of) == 1 else "s")
 
 
 def losses(attempt: Attempt) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal
 
-from ci_llm.core.run_folder import SEGMENTS, SWEEP
+from ci_llm.core.durable import read_json, read_object
+from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
 from ci_llm.core.scores import LEAST_ROWS, paired_interval, place_of_trial, share_interval, unpaired_interval
-from ci_llm.errors import BadInput
 
 Row = Mapping[str, Any]
 Measure = Literal["exact match", "nats per token"]
@@ -42,7 +41,7 @@ class Score:
         low, high: a 95 % interval of that share over rows (Wilson); None where there are too few rows, or the share is
             a mean of several agents.
         nll: nats per target token, teacher-forced; None where there is none.
-        learning_rate: of an agent; None where it is not known.
+        learning_rate: the agent's; None where it is not known.
     """
 
     who: str
@@ -106,6 +105,24 @@ def scores(evaluation: Mapping[str, Any]) -> list[Score]:
     return _without_matches(evaluation, found)
 
 
+def read_evaluation(run_folder: Path) -> dict[str, Any] | None:
+    """evaluation.json with all its scores; None without the file.
+
+    Raises:
+        BadInput: it cannot be read, or lacks a score.
+    """
+    try:
+        return parsed(run_folder / "evaluation.json", _complete_evaluation, "this is not an evaluation")
+    except FileNotFoundError:
+        return None
+
+
+def _complete_evaluation(path: Path) -> dict[str, Any]:
+    evaluation = read_object(path)
+    _ = scores(evaluation), list(gains(evaluation))
+    return evaluation
+
+
 def _without_matches(evaluation: Mapping[str, Any], found: Sequence[Score]) -> list[Score]:
     if not is_free_text(evaluation):
         return [*found]
@@ -136,7 +153,7 @@ def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iter
     """What the crowd is better by, as evaluation.json says it: paired over rows.
 
     Args:
-        measure: None: that which judges the rows.
+        measure: the measure that judges the rows, by default.
     """
     measure = measure or ("nats per token" if is_free_text(evaluation) else "exact match")
     found, rows = evaluation["exact_match"], evaluation["n"]
@@ -315,7 +332,7 @@ class Leaderboard:
 
     Attributes:
         keys: the columns of settings.
-        rows: of every trial its id, status, last step, score and settings; those that went furthest first.
+        rows: id, status, last step, score and settings of every trial; the trials that went furthest come first.
         best: the id of the best one; None before there is one.
         best_run: the folder of the run that trained it last.
     """
@@ -333,24 +350,25 @@ def read_trials(folder: Path) -> Leaderboard | None:
     Raises:
         BadInput: its record is not of this program.
     """
-    path = folder / SWEEP
     try:
-        record = json.loads(path.read_bytes())
-        metric, steps = record["plan"]["metric"], record["plan"]["steps"]
-        scored = [trial for trial in record["trials"] if trial["scores"]]
-        keys = tuple(dict.fromkeys(key for trial in scored for key in trial["settings"]))
-        scored.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
-        rows = [
-            (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _cells(each["settings"], keys))
-            for each in scored
-        ]
-        best = next((trial for trial in scored if trial["id"] == record["best"]), None)
-        best_run = folder / SEGMENTS / str(best["segment"]) if best else None
-        return Leaderboard(metric, keys, tuple(rows), record["best"], best_run)
+        return parsed(folder / SWEEP, _leaderboard, "this is not the record of a sweep")
     except FileNotFoundError:
         return None
-    except (TypeError, KeyError, IndexError, ValueError) as error:
-        raise BadInput(f"no record of a sweep: {error}", where=str(path), hint="move it away") from error
+
+
+def _leaderboard(path: Path) -> Leaderboard:
+    record: Any = read_json(path)
+    metric, steps = record["plan"]["metric"], record["plan"]["steps"]
+    scored = [trial for trial in record["trials"] if trial["scores"]]
+    keys = tuple(dict.fromkeys(key for trial in scored for key in trial["settings"]))
+    scored.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
+    rows = [
+        (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _cells(each["settings"], keys))
+        for each in scored
+    ]
+    best = next((trial for trial in scored if trial["id"] == record["best"]), None)
+    best_run = path.parent / SEGMENTS / str(best["segment"]) if best else None
+    return Leaderboard(metric, keys, tuple(rows), record["best"], best_run)
 
 
 def _cells(settings: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:

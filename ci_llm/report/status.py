@@ -1,12 +1,10 @@
 """The present state of a run, read from its files look by look: progress, speed, losses, SLURM job.
 
-It comes as values, and in words for `ci-llm status` and for the panels of `ci-llm watch`. Where a width is given, the
-longest form that fits is taken, else the shortest.
+It comes as values, and in words for `ci-llm status` and `ci-llm watch`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,17 +12,17 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from glob import escape, glob, has_magic
 from os.path import exists, isfile
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias
+from typing import Any, BinaryIO, Final
 
-from ci_llm.core.durable import read_json
-from ci_llm.core.run_folder import attempt_folder
+from ci_llm.core.metrics_file import METRICS_NAME, Record, number, record_of
+from ci_llm.core.quantities import countdown, describe_losses, duration, short
+from ci_llm.core.run_folder import PushRecord, last_push, read_began
 from ci_llm.core.run_status import Status, read_status
-
-Record: TypeAlias = Mapping[str, Any]
+from ci_llm.errors import BadInput
+from ci_llm.report.scores import read_evaluation
 
 _AT_MOST_BYTES: Final = 8 << 20  # of a file that is there already: thousands of lines, parsed in a tenth of a second
 
@@ -44,13 +42,13 @@ class MetricsTail:
     """What the lines of one metrics.jsonl say so far.
 
     The last line may be half written: it is read once it is whole. A run that resumes replaces the file by a shorter
-    one, and a folder may vanish or appear: then everything begins anew.
+    one, and a folder may vanish or appear: then everything is read again.
 
     Attributes:
-        path: of the file.
+        path: the file.
         at_most: bytes that are read of a file that is there already: its end.
         training, evaluation: the latest line of each kind; empty before the first.
-        points: of the lines about training, in order.
+        points: one for each line about training, in order.
     """
 
     path: Path
@@ -68,7 +66,7 @@ class MetricsTail:
                 self._find_place(file)
                 new = file.read()
         except OSError:  # there is none yet, or no more
-            self._begin_anew()
+            self._forget()
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -79,23 +77,19 @@ class MetricsTail:
         """Stand behind the last line that was taken in."""
         about = os.fstat(file.fileno())
         if (about.st_dev, about.st_ino) != self._file or about.st_size < self._offset:
-            self._begin_anew()
+            self._forget()
             self._file = about.st_dev, about.st_ino
             if about.st_size > self.at_most:
                 file.seek(about.st_size - self.at_most)
                 self._offset = about.st_size - self.at_most + len(file.readline())
         file.seek(self._offset)
 
-    def _begin_anew(self) -> None:
+    def _forget(self) -> None:
         self.training, self.evaluation, self.points = {}, {}, []
         self._file, self._offset = None, 0
 
     def _take(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:  # torn by a crash or a full disk
-            return
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if (record := record_of(line)) is None:
             return
         if "eval/crowd/nll" in record:
             self.evaluation = record
@@ -103,14 +97,6 @@ class MetricsTail:
             self.training = record
             loss = number(record.get("train/task_loss"))
             self.points.append(Point(record["step"], number(record.get("time")), record.get("attempt", 1), loss))
-
-
-def number(value: object) -> float:
-    """A value of metrics.jsonl, where "nan" and "inf" are words; NaN for one that is none."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
 
 
 _SPEED_POINTS: Final = 20  # lines of metrics over which the present speed is a mean
@@ -122,7 +108,7 @@ class Scores:
 
     Attributes:
         step: the optimizer step after which it was made.
-        crowd_nll, agents_nll: nats per target token; of the agents the mean.
+        crowd_nll, agents_nll: nats per target token; for the agents it is the mean.
         crowd_exact_match, agents_exact_match: share of rows; NaN for free text, which has none.
         is_final: it is the result of the run.
     """
@@ -136,23 +122,23 @@ class Scores:
 
     @classmethod
     def of(cls, step: int, nll: Sequence[float], exact: Sequence[float], judged_by: str, is_final: bool) -> Scores:
-        """From the numbers of the crowd, which come first, and of every agent."""
+        """The scores from the crowd's number, which comes first, and that of every agent."""
         values = [(crowd, statistics.fmean(agents) if agents else math.nan) for crowd, *agents in (nll, exact)]
         return cls(step, *values[0], *((math.nan,) * 2 if judged_by == "nll" else values[1]), is_final)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a run. What is not known is None, empty or NaN.
+    """One look at a run. An unknown value is None, empty or NaN.
 
     Attributes:
         now: unix seconds of the look.
         loss, losses: in nats per target token, the mean over agents and each agent: means since the line before.
         losses_step: the step of that line.
         left_s: seconds until the last step, at the present speed; evaluations and saves count. None after that step.
-        scores: of the last evaluation.
-        points: of the curve, in order.
-        slurm_job: the id of the job of the present attempt.
+        scores: the last evaluation.
+        points: the loss curve, in order.
+        slurm_job: the id of the job in which the present attempt runs.
         is_supervised: a supervisor has started it, and may start it again.
     """
 
@@ -186,7 +172,7 @@ class Reading:
         return self.is_running and self.status.total_steps is not None and self.status.step >= self.status.total_steps
 
     def record(self) -> dict[str, Any]:
-        """Plain values for `--json`; what is not known is null."""
+        """Plain values for `--json`; an unknown value is null."""
         status, scores = self.status, self.scores
         return {
             "folder": str(self.folder),
@@ -223,13 +209,13 @@ class RunReader:
     """Looks at one run again and again, and reads of its metrics only what is new.
 
     Args:
-        folder: of the run; it may not exist yet.
-        tail_bytes: how much of a metrics.jsonl that is there already is read; None: enough for a curve.
+        folder: the run's folder; it may not exist yet.
+        tail_bytes: how much of a metrics.jsonl that is there already is read; by default enough for a curve.
     """
 
     def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:
         self.folder = folder
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS_NAME
         self._tail = MetricsTail(path) if tail_bytes is None else MetricsTail(path, tail_bytes)
 
     def look(self) -> Reading:
@@ -241,7 +227,7 @@ class RunReader:
         now = time.time()
         status = read_status(self.folder, now=now)
         self._tail.look()
-        training, place = self._tail.training, _place(self.folder, status.attempt)
+        training, place = self._tail.training, read_began(self.folder, status.attempt)
         own = [point for point in self._tail.points if point.attempt == status.attempt]
         if own and status.status == "running" and own[-1].step > status.step:  # younger than the last heartbeat
             status = replace(status, step=own[-1].step, agent_steps=training.get("agent_steps", status.agent_steps))
@@ -268,7 +254,7 @@ class RunReader:
 
 
 def _steps_per_s(points: Sequence[Point], training: Record) -> float:
-    """Of the attempt whose points these are, by the clock; by its only line, if there is no second one."""
+    """The speed of the attempt whose points these are, by the clock; by its only line, if there is no second one."""
     recent = points[-_SPEED_POINTS:]
     if len(recent) > 1 and (elapsed := recent[-1].time - recent[0].time) > 0:
         return (recent[-1].step - recent[0].step) / elapsed or math.nan
@@ -283,7 +269,7 @@ def _of_agents(record: Record, group: str, measure: str) -> Iterator[float]:
 
 
 def _scores(line: Record, judged_by: str) -> Scores | None:
-    """Of a line of metrics about an evaluation."""
+    """The scores in a line of metrics about an evaluation."""
     if not line:
         return None
     nll, exact = (
@@ -294,24 +280,15 @@ def _scores(line: Record, judged_by: str) -> Scores | None:
 
 
 def _result(folder: Path) -> Scores | None:
-    """Of evaluation.json; None if it is not there, or not of this program."""
+    """The scores of evaluation.json; None if it is missing or damaged."""
     try:
-        record: Any = read_json(folder / "evaluation.json")
-        nll, exact = (
-            [*map(number, (record[measure]["crowd"], *record[measure]["agents"]))] for measure in ("nll", "exact_match")
-        )
-        return Scores.of(int(record["step"]), nll, exact, record.get("judged_by", ""), is_final=True)
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_evaluation(folder)
+    except BadInput:
         return None
-
-
-def _place(folder: Path, attempt: int) -> Mapping[str, Any]:
-    """Where the attempt runs, as it has recorded; empty if it has not."""
-    try:
-        began = read_json(attempt_folder(folder, attempt) / "began.json")
-    except (OSError, ValueError):
-        return {}
-    return began if isinstance(began, dict) else {}
+    if record is None or not isinstance(record.get("step"), int):
+        return None
+    nll, exact = ([record[measure]["crowd"], *record[measure]["agents"]] for measure in ("nll", "exact_match"))
+    return Scores.of(record["step"], nll, exact, record.get("judged_by", ""), is_final=True)
 
 
 def _known(value: Any) -> Any:
@@ -340,77 +317,87 @@ def _runs_at(path: Path, *, is_named: bool) -> list[Path]:
     return inside or ([path] if is_named and not isfile(path) else [])
 
 
-_FEW_AGENTS: Final = 8  # so many are listed, of more there is the range
+def lines(reading: Reading, job: str | None = None) -> list[str]:
+    """All that is known of a run, for people: `ci-llm status` prints these lines below its head.
+
+    Args:
+        job: what is known of its SLURM job.
+    """
+    run = reading.status
+    moving = [speed(reading), time_left(reading)] if reading.is_running else []
+    told = [
+        ", ".join(filter(None, [progress(reading), *moving])),
+        f"{run.agent_steps:,} agent-steps" if run.agent_steps else "",
+        run.choice or "",
+        f"exactness: {run.exactness}" if run.exactness else "",
+        describe_losses(reading.losses, reading.loss),
+        scores(reading),
+        whereabouts(reading) if run.status in ("running", "vanished") else "",
+        job or (f"SLURM job {reading.slurm_job}" if reading.slurm_job else ""),
+        f"warning: {run.warning}" if run.warning else "",
+        f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else "",
+        _mirror(run.mirror) if run.mirror else "",
+        _hub(pushed) if (pushed := last_push(reading.folder)) else "",
+        way_on(run),
+    ]
+    return [*filter(None, told)]
+
+
+def way_on(run: Status) -> str:
+    """The command that resumes a run which has stopped."""
+    return f"resume with: {run.next_command}" if run.next_command and run.status != "running" else ""
 
 
 def progress(reading: Reading) -> str:
-    """`120 of 260 steps, 46 %`; how many steps there are is not known of a run of an older release."""
+    """`120 of 260 steps, 46 %`; runs of older releases did not write how many steps there are."""
     step, total = reading.status.step, reading.status.total_steps
     return f"{step} of {total} steps, {100 * step / total:.0f} %" if total else f"{step} steps"
 
 
 def speed(reading: Reading) -> str:
-    """`2.1 steps/s, 5310 tokens/s`, as far as it is known."""
-    rates = [_rate(reading.steps_per_s)] if math.isfinite(reading.steps_per_s) else []
+    """`2.1 steps/s, 5310 tokens/s`, as far as it is known; seconds per step, where these are more than one."""
+    rate = reading.steps_per_s
+    rates = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"] if math.isfinite(rate) else []
     if math.isfinite(reading.tokens_per_s):
-        rates.append(f"{reading.tokens_per_s:.0f} tokens/s")
+        rates.append(f"{short(reading.tokens_per_s)} tokens/s")
     return ", ".join(rates)
 
 
 def time_left(reading: Reading) -> str:
-    """`0:01:06 left`, or what the run does after its last step; nothing where it is not known."""
+    """`0:01:06 left`, or what the run does after its last step; empty where it is not known."""
     if reading.is_concluding:
         return "evaluating"
-    return "" if reading.left_s is None else f"{timedelta(seconds=round(reading.left_s))} left"
+    return "" if reading.left_s is None else f"{countdown(reading.left_s)} left"
 
 
-def losses(reading: Reading, width: int | None = None) -> str:
-    """`loss 1.23 (1.21 1.25)`: the mean and each agent; of many, or where there is no room, the range."""
-    if not reading.losses:
-        return ""
-    each, mean = [f"{loss:.3g}" for loss in reading.losses], f"loss {reading.loss:.4g}"
-    if len(each) == 1:
-        return mean
-    finite = [loss for loss in reading.losses if math.isfinite(loss)]
-    span = f"{min(finite):.3g} to {max(finite):.3g}" if finite else "none finite"
-    odd = f", {len(each) - len(finite)} not finite" if 0 < len(finite) < len(each) else ""
-    listed = [f"{mean} ({' '.join(each)})"] if len(each) <= _FEW_AGENTS else []
-    return _fitting(width, *listed, f"{mean} ({len(each)} agents: {span}{odd})", f"{mean} ({span}{odd})")
-
-
-def scores(reading: Reading, width: int | None = None) -> str:
+def scores(reading: Reading) -> str:
     """`evaluation after step 100: crowd nll 0.512, exact match 0.310 (agents 0.250)`."""
     if (found := reading.scores) is None:
         return ""
-    nll, exact = f"nll {found.crowd_nll:.3g}", f"{found.crowd_exact_match:.3f}"
-    long, short = f"{nll}, exact match {exact} (agents {found.agents_exact_match:.3f})", f"{nll}, exact {exact}"
+    told = f"nll {found.crowd_nll:.4g}"
     if math.isnan(found.crowd_exact_match):
-        long, short = f"{nll} (agents {found.agents_nll:.3g})", nll
+        told += f" (agents {found.agents_nll:.4g})"
+    else:
+        told += f", exact match {found.crowd_exact_match:.3f} (agents {found.agents_exact_match:.3f})"
     what = f"result, step {found.step}" if found.is_final else f"evaluation after step {found.step}"
-    return _fitting(width, f"{what}: crowd {long}", f"at {found.step}: {short}")
+    return f"{what}: crowd {told}"
 
 
-def whereabouts(reading: Reading, width: int | None = None) -> str:
+def whereabouts(reading: Reading) -> str:
     """`attempt 1 on node017, heartbeat 3 s ago`."""
-    attempt, beat = f"attempt {reading.status.attempt}", f"heartbeat {_ago(reading.heartbeat_age_s)}"
-    place = f"{attempt} on {reading.status.host}"
-    if reading.status.status not in ("running", "vanished"):
-        return _fitting(width, place, attempt)
-    return _fitting(width, f"{place}, {beat}", f"{attempt}, {beat}")
+    place = f"attempt {reading.status.attempt} on {reading.status.host}"
+    return f"{place}, heartbeat {duration(round(reading.heartbeat_age_s))} ago"
 
 
-def _fitting(width: int | None, *forms: str) -> str:
-    return next((form for form in forms if width is None or len(form) <= width), forms[-1])
+def _hub(pushed: PushRecord) -> str:
+    """How the last push to the hub ended."""
+    if pushed.error is not None:
+        return f"hub: not published: {pushed.error}; the same call tries it again"
+    return f"hub: step {pushed.step} is published in {pushed.url}"
 
 
-def _ago(seconds: float) -> str:
-    """`3 s ago`, `2 min ago`, `5 h ago`, `3 d ago`."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
-
-
-def _rate(steps_per_s: float) -> str:
-    """Steps per second, or seconds per step where these are more than one."""
-    return f"{steps_per_s:.3g} steps/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.3g} s/step"
+def _mirror(state: Mapping[str, Any]) -> str:
+    """How far the mirror is, as status.json has it."""
+    behind = f", {duration(state['behind_s'])} behind" if state["behind_s"] >= 1 else ""
+    error = f" ({state['error']})" if state["error"] else ""
+    return f"mirror: step {state['step']} is the newest in {state['url']}{behind}{error}"

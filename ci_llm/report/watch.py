@@ -1,29 +1,27 @@
 """The runs that `ci-llm watch` shows, look by look: which are meant, whether all have ended, how they are drawn.
 
-They are panels side by side, or lines of a table where there is no room for panels.
+They share a table, and a drawing of their loss curves.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import exists
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from ci_llm.cluster.slurm import QueuedJob, query_queue
-from ci_llm.core.text_curves import draw_curve
+from ci_llm.core.text_curves import HEIGHT, LETTERS, draw_curves
 from ci_llm.errors import BadInput
-from ci_llm.report.status import Reading, RunReader, find_runs, losses, progress, scores, speed, time_left, whereabouts
+from ci_llm.report.status import Reading, RunReader, find_runs, lines, speed, time_left, way_on
 
 Query = Callable[[Sequence[str]], dict[str, QueuedJob] | None]
 
@@ -63,7 +61,7 @@ class JobQueue:
         return self._answer[1]
 
     def has_left(self, job: str | None) -> bool:
-        """Whether a job is known to be in the queue no more; also where there is no job, and no queue."""
+        """Whether a job is known to have left the queue. True as well without a job, or without a queue."""
         known, listed = self._answer
         return job is None or not self._is_there or (job in known and job not in listed)
 
@@ -100,7 +98,7 @@ Look: TypeAlias = Reading | Absent
 
 
 class Scene:
-    """Runs that come, go on and end.
+    """Runs that begin, train and end.
 
     Args:
         words: folders of runs, folders that hold runs, or patterns.
@@ -132,7 +130,7 @@ class Scene:
         return bool(self.looks) and all(map(self._is_over, self.looks))
 
     def exit_code(self) -> int:
-        """That of `ci-llm status`; of several runs the worst: failed, interrupted, running, completed."""
+        """The exit code of `ci-llm status`; of several runs the worst: failed, interrupted, running, completed."""
         codes = {look.status.exit_code if isinstance(look, Reading) else 3 for look in self.looks}
         codes |= {1 for look in self.looks if isinstance(look, Absent) and look.gone_s is not None}
         return next((code for code in _WORST_FIRST if code in codes), 0)
@@ -162,12 +160,12 @@ class Scene:
         return not look.is_supervised or look.heartbeat_age_s > _PATIENCE_S
 
 
-_PANEL_WIDTH: Final = 39  # two stand side by side on 80 columns
-_TABLE_WIDTH: Final = 64  # below it, scores and the time left are left out
-_CURVE_ROWS: Final = 6  # where no terminal limits them
-_LEAST_CURVE_ROWS: Final = 3
-_MOST_CURVE_ROWS: Final = 10
-_FRAME: Final = 4  # columns of a panel's border and padding
+_COLUMNS: Final = ("run", "state", "step", "done", "loss", "crowd nll", "speed", "left")
+_NARROW: Final = ("run", "state", "step", "loss")  # on fewer than `_TABLE_WIDTH` columns
+_TABLE_WIDTH: Final = 72
+_AXIS_ROWS: Final = 3  # the title of the curve, and its axis
+_LEAST_CURVE_ROWS: Final = 4
+_MOST_CURVE_WIDTH: Final = 100
 _STYLES: Final = {
     "running": "cyan",
     "completed": "green",
@@ -180,7 +178,9 @@ _STYLES: Final = {
 
 @dataclass(frozen=True)
 class Board:
-    """One picture of some runs.
+    """One picture of some runs: a table, what there is to say about them, and their loss curves in one drawing.
+
+    What does not fit the height of the terminal is left out: first the curves, last the table.
 
     Attributes:
         looks: at each run, in the order of the picture.
@@ -193,78 +193,76 @@ class Board:
     footer: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = console.height - 1 - bool(self.footer) if console.is_terminal else None
-        panels = self._panels(console, options, room)
-        if room is None or len(self.looks) == 1 or len(console.render_lines(panels, options)) <= room:
-            yield panels
-        else:
-            yield self._table(room, options.max_width)
+        room = console.height - 1 - bool(self.footer) if console.is_terminal else 10**6
+        for part in (self._table, self._notes, self._curve):
+            shown = part(options, room)
+            if shown is not None and (height := len(console.render_lines(shown, options))) <= room:
+                yield shown
+                room -= height
         if self.footer:
             yield Text(self.footer, style="dim")
 
-    def _panels(self, console: Console, options: ConsoleOptions, room: int | None) -> Table:
-        """As many side by side as fit, those of one row equally high."""
-        across = max(1, min(len(self.looks), options.max_width // _PANEL_WIDTH))
-        width = options.max_width // across
-        curve_rows = _curve_rows(room) if len(self.looks) <= across else _LEAST_CURVE_ROWS
-        panels = [self._panel(look, width - _FRAME, curve_rows, ascii_only=options.ascii_only) for look in self.looks]
-        grid = Table.grid(expand=True)
-        for _ in range(across):
-            grid.add_column(ratio=1)
-        for first in range(0, len(panels), across):
-            row = panels[first : first + across]
-            height = max(len(console.render_lines(panel, options.update(width=width))) for panel in row)
-            for panel in row:
-                panel.height = height
-            grid.add_row(*row)
-        return grid
-
-    def _panel(self, look: Look, width: int, curve_rows: int, *, ascii_only: bool) -> Panel:
-        state = _state(look)
-        title = Text.assemble((self._name(look), "bold"), "  ", (state, _STYLES[state]))
-        content = _waiting(look) if isinstance(look, Absent) else self._content(look, width, curve_rows, ascii_only)
-        return Panel(Group(*content), title=title, title_align="left", border_style=_STYLES[state])
-
-    def _content(self, run: Reading, width: int, curve_rows: int, ascii_only: bool) -> Iterator[Text]:
-        status, left = run.status, time_left(run)
-        yield Text(progress(run) + (f"  {left}".rjust(width - len(progress(run))) if left else ""))
-        if status.total_steps:
-            yield _bar(status.step / status.total_steps, width, _STYLES[status.status], ascii_only=ascii_only)
-        yield Text(speed(run) if run.is_running else status.reason or "")
-        yield Text(losses(run, width))
-        drawn = draw_curve([(point.step, point.loss) for point in run.points], width, curve_rows, ascii_only=ascii_only)
-        yield Text("\n".join([*drawn, *[""] * (curve_rows - len(drawn))]), style="cyan", no_wrap=True)
-        yield Text(scores(run, width))
-        yield Text(whereabouts(run, width), style="dim")
-        if run.slurm_job:
-            yield Text(self._job(run.slurm_job), style="dim")
-        if status.warning:
-            yield Text(f"warning: {status.warning}", style="yellow")
-        if status.next_command and not run.is_running:
-            yield Text(f"go on with: {status.next_command}")
-
-    def _job(self, job: str) -> str:
-        if job not in self.jobs:
-            return f"SLURM job {job}"
-        found = self.jobs[job]
-        waits = f" ({found.reason})" if found.state == "PENDING" else f", {found.time_left} left"
-        return f"SLURM job {job} {found.state}{waits}"
-
-    def _table(self, rows: int, width: int) -> RenderableType:
-        table = Table(box=None, expand=True, pad_edge=False)
-        table.add_column("run", no_wrap=True, min_width=12)
-        names = ("state", "step", "loss", "crowd nll", "left")[: 5 if width >= _TABLE_WIDTH else 3]
-        for name in names:
-            table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
-        rows -= 1  # for the head
+    def _table(self, options: ConsoleOptions, room: int) -> RenderableType:
+        columns = _COLUMNS if options.max_width >= _TABLE_WIDTH else _NARROW
+        table = Table(box=None, pad_edge=False)
+        if self._letters:
+            table.add_column("", min_width=1)
+        for name in columns:
+            table.add_column(name, no_wrap=True, justify="left" if name in ("run", "state") else "right")
+        rows = room - 1  # for the head
         shown = self.looks if len(self.looks) <= rows else self.looks[: max(1, rows - 1)]
-        for look in shown:
-            table.add_row(self._name(look), *_cells(look, self.jobs)[: len(names)])
+        for place, look in enumerate(shown):
+            cells = _cells(look) | {"run": Text(self._name(look))}
+            letter = [self._letters[place : place + 1]] if self._letters else []
+            table.add_row(*letter, *(cells.get(name, "") for name in columns))
         if len(shown) == len(self.looks):
             return table
         hidden = [_state(look) for look in self.looks[len(shown) :]]
         counts = ", ".join(f"{hidden.count(state)} {state}" for state in dict.fromkeys(hidden))
         return Group(table, Text(f"and {len(hidden)} more: {counts}", style="dim"))
+
+    def _notes(self, options: ConsoleOptions, room: int) -> RenderableType | None:
+        """All that `ci-llm status` tells of a single run; of several what asks for attention."""
+        if len(self.looks) == 1:
+            [look] = self.looks
+            told = _absence(look) if isinstance(look, Absent) else [_reason(look), *lines(look, self._job(look))]
+        else:
+            told = [f"{self._name(look)}: {note}" for look in self.looks for note in self._alarms(look)]
+        notes = [Text(note, style="yellow" if "warning: " in note else "") for note in told if note]
+        return Group(*notes) if notes else None
+
+    def _alarms(self, look: Look) -> list[str]:
+        if isinstance(look, Absent):
+            return _absence(look)
+        ended = "; ".join(filter(None, [_reason(look), way_on(look.status)]))
+        job = self._job(look) if look.slurm_job in self.jobs else ""
+        warning = f"warning: {look.status.warning}" if look.status.warning else ""
+        return [*filter(None, [ended, job, warning])]
+
+    def _curve(self, options: ConsoleOptions, room: int) -> RenderableType | None:
+        if room < _LEAST_CURVE_ROWS + _AXIS_ROWS:
+            return None
+        points = [[(p.step, p.loss) for p in look.points] if isinstance(look, Reading) else [] for look in self.looks]
+        drawn = draw_curves(
+            dict(zip(self._letters or "o", points, strict=False)),
+            min(options.max_width, _MOST_CURVE_WIDTH),
+            min(HEIGHT, room - _AXIS_ROWS),
+            ascii_only=options.ascii_only,
+        )
+        return Text(f"training loss, nats per token by optimizer step\n{drawn}", no_wrap=True) if drawn else None
+
+    @property
+    def _letters(self) -> str:
+        """A letter for each of several runs, which draws its curve; runs beyond the alphabet have neither."""
+        return LETTERS[: len(self.looks)] if len(self.looks) > 1 else ""
+
+    def _job(self, run: Reading) -> str:
+        """What is known of the run's SLURM job; empty without one."""
+        if run.slurm_job is None or run.slurm_job not in self.jobs:
+            return f"SLURM job {run.slurm_job}" if run.slurm_job else ""
+        found = self.jobs[run.slurm_job]
+        waits = f" ({found.reason})" if found.state == "PENDING" else f", {found.time_left} left"
+        return f"SLURM job {run.slurm_job} {found.state}{waits}"
 
     def _name(self, look: Look) -> str:
         """The name of its folder; the path, where two have the same."""
@@ -273,35 +271,31 @@ class Board:
         return name if twins == 1 else str(look.folder)
 
 
-def _curve_rows(room: int | None) -> int:
-    """Of a single row of panels: what the other lines of a panel leave."""
-    return _CURVE_ROWS if room is None else min(_MOST_CURVE_ROWS, max(_LEAST_CURVE_ROWS, room - 12))
-
-
-def _cells(look: Look, jobs: Mapping[str, QueuedJob]) -> list[str | Text]:
-    """Of the table: state, step, loss, crowd nll, time left."""
+def _cells(look: Look) -> dict[str, str | Text]:
+    """What the columns of the table show."""
     state = _state(look)
     shown = Text(state, style=_STYLES[state])
     if isinstance(look, Absent):
-        return [shown, "", "", "", ""]
-    if not look.is_running and look.slurm_job in jobs:
-        shown.append(f" {jobs[look.slurm_job or ''].state}", style="dim")
-    total = f"/{look.status.total_steps}" if look.status.total_steps else ""
-    loss = f"{look.loss:.4g}" if look.losses and not math.isnan(look.loss) else ""
-    nll = f"{look.scores.crowd_nll:.4g}" if look.scores else ""
-    return [shown, f"{look.status.step}{total}", loss, nll, time_left(look).removesuffix(" left")]
-
-
-def _bar(share: float, width: int, style: str, *, ascii_only: bool) -> Text:
-    done, rest = ("#", "-") if ascii_only else ("━", "─")
-    filled = round(min(share, 1.0) * width)
-    return Text.assemble((done * filled, style), (rest * (width - filled), "dim"))
+        return {"state": shown}
+    step, total = look.status.step, look.status.total_steps
+    return {
+        "state": shown,
+        "step": f"{step}/{total}" if total else f"{step}",
+        "done": f"{step / total:.0%}" if total else "",
+        "loss": f"{look.loss:.4g}" if look.losses else "",
+        "crowd nll": f"{look.scores.crowd_nll:.4g}" if look.scores else "",
+        "speed": speed(look).split(",")[0] if look.is_running else "",
+        "left": time_left(look).removesuffix(" left"),
+    }
 
 
 def _state(look: Look) -> str:
     return "waiting" if isinstance(look, Absent) else look.status.status
 
 
-def _waiting(look: Absent) -> Iterator[Text]:
-    yield Text(look.why)
-    yield Text(str(look.folder), style="dim")
+def _reason(run: Reading) -> str:
+    return f"{run.status.status} ({run.status.reason})" if run.status.reason else ""
+
+
+def _absence(look: Absent) -> list[str]:
+    return [look.why, str(look.folder)]

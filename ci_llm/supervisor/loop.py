@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
 
+from ci_llm.core.quantities import duration
 from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor.attempt import Attempt, AttemptResult, StopOrder
 from ci_llm.supervisor.output_scan import Evidence, UserPatterns
@@ -317,4 +318,4 @@ def _log_all(lines: Iterable[str]) -> None:
 
 def _end_of(number: int, outcome: Outcome) -> str:
     detail = f": {outcome.detail}" if outcome.detail else ""
-    return f"attempt {number} ended after {outcome.duration_s:.1f} s: {outcome.kind}{detail}"
+    return f"attempt {number} ended after {duration(outcome.duration_s)}: {outcome.kind}{detail}"

@@ -1,13 +1,12 @@
 """The curves of the trials in trackers: one run per trial, in one group, with its settings as hyperparameters.
 
-A run is made of what the trial's segments have logged. A trial goes on in the run that it has: TensorBoard's folder is
-written anew after each of its segments, and the others know a run by its id. What was sent is on record, so that a
-sweep that was killed sends the rest in its next call.
+A run has what the trial's segments have logged. After each segment, TensorBoard's folder is written again as a whole;
+other trackers find the run of a trial by its id and append to it. A record says what was sent, so that the next call of
+a sweep that was killed sends the rest.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 from ci_llm.config import as_typed
 from ci_llm.core.durable import make_folders, read_json, remove_tree, write_json
+from ci_llm.core.metrics_file import finite_numbers, read_records
 from ci_llm.errors import ConfigError
 from ci_llm.logs.trackers import Trackers
 from ci_llm.sweep.sweep import Sweep
@@ -63,27 +63,27 @@ class Curves:
                 self._start(name, trial).finish()
 
     def send(self) -> None:
-        """Send what the segments that are over have logged. What refuses it is told, and the sweep goes on."""
+        """Send what the segments that are over have logged. The error of a tracker is logged, and ends nothing."""
         over = [segment for segment in self._sweep.standings.segments if segment.is_over]
         for name in self._names:
             try:
                 for trial in self._sweep.standings.trials:
                     self._send(name, trial, [segment for segment in over if trial.id in segment.trials])
             except (ConfigError, OSError) as error:  # what is missing is sent after the next segment
-                logger.warning(f"{name}: the curves of trials cannot be written, the sweep goes on: {error}")
+                logger.warning(f"{name}: the curves of trials cannot be written, the sweep continues: {error}")
 
     def _send(self, name: str, trial: Trial, segments: Sequence[Segment]) -> None:
         sent = self._sent[name, trial.id]
         if not (new := [segment for segment in segments if segment.number not in sent.segments]):
             return
         if name == TENSORBOARD:
-            self._write_anew(trial, segments)
-        elif not self._go_on(name, trial, new):
+            self._rewrite(trial, segments)
+        elif not self._append(name, trial, new):
             return  # it has said why
         sent.segments += [segment.number for segment in new]
         self._note()
 
-    def _write_anew(self, trial: Trial, segments: Sequence[Segment]) -> None:
+    def _rewrite(self, trial: Trial, segments: Sequence[Segment]) -> None:
         """TensorBoard's run of a trial: all of it."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -99,7 +99,7 @@ class Curves:
                     for name, value in values.items():
                         writer.add_scalar(name, value, step)
 
-    def _go_on(self, name: str, trial: Trial, segments: Sequence[Segment]) -> bool:
+    def _append(self, name: str, trial: Trial, segments: Sequence[Segment]) -> bool:
         """Send more of a trial to a tracker; returns whether it has taken it."""
         trackers = self._start(name, trial)
         for segment in segments:
@@ -144,7 +144,7 @@ def _read(path: Path) -> defaultdict[tuple[str, int], _Sent]:
     except FileNotFoundError:
         pass
     except (AttributeError, TypeError, ValueError) as error:
-        logger.warning(f"{path} is no record of what trackers have: all is sent again ({error})")
+        logger.warning(f"{path} is not a record of what trackers have: all is sent again ({error})")
     return found
 
 
@@ -169,9 +169,7 @@ def _lines(sweep: Sweep, segment: Segment, trial: Trial) -> Mapping[int, Mapping
 
 def _logged(run: Path, segment: Segment, trial: Trial) -> Iterator[tuple[int, str, float]]:
     own = re.compile(rf"(train|eval)/agent{segment.trials.index(trial.id)}/(\w+)")
-    path = run / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        values = json.loads(line)
-        for name, value in values.items():
-            if (found := own.fullmatch(name)) and isinstance(value, int | float) and math.isfinite(value):
-                yield values["step"], f"{found[1]}/{found[2]}", value
+    for record in read_records(run)[0]:
+        for name, value in finite_numbers(record):
+            if found := own.fullmatch(name):
+                yield record["step"], f"{found[1]}/{found[2]}", value

@@ -22,12 +22,12 @@ from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
+from ci_llm.core.quantities import duration, size
 from ci_llm.core.run_folder import BEST, Failure, record_attempt, write_failure
 from ci_llm.core.run_status import RunStatus, keep_status
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.checks import duration, size
 from ci_llm.errors import CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.report import write_page

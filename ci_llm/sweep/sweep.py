@@ -96,7 +96,7 @@ def read_record(folder: Path) -> Record | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    return read_known(folder / SWEEP, _parsed_record, "no record of a sweep")
+    return read_known(folder / SWEEP, _parsed_record, "this is not the record of a sweep")
 
 
 def _parsed_record(path: Path) -> Record:

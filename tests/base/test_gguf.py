@@ -96,7 +96,7 @@ def test_it_is_dequantised_once(
         first = load_base(str(file))
     (line,) = (line for line in caplog.messages if "dequantised" in line)
     assert first.name in line
-    assert "GB" in line
+    assert " kB" in line
     assert _count_parameters(str(file)) == first.num_parameters
     monkeypatch.setattr(our, "_convert", lambda *_: pytest.fail("it was dequantised already"))
     (tmp_path / "model" / "adapter_config.json").write_text("{}")

@@ -128,7 +128,7 @@ def test_bases_that_do_not_fit_are_refused(
     monkeypatch.setattr(files, "_count_parameters", lambda _name: 10**15)
     assert main(command(tmp_path, "--distributed=3")) == 2
     assert alone == []
-    assert "3 processes need 12,000,000.0 GB of memory" in capsys.readouterr().err
+    assert "3 processes need 12,000.0 TB of memory" in capsys.readouterr().err
 
 
 def test_four_processes_asked_for_on_one_gpu_are_the_one_of_accelerate_which_says_so(

@@ -49,7 +49,7 @@ def test_status_of_an_interrupted_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["status", str(tmp_path)]) == 75
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "interrupted (walltime): step 7, attempt 1, process 1 on here"
-    assert told[-1] == "go on with: python train.py"
+    assert told[-1] == "resume with: python train.py"
 
 
 def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +84,8 @@ def test_one_picture_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.C
     leave_run(tmp_path / "b")
     assert main(["watch", str(tmp_path)]) == 3
     told = capsys.readouterr().out
-    assert "a  running" in told
-    assert "b  completed" in told
+    assert "A  a    running" in told
+    assert "B  b    completed" in told
     assert "\x1b" not in told
     assert main(["watch", str(tmp_path / "b"), "--once"]) == 0
 
@@ -94,7 +94,7 @@ def test_one_picture_of_no_run_is_a_bad_call(tmp_path: Path, capsys: pytest.Capt
     assert main(["watch", str(tmp_path / "nothing"), "--once"]) == 2
     assert f"where: {tmp_path / 'nothing'}" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "no*"), "--once"]) == 2
-    assert "this is no folder of a run: it has no status.json" in capsys.readouterr().err
+    assert "this is not the folder of a run: it has no status.json" in capsys.readouterr().err
     assert main(["watch", "--twice"]) == 2
 
 
@@ -111,7 +111,7 @@ def test_without_words_it_is_the_run_that_train_would_train(
     monkeypatch.chdir(tmp_path)
     leave_status(tmp_path / "ci_llm_output", "completed", 5)
     assert main(["watch", "--once"]) == 0
-    assert "ci_llm_output  completed" in capsys.readouterr().out
+    assert "ci_llm_output  completed" in capsys.readouterr().out.replace("   ", "  ")
 
 
 @pytest.mark.slow

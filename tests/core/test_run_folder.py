@@ -1,13 +1,18 @@
-"""The names that a run keeps for itself: all that it writes into its folder, and that no other run may have."""
+"""The names that a run keeps for itself, which no other run may have; and how its small records are read."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ci_llm.checkpoints.folders import FINAL, OVERWRITTEN, QUARANTINE, SUPERSEDED
 from ci_llm.config import load_config
-from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved
-from ci_llm.errors import ConfigError
+from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved, parsed, read_began, record_attempt
+from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError
 from ci_llm.evaluation.loading import PREDICTIONS
 from ci_llm.logs import hardware, profile, run_log
 from ci_llm.mirror.head import TOKEN_FILE
@@ -15,7 +20,7 @@ from ci_llm.report import page
 from ci_llm.run.step import members
 
 MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, profile.FOLDER, page.NAME}
-MOVED |= {run_log.LOG_NAME, run_log.METRICS_NAME, members.FOLDER}
+MOVED |= {run_log.LOG_NAME, METRICS_NAME, members.FOLDER}
 BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, SWEEP}
 
 
@@ -38,3 +43,44 @@ def test_no_experiment_may_have_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["checkpoint", "status", "attempt_2", "my.attempts", "lr0.01"])
 def test_other_names_are_free(name: str) -> None:
     assert load_config(None, [f"experiment_name={name}"]).experiment_name == name
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "this is not a note: "),
+        ("{}", "this is not a note: it lacks 'text'"),
+        ("[]", "this is not a note: list indices"),
+        ('{"text": 3}', "this is not a note: 'int' object"),
+    ],
+)
+@pytest.mark.parametrize("error", [BadInput, CheckpointError])
+def test_a_record_that_is_not_of_this_program_is_one_error(
+    content: str, told: str, error: type[CiLlmError], tmp_path: Path
+) -> None:
+    def upper(path: Path) -> Any:
+        return json.loads(path.read_text())["text"].upper()
+
+    (path := tmp_path / "note.json").write_text(content)
+    with pytest.raises(error) as refusal:
+        parsed(path, upper, "this is not a note", error=error)
+    assert refusal.value.what.startswith(told)
+    assert (refusal.value.where, refusal.value.hint) == (str(path), "move it away")
+    path.write_text('{"text": "a"}')
+    assert parsed(path, upper, "this is not a note") == "A"
+
+
+def test_a_record_that_is_missing_is_left_to_the_caller_and_one_that_is_refused_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        parsed(tmp_path / "none.json", Path.read_text, "this is not a note")
+    with pytest.raises(BadInput, match="it cannot be read: Is a directory"):
+        parsed(tmp_path, Path.read_text, "this is not a note")
+
+
+def test_what_an_attempt_began_with_is_read_or_is_nothing(tmp_path: Path) -> None:
+    assert read_began(tmp_path, 1) == {}
+    record_attempt(tmp_path, 1, 7, {"slurm_job": "12"})
+    assert {"step": 7, "slurm_job": "12"}.items() <= read_began(tmp_path, 1).items()
+    for damage in ("", "[]", "{"):
+        (tmp_path / "attempts/1/began.json").write_text(damage)
+        assert read_began(tmp_path, 1) == {}

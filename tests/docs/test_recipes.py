@@ -135,4 +135,4 @@ def test_the_configuration_of_the_large_recipe_passes_every_check_that_this_mach
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ok +estimate .*8\.03 billion parameters", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^ok +estimate .*8\.03B parameters", done.stdout, re.MULTILINE), done.stdout

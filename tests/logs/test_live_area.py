@@ -1,4 +1,4 @@
-"""What the live area shows fits every width, and a curve in characters shows what it is given."""
+"""What the live area shows fits every width."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 import pytest
 from rich.console import Console
 
-from ci_llm.core.text_curves import HEIGHT, draw_curves
 from ci_llm.core.work import Work
 from ci_llm.logs.progress import Position, Speed
 from ci_llm.logs.terminal import View
@@ -87,22 +86,3 @@ def test_work_with_an_end_has_a_bar_of_its_own_and_goes_when_it_ends() -> None:
     score.ended = True
     view.take_work(score)
     assert view.is_empty
-
-
-def test_a_curve_falls_from_its_first_to_its_last_value() -> None:
-    lines = draw_curves({"o": [(step, 10.0 - step) for step in range(1, 10)], "x": [(5, 2.0)]}, 60).splitlines()
-    assert len(lines) == HEIGHT + 2
-    assert lines[0] == "      9 ┤o"
-    assert lines[HEIGHT - 1] == "      1 ┤        o"
-    assert [line.index("o") for line in lines if "o" in line] == [*range(9, 18)]
-    assert [line.index("x") for line in lines if "x" in line] == [13]
-    assert lines[-1].split() == ["1", "9"]
-
-
-def test_a_curve_bears_what_runs_bring() -> None:
-    assert draw_curves({"o": []}, 80) == draw_curves({"o": [(5, 1.0)]}, 80) == ""
-    assert draw_curves({"o": [(1, 1.0), (2, 2.0)]}, 5) == ""
-    level = draw_curves({"o": [(1, 2.0), (10**6, 2.0)]}, 80).splitlines()
-    assert max(map(len, level)) <= 80
-    assert "┤o" in level[HEIGHT // 2]
-    assert "nan" not in draw_curves({"o": [(1, math.nan), (2, 1.0), (3, math.inf), (4, 0.5)]}, 80)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ci_llm.core import work
-from ci_llm.logs.progress import Position, ProgressLines, Speed, describe_losses, left_of
+from ci_llm.logs.progress import Position, ProgressLines, Speed, left_of
 from ci_llm.logs.run_log import LOG_NAME, RunLog
 from tests.logs.test_run_log import Clock
 
@@ -55,13 +54,6 @@ def test_a_line_gives_the_means_over_its_interval(log: RunLog, screen: io.String
     ]
 
 
-def test_of_many_agents_a_line_gives_the_range_and_of_nan_it_says_so() -> None:
-    assert describe_losses([float(k) for k in range(9)]) == "loss 4 (0 to 8, 9 agents)"
-    assert describe_losses([1.0, math.nan, 3.0]) == "loss 2 (1 nan 3)"
-    assert describe_losses([math.nan] * 2) == "loss nan (nan nan)"
-    assert describe_losses([]) == ""
-
-
 def test_speed_counts_the_steps_of_this_attempt_only(clock: Clock) -> None:
     speed, lines = Speed(clock), ProgressLines(0.0, clock)
     speed.mark(Position(1000, 2000))
@@ -76,9 +68,9 @@ def test_speed_is_that_of_the_last_minute_and_leaves_evaluations_out(clock: Cloc
         speed.mark(Position(step, 1000, tokens=10 * step))
         clock.now += 1.0
     assert speed.rates() == pytest.approx((1.0, 10.0))
-    speed.rest()
+    speed.pause()
     clock.now += 500.0
-    speed.go_on()
+    speed.resume()
     assert speed.rates() == pytest.approx((1.0, 10.0))
     for step in range(100, 400):
         speed.mark(Position(step, 1000, tokens=10 * step))
@@ -90,17 +82,17 @@ def test_speed_is_that_of_the_last_minute_and_leaves_evaluations_out(clock: Cloc
 def test_after_the_last_step_the_time_is_that_of_the_evaluation_before(clock: Clock) -> None:
     """`0:00:00 left` stood there for as long as the last evaluation took."""
     speed, lines = Speed(clock), ProgressLines(0.0, clock)
-    speed.rest()
+    speed.pause()
     clock.now += 100.0  # rows are read before the first step, which is no evaluation
-    speed.go_on()
+    speed.resume()
     for step in range(11):
         speed.mark(Position(step, 10))
         clock.now += 1.0
     assert speed.left(10) is None, "no evaluation was seen"
     assert lines.of_step(Position(10, 10), speed) == "step 10/10  100%  1 steps/s"
-    speed.rest()
+    speed.pause()
     clock.now += 29.0
-    speed.go_on()
+    speed.resume()
     speed.mark(Position(11, 12))
     assert str(speed.left(11)) == "0:00:29"
     clock.now += 9.0

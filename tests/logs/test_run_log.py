@@ -19,9 +19,10 @@ from typing import Any, TextIO
 import pytest
 
 from ci_llm.core import work
+from ci_llm.core.metrics_file import METRICS_NAME
 from ci_llm.errors import ConfigError
 from ci_llm.logs.progress import Position
-from ci_llm.logs.run_log import LOG_NAME, LOSSES_NAME, METRICS_NAME, PACKAGE, RunHandler, RunLog
+from ci_llm.logs.run_log import LOG_NAME, LOSSES_NAME, PACKAGE, RunHandler, RunLog
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

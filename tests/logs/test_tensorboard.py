@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ci_llm.logs.run_log import METRICS_NAME, RunLog
+from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.logs.run_log import RunLog
 from tests.logs.test_run_log import make_accelerator
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tools.testbed.events import wait_until

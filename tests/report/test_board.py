@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -65,36 +66,72 @@ def test_a_picture_fits_its_terminal(width: int, height: int | None, count: int,
             assert folder.name in text
 
 
-def test_a_panel_says_what_is_known(runs: Path) -> None:
-    text = "\n".join(drawn(runs / "sixteen", width=100))
-    for words in ("sixteen  running", "20 of 5000 steps, 0 %", "1 steps/s, 100 tokens/s", "1:23:00 left", "16 agents"):
+def test_of_a_single_run_all_is_told_that_is_known(runs: Path) -> None:
+    text = "\n".join(drawn(runs / "sixteen", width=100, height=40))
+    for words in ("20/5000", "20 of 5000 steps, 0 %", "1 steps/s, 100 tokens/s", "1:23:00 left", "16 agents"):
         assert words in text
     assert "attempt 1 on here, heartbeat 0 s ago" in text
     assert "SLURM job 8 RUNNING, 3:12:00 left" in text
+    assert "training loss, nats per token by optimizer step" in text
+    assert "┤o" in text
     stopped = " ".join("\n".join(drawn(runs / "stopped", width=120)).split())
-    for words in ("stopped interrupted", "walltime", "SLURM job 7 PENDING (Priority)", "go on with: python train.py"):
+    for words in ("interrupted (walltime)", "SLURM job 7 PENDING (Priority)", "resume with: python train.py"):
         assert words in stopped
     assert "warning: the loss of every agent has risen" in "\n".join(drawn(runs / "wild", width=100))
 
 
-def test_side_by_side_as_many_as_fit(runs: Path) -> None:
-    for width, first in ((80, 2), (160, 4), (250, 6)):
-        assert drawn(runs, width=width)[0].count("╭") == first
+def test_several_runs_share_a_table_and_a_drawing(runs: Path) -> None:
+    lines = drawn(runs, width=100)
+    assert lines[0].split() == ["run", "state", "step", "done", "loss", "crowd", "nll", "speed", "left"]
+    [row] = [line for line in lines if line.startswith("E  stopped")]
+    assert row.split() == ["E", "stopped", "interrupted", "20/40", "50%", "0.1", "0.05"]
+    [row] = [line for line in lines if line.startswith("D  sixteen")]
+    assert row.split() == ["D", "sixteen", "running", "20/5000", "0%", "0.1", "0.05", "1", "steps/s", "1:23:00"]
+    notes = "\n".join(lines)
+    assert "sixteen: SLURM job 8 RUNNING, 3:12:00 left\n" in notes
+    assert "stopped: interrupted (walltime); resume with: python train.py --config" in notes
+    assert "wild: warning: the loss of every agent has risen to 7" in lines
+    assert sum("training loss" in line for line in lines) == 1
 
 
-def test_panels_of_one_row_end_in_one_line(runs: Path) -> None:
-    lines = drawn(runs / "wild", runs / "begins", width=80)
-    assert lines[-1].count("╰") == 2
+def test_each_run_draws_its_curve_by_its_letter(tmp_path: Path) -> None:
+    for name, loss in (("low", 1.0), ("high", 2.0)):
+        leave_status(tmp_path / name, "completed", 2)
+        points = [{"step": step, "epoch": 0.1, "train/task_loss": loss} for step in (1, 2)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    lines = drawn(tmp_path / "low", tmp_path / "high", width=80)
+    [above], [below] = ([line for line in lines if line.endswith(mark)] for mark in ("BB", "AA"))
+    assert above.split() == ["2", "┤BB"]
+    assert below.split() == ["1", "┤AA"]
 
 
-def test_more_runs_than_fit_become_a_table_and_a_count(runs: Path) -> None:
-    lines = drawn(runs, width=80, height=24)
-    assert lines[0].split()[:4] == ["run", "state", "step", "loss"]
-    [stopped] = [line for line in lines if line.startswith("stopped")]
-    assert stopped.split() == ["stopped", "interrupted", "PENDING", "20/40", "0.1", "0.05"]
-    assert len(lines) == 1 + 6 + 1
-    few = drawn(runs, width=80, height=6)
-    assert few[-2].strip() == "and 4 more: 3 running, 1 interrupted"
+def test_where_there_is_no_room_the_curves_go_first_and_then_the_notes(runs: Path) -> None:
+    def parts(height: int) -> tuple[bool, bool]:
+        text = "\n".join(drawn(runs, width=160, height=height))
+        assert "stopped" in text
+        return "wild: warning" in text, "training loss" in text
+
+    assert [parts(height) for height in (40, 24, 15, 9)] == [(True, True), (True, True), (True, False), (False, False)]
+
+
+def test_of_more_runs_than_fit_the_rest_is_counted(runs: Path) -> None:
+    assert drawn(runs, width=80, height=6)[-2].strip() == "and 4 more: 3 running, 1 interrupted"
+
+
+def test_runs_beyond_the_alphabet_keep_their_columns(tmp_path: Path) -> None:
+    for number in range(30):
+        leave_status(tmp_path / f"run{number:02}", "completed", number)
+    lines = drawn(tmp_path, width=80)
+    assert lines[26].split() == ["Z", "run25", "completed", "25"]
+    assert lines[30].split() == ["run29", "completed", "29"]
+    assert lines[30].index("run29") == lines[26].index("run25")
+
+
+def test_a_loss_that_is_not_finite_is_seen(tmp_path: Path) -> None:
+    leave_status(tmp_path / "run", "running", 2, heartbeat=FRESH)
+    line = {"step": 2, "epoch": 0.1, "train/task_loss": "nan", "train/agent0/loss": "nan"}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert drawn(tmp_path / "run", width=80)[1].split() == ["run", "running", "2", "nan"]
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
@@ -108,16 +145,16 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 def test_a_terminal_that_has_only_ascii_gets_only_ascii(runs: Path) -> None:
     text = "\n".join(drawn(runs, width=80, height=120, encoding="ascii"))
     assert text.isascii()
-    assert "*****" in text
-    assert "###" in text
+    assert "training loss" in text
+    assert "+--------" in text
 
 
-def test_a_run_that_is_not_there_yet_has_a_panel(runs: Path) -> None:
-    text = "\n".join(drawn(runs / "done", runs / "later", width=80))
-    assert "later  waiting" in text
-    assert "no run has begun here yet" in text
+def test_a_run_that_is_not_there_yet_has_a_row(runs: Path) -> None:
+    lines = drawn(runs / "done", runs / "later", width=80)
+    assert ["B", "later", "waiting"] in [line.split() for line in lines]
+    assert "later: no run has begun here yet" in lines
 
 
 def test_markup_in_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
     leave_status(tmp_path / "[bold]a", "completed", 1)
-    assert "[bold]a" in drawn(tmp_path / "[bold]a", width=80)[0]
+    assert "[bold]a" in drawn(tmp_path / "[bold]a", width=80)[1]

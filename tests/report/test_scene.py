@@ -98,7 +98,7 @@ def test_a_status_that_cannot_be_read_says_why_and_ends_nothing(tmp_path: Path) 
     scene = scene_of(tmp_path)
     [look] = scene.looks
     assert isinstance(look, Absent)
-    assert "no status of a run" in look.why
+    assert "not the status of a run" in look.why
     assert not scene.has_ended()
     leave_status(tmp_path, "completed", 1)
     assert statuses(scene) == ["completed"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ci_llm.core.quantities import duration
 from ci_llm.report.facts import RunFacts, read_run, seconds_by_kind
 from tests.report.test_page import MEGABYTE, text_of
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
@@ -73,7 +74,7 @@ def test_the_page_tells_the_story(page: Path, facts: RunFacts) -> None:
     ):
         assert line in told, line
     first, second, third, last = facts.attempts
-    assert f"Its end cost {first.cost_s:.1f} s : no step lost" in told
+    assert f"Its end cost {duration(first.cost_s)} : no step lost" in told
     assert "at least 2 steps lost" in told, "of the killed one: steps 7 and 8"
     assert "1 step lost" in told, "of the one without memory: step 10"
     assert f"{sum(one.redone_steps for one in facts.attempts)} steps lost and taken again" in told

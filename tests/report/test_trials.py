@@ -110,5 +110,5 @@ def test_what_takes_no_sweep_names_what_does(
 def test_no_sweep_is_none_and_a_broken_record_is_named(tmp_path: Path) -> None:
     assert read_trials(tmp_path) is None
     (tmp_path / "sweep.json").write_text("{}")
-    with pytest.raises(BadInput, match="no record of a sweep"):
+    with pytest.raises(BadInput, match="not the record of a sweep"):
         read_trials(tmp_path)

@@ -56,7 +56,7 @@ def test_the_step_of_an_interruption_is_the_one_that_is_saved(
     caplog.set_level(logging.INFO, "ci_llm")
     attempt_at_its_end(tmp_path, steps, began_at, trained=60).interrupted("signal:SIGINT")
     assert read_status(tmp_path).step == step
-    assert f"interrupted (signal:SIGINT): {where}; go on with: " in caplog.messages[0]
+    assert f"interrupted (signal:SIGINT): {where}; resume with: " in caplog.messages[0]
 
 
 def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

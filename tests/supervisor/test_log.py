@@ -53,7 +53,7 @@ GOLDEN = """\
 def normalised(log: str, folder: Path) -> str:
     for pattern, name in (
         (r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<time>"),
-        (r"after \d+\.\d s", "after <s> s"),
+        (r"after [\d.]+ s", "after <s> s"),
         (r"(config_retry_\d)_[0-9a-f]{8}", r"\1_<token>"),
         (re.escape(sys.executable), "python"),
         (re.escape(str(folder.resolve())), "."),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final, Literal
@@ -19,8 +19,9 @@ from rich.table import Table
 from ci_llm._version import __version__
 from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.core.durable import write_bytes
+from ci_llm.core.quantities import duration
 from ci_llm.errors import ConfigError
-from ci_llm.report.drawings import draw_lines
+from ci_llm.report.drawings import NUM_COLOURS, Axis, Plot, legend
 from ci_llm.report.page import render_template
 from tools.simulate import model
 from tools.simulate.model import HOUR, Cluster, daly_goodput, recovery_s, save_cost_s
@@ -242,7 +243,7 @@ def _table(title: str, lines: Sequence[Line], best: Line | None, *, priced: bool
         waiting = sum(line.shares[kind] for kind in ("unnoticed", "queue", "pause", "person"))
         table.add_row(
             line.name,
-            duration(line.interval_s),
+            interval(line),
             percent(line.goodput),
             "" if line.spread is None else f"{100 * line.spread:.2f}",
             *(percent(line.shares[kind]) for kind in _SAID),
@@ -260,12 +261,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
-    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+def interval(line: Line) -> str:
+    """The time between saves."""
+    return duration(line.interval_s) if math.isfinite(line.interval_s) else "never"
 
 
 Points = Sequence[tuple[float, float]]
@@ -308,14 +306,32 @@ def _drawings(study: Study, by_nodes: Mapping[str, Points]) -> Iterator[tuple[st
     cost_s, back_s = save_cost_s(cluster), recovery_s(cluster)
     predicted = [(at, daly_goodput(at, cost_s, back_s, cluster.mtbf_s)) for at, _ in simulated]
     lines = {"simulated": simulated, "Daly": predicted, own.name: [(own.interval_s, own.goodput)]}
-    yield "Goodput by the time between saves", draw_lines("interval", lines, across="seconds", unit="goodput", log=True)
+    yield "Goodput by the time between saves", _on_log("interval", lines, across="seconds", unit="goodput")
     lost = {
         name: sorted((line.interval_s, line.shares[name]) for line in study.lines[1:])
         for name in ("lost steps", "saving")
     }
-    yield "What saving and not saving cost", draw_lines("costs", lost, across="seconds", unit="share of time", log=True)
+    yield "What saving and not saving cost", _on_log("costs", lost, across="seconds", unit="share of time")
     if by_nodes:
-        yield "Goodput by nodes", draw_lines("nodes", by_nodes, across="nodes", unit="goodput", log=True)
+        yield "Goodput by nodes", _on_log("nodes", by_nodes, across="nodes", unit="goodput")
+
+
+def _on_log(title: str, lines: Mapping[str, Points], *, across: str, unit: str) -> str:
+    """Curves over an axis of powers of ten, each with its name."""
+    logs = {name: [(math.log10(x), y) for x, y in points if x > 0] for name, points in lines.items()}
+    axis = Axis.around((x for points in logs.values() for x, _ in points), across)
+    powers = range(math.floor(axis.low), math.ceil(axis.high) + 1)
+    digits = (1, 2, 5) if axis.high - axis.low < 2 else (1,)
+    values = [digit * 10.0**power for power in powers for digit in digits]
+    marks = {math.log10(value): f"{value:,.10g}" for value in values if axis.low <= math.log10(value) <= axis.high}
+    up = Axis.around((y for points in logs.values() for _, y in points), unit)
+    plot = Plot(440, 270, title, replace(axis, names=marks), up)
+    colours = {name: f"agent{number % NUM_COLOURS}" for number, name in enumerate(logs)}
+    for name, points in logs.items():
+        plot.line(points, colours[name], name)
+        for x, y in points:
+            plot.dot(x, y, colours[name], name, radius=2.5)
+    return legend(colours) + plot.svg()
 
 
 def _rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
@@ -323,7 +339,5 @@ def _rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
     for line in lines:
         shares = (percent(line.shares[kind]) for kind in ("lost steps", "saving", "start-up"))
         hours = f"{line.elapsed_s / 3600:.1f}"
-        rows.append(
-            (line.name, duration(line.interval_s), percent(line.goodput), *shares, f"{line.attempts:.0f}", hours)
-        )
+        rows.append((line.name, interval(line), percent(line.goodput), *shares, f"{line.attempts:.0f}", hours))
     return rows

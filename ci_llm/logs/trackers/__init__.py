@@ -109,7 +109,7 @@ class Trackers:
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
         saved_state: `state()` of the previous attempt.
         hyperparameters: plain values; they are shown once, at a fresh start.
-        group: what this run is one of; None: nothing.
+        group: the group of runs that this run belongs to.
 
     Raises:
         ConfigError: a tracker is not installed or cannot start.
@@ -154,7 +154,7 @@ class Trackers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that have not failed."""
+        """The trackers that have not failed."""
         return tuple(self._trackers)
 
     def finish(self) -> None:

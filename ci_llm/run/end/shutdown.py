@@ -117,7 +117,7 @@ class Attempt:
             is_own = self.processes.is_main_process and self.manager.holds_lease()
         self.log.end_progress()
         where = f"step {step} is saved" if step else "no step is saved"
-        logger.info(f"interrupted ({reason}): {where}; go on with: {command}")
+        logger.info(f"interrupted ({reason}): {where}; resume with: {command}")
         # If another attempt has taken the job over, that attempt puts it back.
         return partial(self._put_job_back, reason, step) if is_own else lambda: None
 

@@ -1,0 +1,37 @@
+"""metrics.jsonl as every program reads it: whole records only, and words for the numbers that JSON does not have."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ci_llm.core.metrics_file import METRICS_NAME, finite_numbers, number, read_records, record_of
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b'{"step": 1', b"[]", b"3", b'{"loss": 1}', b'{"step": "1"}', b"\xff", b'{"step": 1, "time": "late"}']
+)
+def test_a_line_that_is_torn_or_has_no_step_is_not_a_record(line: bytes) -> None:
+    assert record_of(line) is None
+
+
+def test_records_come_in_order_and_torn_lines_are_counted(tmp_path: Path) -> None:
+    assert read_records(tmp_path) == ([], 0)
+    (tmp_path / METRICS_NAME).write_text('{"step": 2, "time": 1.5}\n{"step": 1}\n{"st\n{"step": 3}\n{"step": 4, "lo')
+    records, torn = read_records(tmp_path)
+    assert [record["step"] for record in records] == [2, 1, 3]
+    assert torn == 2
+
+
+def test_the_words_of_json_are_numbers() -> None:
+    assert number("inf") == math.inf
+    assert number("-inf") == -math.inf
+    assert number(2) == 2.0
+    assert all(math.isnan(number(value)) for value in ("nan", None, "?", [1]))
+
+
+def test_finite_numbers_are_told_from_words() -> None:
+    record = {"step": 1, "loss": 0.5, "norm": math.inf, "word": "nan", "none": None}
+    assert dict(finite_numbers(record)) == {"step": 1, "loss": 0.5}
