@@ -20,8 +20,8 @@ from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
-#: Adapted layers of the base: so many products in a forward pass, and as many in a backward pass.
-PRODUCTS = size(14, 28)
+#: Inputs of adapted layers of the base: so many products in a forward pass, and as many in a backward pass.
+PRODUCTS = size(8, 16)
 #: 13 rows in steps of 8: processes run out of rows before the others do. Two evaluations, one that generates.
 KEYS: dict[str, Any] = {
     "pass_per_agent": "true",  # auto differs between the two: every pass gathers the layers

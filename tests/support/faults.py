@@ -32,7 +32,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches
-from ci_llm.lora import layer
+from ci_llm.lora import joined, layer
 from ci_llm.run import loop
 from ci_llm.run.end import report, shutdown
 from ci_llm.run.end import watchdog as hang_watch
@@ -169,9 +169,10 @@ def in_a_product(fault: Fault, strike: Callable[[], None]) -> None:
         if done[Now.step] == fault.amount and Now.strikes(fault):
             strike()
 
-    for name in ("forward", "backward"):
-        wrap(layer._FusedLinear, name, count)
-        setattr(layer._FusedLinear, name, staticmethod(getattr(layer._FusedLinear, name)))
+    for function in (layer._FusedLinear, joined._JoinedLinears):
+        for name in ("forward", "backward"):
+            wrap(function, name, count)
+            setattr(function, name, staticmethod(getattr(function, name)))
 
 
 def out_of_memory_in_a_product(fault: Fault) -> None:
