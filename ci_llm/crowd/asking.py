@@ -15,7 +15,7 @@ import torch
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.answers import Calibration, Logistic, TokenUncertainty, Uncertainty, agreement, of_text, signals
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.prompts import Prompt, Prompter
 from ci_llm.errors import BadInput, ModelError
@@ -118,7 +118,7 @@ def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> froz
         DataError: its chat template fails.
     """
     prompter = prompter_of(crowd)
-    return prompter.ends | generation.ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
+    return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
 
 
 def decoding_of(ends: frozenset[int], *, seed: int | None = None, **choices: Any) -> Decoding:
@@ -160,11 +160,8 @@ def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptio
     if options.abstain_below is not None or options.agents_per_prompt is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
-    written: list[str] = []
-    for batch in _batches(crowd, prompts, batch_size):
-        generated = generation.generate_ids(crowd, batch.ids, options.decoding, **batch.arguments(options))
-        written += _texts(batch, generated.crowd, options)
-    return written
+    asked = _asked(crowd, prompts, batch_size)
+    return [text for found in _generated(crowd, asked, options) for text in _texts(asked, found.crowd, options)]
 
 
 def answers(
@@ -175,33 +172,30 @@ def answers(
     *,
     include_agents: bool = True,
 ) -> Iterator[Answer]:
-    """Answer the prompts in order, `batch_size` at a time; an answer comes as soon as its batch is ready.
+    """Answer the prompts in order, `batch_size` at a time; an answer comes when it and those before it are ready.
 
     Raises:
         ModelError: the crowd has no prompter.
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
-    for batch in _batches(crowd, prompts, batch_size):
-        yield from _answer_batch(crowd, batch, options, include_agents=include_agents)
+    yield from _answered(crowd, _asked(crowd, prompts, batch_size), options, include_agents=include_agents)
 
 
 def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> generation.Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
-    [batch] = _batches(crowd, [prompt], 1)
+    asked = _asked(crowd, [prompt], 1)
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
-        decoding = options.decoding
+        stoppable, decoding = replace(asked, stop=stop), options.decoding
         if options.abstain_below is not None or options.agents_per_prompt is not None or find_vote(decoding.aggregator):
-            [answer] = _answer_batch(crowd, replace(batch, stop=stop), options, include_agents=False)
+            [answer] = _answered(crowd, stoppable, options, include_agents=False)
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
-        text = generation.TextSoFar(batch.prompter.tokenizer, options.stop_strings, emit)
-        generated = generation.generate_ids(
-            crowd, batch.ids, decoding, uncertainty=True, stop=stop, is_over=text.update
-        )
-        text.finish(generated.crowd[0])
-        return _Wording(crowd, batch, options).answer(0, generated.crowd[0], generated.tokens[0])
+        text = generation.TextSoFar(asked.prompter.tokenizer, options.stop_strings, emit)
+        [found] = _generated(crowd, stoppable, options, uncertainty=True, is_over=text.update)
+        text.finish(found.crowd[0])
+        return _Wording(crowd, asked, options).answer(0, found.crowd[0], found.tokens[0])
 
     kind = crowd.device.type
     # Autocast is a state of the thread, so that of the caller is handed on.
@@ -210,100 +204,109 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> gen
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """Prompts that are answered together.
+class _Asked:
+    """Prompts that are answered.
 
     Attributes:
         numbers: of these among all.
+        at_a_time: how many of them at the same time.
         stop: called before every token; True ends all texts at that point.
     """
 
     prompter: Prompter
     prompts: Sequence[Prompt]
-    ids: Sequence[generation.TokenIds]
-    numbers: Sequence[int] = (0,)
+    ids: Sequence[TokenIds]
+    numbers: Sequence[int]
+    at_a_time: int
     stop: Callable[[], bool] = lambda: False
 
-    def only(self, numbers: Sequence[int]) -> _Batch:
+    def only(self, places: Sequence[int]) -> _Asked:
         """Some of them."""
         return replace(
             self,
-            prompts=[self.prompts[n] for n in numbers],
-            ids=[self.ids[n] for n in numbers],
-            numbers=[self.numbers[n] for n in numbers],
+            prompts=[self.prompts[n] for n in places],
+            ids=[self.ids[n] for n in places],
+            numbers=[self.numbers[n] for n in places],
         )
 
-    def arguments(self, options: GenerationOptions) -> dict[str, Any]:
-        """What `Crowd.generate_ids` is told of them."""
-        return {
-            "numbers": self.numbers,
-            "stop": self.stop,
-            "is_over": _is_over(self.prompter, options.stop_strings),
-            "answers_of": lambda texts: generation.final_answers(_texts(self, texts, options)),
-        }
 
-
-def _batches(crowd: CrowdModel, prompts: Sequence[Prompt], batch_size: int) -> Iterator[_Batch]:
-    """All prompts are checked before the first batch is given."""
+def _asked(crowd: CrowdModel, prompts: Sequence[Prompt], batch_size: int) -> _Asked:
+    """The prompts in token ids; all of them are checked before anything is generated."""
     if batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
     prompter = prompter_of(crowd)
     rows = [prompter.ids(prompt) for prompt in prompts]
     if rows:
-        generation.free_positions(crowd.model, rows)
-    for at in range(0, len(rows), batch_size):
-        part = slice(at, at + batch_size)
-        yield _Batch(prompter, prompts[part], rows[part], range(len(rows))[part])
+        free_positions(crowd.model, rows)
+    return _Asked(prompter, prompts, rows, range(len(rows)), batch_size)
 
 
-def _answer_batch(
-    crowd: CrowdModel, batch: _Batch, options: GenerationOptions, *, include_agents: bool
+def _generated(
+    crowd: CrowdModel,
+    asked: _Asked,
+    options: GenerationOptions,
+    decoding: Decoding | None = None,
+    is_over: Callable[[TokenIds], bool] | None = None,
+    **wanted: Any,
+) -> Iterator[Generated]:
+    """What follows each of the prompts; `decoding` and `is_over` are those of `options` unless they are given."""
+    how = generation.Wanted(
+        decoding or options.decoding,
+        stop=asked.stop,
+        is_over=is_over or _is_over(asked.prompter, options.stop_strings),
+        answers_of=lambda texts: generation.final_answers(_texts(asked, texts, options)),
+        **wanted,
+    )
+    return generation.generate_each(crowd, zip(asked.numbers, asked.ids, strict=True), how, asked.at_a_time)
+
+
+def _answered(
+    crowd: CrowdModel, asked: _Asked, options: GenerationOptions, *, include_agents: bool
 ) -> Iterator[Answer]:
-    if options.agents_per_prompt is not None:
-        return _ask_one_first(crowd, batch, options)
-    return _ask_all(crowd, batch, options, include_agents=include_agents)
+    if options.agents_per_prompt is None:
+        yield from _ask_all(crowd, asked, options, include_agents=include_agents)
+        return
+    for at in range(0, len(asked.ids), asked.at_a_time):
+        yield from _ask_one_first(crowd, asked.only(range(len(asked.ids))[at : at + asked.at_a_time]), options)
 
 
-def _ask_all(crowd: CrowdModel, batch: _Batch, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
+def _ask_all(crowd: CrowdModel, asked: _Asked, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
     """All agents answer, token by token or by a vote."""
     include_agents = include_agents and bool(crowd.names)  # a base has none
-    generated = generation.generate_ids(
-        crowd, batch.ids, options.decoding, include_agents=include_agents, uncertainty=True, **batch.arguments(options)
-    )
-    wording, agents = _Wording(crowd, batch, options), generated.agents if include_agents else []
-    for number, ids in enumerate(generated.crowd):
-        yield wording.answer(number, ids, generated.tokens[number], [agent[number] for agent in agents])
+    wording = _Wording(crowd, asked, options)
+    each = _generated(crowd, asked, options, include_agents=include_agents, uncertainty=True)
+    for place, found in enumerate(each):
+        agents = [text for [text] in found.agents] if include_agents else []
+        yield wording.answer(place, found.crowd[0], found.tokens[0], agents)
 
 
-def _ask_one_first(crowd: CrowdModel, batch: _Batch, options: GenerationOptions) -> Iterator[Answer]:
+def _ask_one_first(crowd: CrowdModel, asked: _Asked, options: GenerationOptions) -> Iterator[Answer]:
     """One agent answers, and all of them where it is unsure."""
     calibration = _require_calibration(crowd, options.decoding.aggregator, abstains=False)
     limit = calibration.escalates_below(options.agents_per_prompt or 1)
     decoding = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
-    alone = generation.generate_ids(
-        crowd, batch.ids, decoding, agent=calibration.agent, uncertainty=True, **batch.arguments(options)
-    )
-    wording = _Wording(crowd, batch, options, calibration.agent_right)
+    wording = _Wording(crowd, asked, options, calibration.agent_right)
+    alone = _generated(crowd, asked, options, decoding, agent=calibration.agent, uncertainty=True)
     found = [
-        replace(wording.answer(number, ids, alone.tokens[number]), agents_asked=1)
-        for number, ids in enumerate(alone.crowd)
+        replace(wording.answer(place, each.crowd[0], each.tokens[0]), agents_asked=1)
+        for place, each in enumerate(alone)
     ]
-    unsure = [number for number, answer in enumerate(found) if (answer.probability_right or 0) < limit]
+    unsure = [place for place, answer in enumerate(found) if (answer.probability_right or 0) < limit]
     if unsure:
-        second = _ask_all(crowd, batch.only(unsure), options, include_agents=False)
-        for number, answer in zip(unsure, second, strict=True):
-            found[number] = replace(answer, agents_asked=1 + crowd.num_agents)
+        second = _ask_all(crowd, asked.only(unsure), options, include_agents=False)
+        for place, answer in zip(unsure, second, strict=True):
+            found[place] = replace(answer, agents_asked=1 + crowd.num_agents)
     yield from found
 
 
-def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[generation.TokenIds], bool] | None:
+def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[TokenIds], bool] | None:
     if not stop_strings:
         return None
     return lambda ids: generation.TextSoFar(prompter.tokenizer, stop_strings).update(ids)
 
 
-def _texts(batch: _Batch, all_ids: Sequence[generation.TokenIds], options: GenerationOptions) -> list[str]:
-    return [generation.cut(batch.prompter.text(ids), options.stop_strings) for ids in all_ids]
+def _texts(asked: _Asked, all_ids: Sequence[TokenIds], options: GenerationOptions) -> list[str]:
+    return [generation.cut(asked.prompter.text(ids), options.stop_strings) for ids in all_ids]
 
 
 class _Wording:
@@ -314,9 +317,9 @@ class _Wording:
     """
 
     def __init__(
-        self, crowd: CrowdModel, batch: _Batch, options: GenerationOptions, right: Logistic | None = None
+        self, crowd: CrowdModel, asked: _Asked, options: GenerationOptions, right: Logistic | None = None
     ) -> None:
-        self._crowd, self._batch, self._options = crowd, batch, options
+        self._crowd, self._asked, self._options = crowd, asked, options
         calibration = crowd.calibration
         if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
             right = calibration.right
@@ -325,23 +328,23 @@ class _Wording:
     def answer(
         self,
         number: int,
-        ids: generation.TokenIds,
+        ids: TokenIds,
         tokens: Sequence[TokenUncertainty],
-        own: Sequence[generation.TokenIds] = (),
+        own: Sequence[TokenIds] = (),
     ) -> Answer:
-        """The answer to prompt `number` of the batch."""
-        batch, options = self._batch, self._options
-        [text], agents = _texts(batch, [ids], options), tuple(_texts(batch, own, options))
+        """The answer to prompt `number` of those asked."""
+        asked, options = self._asked, self._options
+        [text], agents = _texts(asked, [ids], options), tuple(_texts(asked, own, options))
         right = None if self._right is None else self._right(signals(tokens))
         return Answer(
-            prompt=batch.prompts[number],
+            prompt=asked.prompts[number],
             answer=text,
             agents=agents,
             agreement=agreement(text, agents) if agents else None,
             probability_right=right,
             abstained=right is not None and options.abstain_below is not None and right < options.abstain_below,
             agents_asked=len(self._crowd.names),
-            complete=len(tokens) > len(ids) or len(text) < len(batch.prompter.text(ids)),
+            complete=len(tokens) > len(ids) or len(text) < len(asked.prompter.text(ids)),
             tokens=tuple(tokens),
             **vars(of_text(tokens)),
         )

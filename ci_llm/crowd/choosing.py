@@ -25,6 +25,16 @@ from ci_llm.errors import ModelError
 _NUMBERS: Final = 5
 
 
+def generate_key(number: int) -> tuple[int | str, ...]:
+    """What keys the samples of the crowd's text after prompt `number`, with the seed."""
+    return ("generate", number)
+
+
+def vote_key(number: int, time: int) -> tuple[int | str, ...]:
+    """What keys the samples of a text that is drawn for a vote: `time` counts the texts of all agents, K·n."""
+    return ("vote", number, time)
+
+
 @dataclass(frozen=True)
 class Row:
     """How the next token of one text is chosen.

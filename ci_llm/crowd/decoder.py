@@ -17,14 +17,15 @@ four tokens an agent (`spare_tokens`); attention takes each text by itself; a pa
 `BLOCK` and is filled up to one; and only what was read as a prompt is used again. Elsewhere, and with several threads,
 the kernels for other numbers of rows may round differently.
 
-The base must read packed rows (`crowd.route == "packed"`), and the crowd be in evaluation mode. A decoder belongs to
-one thread, which must use the crowd for nothing else during a step.
+The base must read packed rows (`decodes` says whether it does). A decoder belongs to one thread, which must use the
+crowd for nothing else during a step.
 
 Legend: K agents, R rows of a pass (K, or 1), N its tokens, n texts, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +45,9 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.errors import BadInput, DataError
 from ci_llm.lora.layer import NOBODY, compute_dtype
-from ci_llm.lora.passes import Head, once_below, spare_tokens
+from ci_llm.lora.passes import Head, describe_error, distance, dtypes_of, once_below, spare_tokens, tolerance
+
+logger = logging.getLogger(__name__)
 
 #: In place of an agent's number: all agents together.
 CROWD: Final = None
@@ -154,7 +157,7 @@ class Decoder:
     """The texts that a crowd is writing; see the top of the module.
 
     Args:
-        crowd: in evaluation mode, on the packed route.
+        crowd: of which `decodes` is True.
         slots: how many requests are open at a time; the rest is the caller's queue.
         budget: tokens of prompts that one step reads beside the texts that go on.
         reuse: whether a prompt takes the keys and values of the longest beginning that another prompt has left. Those
@@ -230,7 +233,6 @@ class Decoder:
         self._prompts = [prompt for prompt in self._prompts if prompt.members]
         self._forget()
 
-    @torch.no_grad()
     def step(self) -> list[Token]:
         """Read on in the prompts, and choose a token for every text whose prompt is read.
 
@@ -240,6 +242,17 @@ class Decoder:
             Exception: the base failed, for want of memory for instance. No text has moved; the step can be repeated,
                 with fewer texts.
         """
+        training = self._crowd.training
+        if training:
+            self._crowd.eval()
+        try:
+            with torch.no_grad():
+                return self._step()
+        finally:
+            if training:
+                self._crowd.train()
+
+    def _step(self) -> list[Token]:
         passes: dict[str, list[_Part]] = {"crowd": [], "agents": [], "base": []}
         for part in self._parts():
             kind = "crowd" if part.of.who is CROWD else "base" if part.of.who == NOBODY else "agents"
@@ -460,3 +473,47 @@ class Decoder:
 @contextmanager
 def _once() -> Iterator[int]:
     yield 1
+
+
+#: Of the trial: more than a block, and more than a short attention window; new tokens; listed tokens.
+_TRIAL: Final = (21, 3, 8)
+
+
+def decodes(crowd: CrowdModel) -> bool:
+    """Whether a decoder gives this crowd's agents the probabilities of their full passes, by a short trial.
+
+    A family may accept packed rows and columns and still compute something else.
+    """
+    if crowd.route != "packed":
+        return False
+    length, count, listed = _TRIAL
+    prompt = torch.randint(
+        0, crowd.head.weight.shape[0], (length,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    requests = [Request(prompt, Decoding(count), k, top=listed) for k in range(crowd.num_agents)]
+    decoder = Decoder(crowd, len(requests))
+    try:
+        decoder.admit(requests)
+        while decoder.open:
+            decoder.step()
+        return all(_agrees(crowd, request) for request in requests)
+    except Exception as error:  # noqa: BLE001 - families raise errors of every kind for what they do not support
+        logger.debug("Transformers generates: %s", describe_error(error))
+        return False
+
+
+@torch.no_grad()
+def _agrees(crowd: CrowdModel, request: Request) -> bool:
+    """Whether a full pass over the text gives the probabilities that were listed with its tokens."""
+    if request.error is not None:
+        return True  # an agent with NaN has none
+    model, reading = crowd.model, crowd.agents.reading
+    ids = torch.tensor([[*request.prompt, *request.tokens]], device=crowd.device)
+    with crowd.active_agent(reading.agent if reading.agent is not None else request.who or 0):
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
+    wanted = logits.float().log_softmax(-1)
+    for row, chosen in zip(wanted, request.chosen, strict=True):
+        places, found = (torch.tensor(each, device=row.device) for each in zip(*chosen.top, strict=True))
+        if not distance(found, row[places]) <= tolerance(*dtypes_of(model, logits)):
+            return False
+    return True

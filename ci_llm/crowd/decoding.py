@@ -1,31 +1,31 @@
-"""The rules by which the crowd chooses a token or ends a text: settings, and what Transformers' `generate` calls.
+"""What is asked of a generation and what it gives: its settings, its limits, and the texts that it has found.
 
-Legend: K agents, B prompts, R rows per agent, of which the first F are the agent's own, T tokens, V vocabulary.
+Legend: K agents, B prompts, n texts that each agent draws for a vote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Final
+from typing import TypeVar
 
-import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import (
-    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
-    StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
-from ci_llm.crowd.answers import TokenUncertainty, own_uncertainty, token_uncertainty, tokens_of
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.base.load import positions_of
+from ci_llm.crowd.aggregators import AGGREGATORS
+from ci_llm.crowd.answers import TokenUncertainty
+from ci_llm.errors import BadInput, DataError
+
+T = TypeVar("T")
+TokenIds = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -85,212 +85,89 @@ class Decoding:
         return wanted
 
 
-#: Rows leave a batch when they are at least this share of it: a batch that goes on costs a few milliseconds.
-_LEAVING: Final = 0.25
-
-
-class LiveRows:
-    """The rows of a batch whose texts still grow, agent-major: of every agent its own rows, and then the crowd's.
-
-    The K·F texts of the agents are numbered first, agent by agent, and then those of the crowd, each of which has a row
-    under every agent.
-
-    Args:
-        num_agents: K.
-        first: F, rows per agent that are the agent's own.
-        shared: rows per agent that are the crowd's.
+@dataclass(frozen=True)
+class Generated:
+    """What follows each of the B prompts: token ids without the end.
 
     Attributes:
-        num_own: K·F.
-        num_texts: of agents and crowd.
-        agents, texts: the agent and the text of each row.
+        crowd: [B] texts of the crowd; not there yet if it has to vote.
+        agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
+        tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
+            `uncertainty`.
+        agents_tokens: [K][B] how sure each agent was of its own text; empty as well.
+        voters: texts that the crowd votes on, their ends included: [K][B], or [K·n][B] of which the first n are drawn
+            by agent 0; empty if it does not vote.
     """
 
-    def __init__(self, num_agents: int, first: int, shared: int) -> None:
-        self.num_agents, self.first, self.num_own = num_agents, first, num_agents * first
-        self.num_texts = self.num_own + shared
-        own = torch.arange(self.num_own).view(num_agents, first)
-        crowd = torch.arange(self.num_own, self.num_texts).expand(num_agents, -1)
-        self.texts = torch.cat([own, crowd], dim=1).flatten()
-        self.agents = torch.arange(num_agents).repeat_interleave(first + shared)
+    crowd: list[list[int]]
+    agents: list[list[list[int]]]
+    tokens: list[list[TokenUncertainty]] = field(default_factory=list)
+    agents_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
+    voters: list[list[list[int]]] = field(default_factory=list)
 
-    def keep(self, rows: Tensor) -> None:
-        """Let the batch go on with these rows only."""
-        self.texts, self.agents = self.texts[rows], self.agents[rows]
+    def apart(self) -> Iterator[Generated]:
+        """The texts of each prompt; the inverse of `joined`."""
+        for b in range(max(len(self.crowd), *(len(texts) for texts in self.voters), 0)):
+            part = slice(b, b + 1)
+            yield Generated(
+                self.crowd[part],
+                [each[part] for each in self.agents],
+                self.tokens[part],
+                [each[part] for each in self.agents_tokens],
+                [each[part] for each in self.voters],
+            )
 
-    @property
-    def spans(self) -> list[slice]:
-        """[K] the rows of each agent."""
-        ends = self.agents.bincount(minlength=self.num_agents).cumsum(0).tolist()
-        return [slice(start, end) for start, end in pairwise([0, *ends])]
+    @classmethod
+    def joined(cls, parts: Sequence[Generated]) -> Generated:
+        """The texts of all parts, in order; every part has the same agents."""
 
+        def of_each(lists: Iterable[list[list[T]]]) -> list[list[T]]:
+            return [[text for part in each for text in part] for each in zip(*lists, strict=True)]
 
-class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
-    """Replaces the K distributions of a row of the crowd by its choice.
-
-    In its own rows every agent takes its most probable token; or it draws, in the rows behind its first for each
-    prompt.
-    """
-
-    def __init__(
-        self,
-        rows: LiveRows,
-        decoding: Decoding,
-        numbers: Sequence[int],
-        *,
-        uncertainty: bool = False,
-        learned: Learned | None = None,
-    ) -> None:
-        self._rows, self._decoding, self._numbers = rows, decoding, numbers
-        self._uncertainty, self._learned, self._vote = uncertainty, learned, find_vote(decoding.aggregator)
-        self._recorded: list[Tensor] = []  # [4, K·F + B] for every token; 0 for texts that have ended
-        self._generators: dict[str, list[torch.Generator]] = {}
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[rows, V] logits -> the same, with 0 at the chosen token and -inf elsewhere in the rows that were chosen."""
-        rows = self._rows
-        own = rows.texts < rows.num_own
-        found = scores.new_zeros(4, rows.num_texts)
-        if own.any() and (self._uncertainty or self._vote):
-            texts = rows.texts[own]
-            scores[own], numbers = self._choose_for_agents(input_ids, scores[own], texts)
-            found[:, texts] = numbers
-        if not own.all():
-            shared = scores[~own].unflatten(0, (rows.num_agents, -1))
-            texts = rows.texts[~own][: shared.shape[1]]
-            forced, numbers = self._choose_for_crowd(input_ids, shared, texts)
-            scores[~own], found[:, texts] = forced.flatten(0, 1), numbers.to(found)
-        if self._uncertainty:
-            self._recorded.append(found)
-        return scores
-
-    def _choose_for_crowd(self, input_ids: Tensor, scores: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """The crowd's rows [K, B, V] with its choice, and how sure it is of it, [4, B]; without `uncertainty` 0."""
-        finite, learned = without_nan(scores, self._learned)
-        log_probs, how = finite.log_softmax(-1), self._decoding.aggregator
-        crowd = aggregate(log_probs, how, learned)  # [B, V]
-        chosen = crowd.argmax(-1)
-        if self._decoding.do_sample:
-            narrowed = self._decoding.warpers()(input_ids[: len(crowd)], crowd)
-            places = (texts - self._rows.num_own).tolist()
-            chosen = _draw(narrowed, self._generators_of("generate", places))
-        forced = _forced(crowd, chosen).expand(self._rows.num_agents, -1, -1)
-        if not self._uncertainty:
-            return forced, torch.zeros(())
-        return forced, token_uncertainty(log_probs, crowd, chosen, is_mean=is_mean(how))
-
-    def _choose_for_agents(self, input_ids: Tensor, scores: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """The agents' own rows [n, V] with their choices, and how sure each is of its own, [4, n]."""
-        finite = scores.nan_to_num(nan=0.0)  # an agent with NaN writes anything, and is not sure of it
-        log_probs = finite.log_softmax(-1)
-        chosen = finite.argmax(-1)  # not of the log-probabilities: rounding may make ties there
-        if self._vote and self._vote.samples:
-            first, prompts = self._rows.first, self._rows.first // (1 + self._vote.samples)
-            drawn = texts % first >= prompts
-            narrowed = self._decoding.warpers(self._vote.temperature)(input_ids[: len(texts)][drawn], log_probs[drawn])
-            places = (texts // first * (first - prompts) + texts % first - prompts)[drawn].tolist()
-            if generators := self._generators_of("vote", places, self._rows.num_agents * self._vote.samples):
-                chosen[drawn] = _draw(narrowed, generators)
-        return _forced(log_probs, chosen), own_uncertainty(log_probs, chosen)
-
-    def recorded(self) -> list[list[TokenUncertainty]]:
-        """How sure each of K·F texts of the agents and of B of the crowd was, token by token; [] if not wanted."""
-        if not self._uncertainty:
-            return []
-        return [tokens_of(text) for text in torch.stack(self._recorded, dim=-1).unbind(1)]
-
-    def _generators_of(self, what: str, places: Sequence[int], times: int | None = None) -> list[torch.Generator]:
-        """The generators at these places: every text that is drawn has one, one for each prompt or `times` of them."""
-        if what not in self._generators:
-            keys = [(n,) if times is None else (n, time) for time in range(times or 1) for n in self._numbers]
-            self._generators[what] = [generator_for(self._decoding.seed, what, *key) for key in keys]
-        return [self._generators[what][place] for place in places]
-
-
-def _draw(log_probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row, [R, V] -> [R], by inverse transform sampling, each row by its own generator.
-
-    `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
-    """
-    # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
-    probabilities = log_probs.double().softmax(-1)
-    if torch.are_deterministic_algorithms_enabled():
-        probabilities = probabilities.cpu()  # CUDA has no deterministic cumulative sum
-    cumulative = probabilities.cumsum(-1)
-    heights = torch.stack([torch.rand(1, generator=g) for g in generators])
-    # The last sum differs from 1 by rounding, so the numbers are scaled to it.
-    drawn = torch.searchsorted(cumulative, heights.to(cumulative) * cumulative[:, -1:], right=True).squeeze(-1)
-    return drawn.to(log_probs.device)
-
-
-def _forced(log_probs: Tensor, chosen: Tensor) -> Tensor:
-    """0 at the chosen token [...] and -inf elsewhere, [..., V]."""
-    return torch.full_like(log_probs, float("-inf")).scatter_(-1, chosen[..., None], 0.0)
-
-
-def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
-    """The logits of the agents that have no NaN, [K, B, V] -> [K', B, V]: one agent's NaN would spread to the mean."""
-    has_nan = per_agent.isnan().flatten(1).any(1)
-    if not has_nan.any():
-        return per_agent, learned
-    if has_nan.all():
-        raise ModelError(
-            "the logits of every agent hold NaN",
-            where="generation",
-            hint="the base may make NaN of padded rows in its precision: give one prompt at a time, or another"
-            " model_dtype",
+        return cls(
+            crowd=[text for part in parts for text in part.crowd],
+            agents=of_each(part.agents for part in parts),
+            tokens=[tokens for part in parts for tokens in part.tokens],
+            agents_tokens=of_each(part.agents_tokens for part in parts),
+            voters=of_each(part.voters for part in parts),
         )
-    return per_agent[~has_nan], learned and learned.only((~has_nan).tolist())
 
 
-@dataclass(eq=False)
-class TextEnds(StoppingCriteria):  # type: ignore[misc]
-    """Keeps each text as soon as it has ended, and stops the batch where enough of its rows can leave it.
+def num_positions(model: PreTrainedModel) -> int:
+    """The largest number of tokens that the base can read; `sys.maxsize` if its family has no limit."""
+    limit = positions_of(model.config)
+    return sys.maxsize if limit is None else limit
 
-    Args:
-        rows: of the batch.
-        width: tokens of a prompt with its padding.
-        ends: token ids that end a text.
-        is_over: called with the new tokens of each text that has not ended, after each token; True ends it. None: only
-            a token does.
-        stop: called after every token; True ends all texts at that point.
-        leave: whether rows can leave the batch.
 
-    Attributes:
-        texts: by number, the new tokens of those that have ended, with the end.
-        may_go_on: whether the batch was stopped so that rows leave it.
+def ends_of_base(model: PreTrainedModel) -> frozenset[int]:
+    """Token ids that end a text by the base's own generation settings, often more than the tokenizer's EOS."""
+    found = model.generation_config.eos_token_id if model.generation_config else None
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
+
+
+def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers: Sequence[int] | None = None) -> int:
+    """How many new tokens the base has positions for after the longest prompt.
+
+    Raises:
+        DataError: a prompt is empty, or longer than the base can read.
     """
+    lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
+    longest = max(lengths)
 
-    rows: LiveRows
-    width: int
-    ends: frozenset[int]
-    is_over: Callable[[Sequence[int]], bool] | None
-    stop: Callable[[], bool]
-    leave: bool
-    texts: dict[int, list[int]] = field(default_factory=dict)
-    may_go_on: bool = False
+    def where(length: int) -> str:
+        at = lengths.index(length)
+        return f"prompt {at if numbers is None else numbers[at]} (counted from 0)"
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        last, texts = input_ids[:, -1].tolist(), self.rows.texts.tolist()
-        for text, row in {text: row for row, text in enumerate(texts) if text not in self.texts}.items():
-            if last[row] in self.ends or (self.is_over and self.is_over(self._new(input_ids, row))):
-                self.texts[text] = self._new(input_ids, row)
-        ended = sum(text in self.texts for text in texts)
-        stopped = self.stop()
-        self.may_go_on = self.leave and not stopped and len(texts) > ended >= _LEAVING * len(texts)
-        over = stopped or self.may_go_on or ended == len(texts)
-        return torch.full((len(texts),), over, dtype=torch.bool, device=input_ids.device)
+    if not min(lengths):
+        raise DataError("a prompt is empty", where=where(0), hint="leave it out")
+    if longest >= limit:
+        raise DataError(
+            f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), hint="shorten it"
+        )
+    return limit - longest
 
-    def leaving(self) -> Tensor:
-        """Take the rows of ended texts out of the batch; returns the places of those that stay."""
-        [places] = torch.tensor([text not in self.texts for text in self.rows.texts.tolist()]).nonzero(as_tuple=True)
-        self.rows.keep(places)
-        return places
 
-    def end(self, input_ids: Tensor) -> None:
-        """End all texts where they are."""
-        for row, text in enumerate(self.rows.texts.tolist()):
-            self.texts.setdefault(text, self._new(input_ids, row))
-
-    def _new(self, input_ids: Tensor, row: int) -> list[int]:
-        return input_ids[row, self.width :].tolist()
+def until(ends: frozenset[int], tokens: list[int]) -> list[int]:
+    """The tokens before the first end."""
+    end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:end]

@@ -27,8 +27,8 @@ from ci_llm.core.work import working
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import Continuation, TokenIds, num_positions
+from ci_llm.crowd.decoding import Decoding, TokenIds, num_positions
+from ci_llm.crowd.generation import Continuation
 from ci_llm.crowd.merge_methods import Distillation
 from ci_llm.crowd.merging import Adapter
 from ci_llm.crowd.pretrained import Pretrained

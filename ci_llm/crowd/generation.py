@@ -1,45 +1,42 @@
-"""The generation of a text by the crowd, chosen token by token for all agents at once, or by a vote on whole texts.
+"""The generation of texts by the crowd, token by token for all agents at once, or by a vote on whole texts.
 
-Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it; where agents also
-answer alone, or vote, once more for each of these texts. Transformers' own `generate` manages cache, positions and
-padding for every family. One logits processor (`ci_llm.crowd.decoding`) replaces the K distributions of a row by the
-token that the crowd chose, so that all K copies of the row go on with the same text. A crowd that votes lets each agent
-write: then every text is read by all agents, and one of the texts wins.
+The decoder (`ci_llm.crowd.decoder`) writes all texts where the base reads packed rows. A prompt is followed by a text
+of the crowd, and on request by one of each agent alone, which share the pass over the prompt; a text that ends makes
+place for the next prompt. Other bases keep Transformers' `generate` (`ci_llm.crowd.padded`). A crowd that votes lets
+each agent write: then every text is read by all agents, and one of the texts wins.
 
-Legend: K agents, B prompts, n texts that each agent draws for a vote, R rows per agent, of which the first F are the
-agent's own, T tokens, V vocabulary.
+Legend: K agents, B prompts, n texts that each agent draws for a vote.
 """
 
 from __future__ import annotations
 
 import queue
 import re
-import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase
 
-from ci_llm.base.load import positions_of
-from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
+from ci_llm.crowd.aggregators import Vote, aggregate, find_vote, is_mean
 from ci_llm.crowd.answers import AnswerStyle, TokenUncertainty, final_answer, of_text, token_uncertainty, tokens_of
-from ci_llm.crowd.decoding import CrowdChoice, Decoding, LiveRows, TextEnds, without_nan
+from ci_llm.crowd.choosing import generate_key, vote_key, without_nan
+from ci_llm.crowd.decoder import Decoder, Request, decodes
+from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, free_positions, until
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.padded import as_in_generation, generate_batch, is_padding_invariant
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
-from ci_llm.errors import BadInput, DataError
-from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, unusable_base
+from ci_llm.errors import BadInput
+from ci_llm.lora.passes import describe_error, unusable_base
 
 T = TypeVar("T")
 
@@ -195,45 +192,10 @@ class Stream(Generic[T]):
         self._stopping.set()
 
 
-TokenIds = Sequence[int]
+#: Of a text that broke off, as every logit of its agent was NaN.
+_NOT_SURE: Final = TokenUncertainty(0.0, 0.0, 0.0, 0.0)
 #: The final answers in the texts of one prompt, "" for none.
 Reading = Callable[[Sequence[TokenIds]], list[str]]
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What follows each of the B prompts: token ids without the end.
-
-    Attributes:
-        crowd: [B] texts of the crowd; not there yet if it has to vote.
-        agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
-        tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
-            `uncertainty`.
-        agents_tokens: [K][B] how sure each agent was of its own text; empty as well.
-        voters: texts that the crowd votes on, their ends included: [K][B], or [K·n][B] of which the first n are drawn
-            by agent 0; empty if it does not vote.
-    """
-
-    crowd: list[list[int]]
-    agents: list[list[list[int]]]
-    tokens: list[list[TokenUncertainty]] = field(default_factory=list)
-    agents_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
-    voters: list[list[list[int]]] = field(default_factory=list)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Generated]) -> Generated:
-        """The texts of all parts, in order; every part has the same agents."""
-
-        def of_each(lists: Iterable[list[list[T]]]) -> list[list[T]]:
-            return [[text for part in each for text in part] for each in zip(*lists, strict=True)]
-
-        return cls(
-            crowd=[text for part in parts for text in part.crowd],
-            agents=of_each(part.agents for part in parts),
-            tokens=[tokens for part in parts for tokens in part.tokens],
-            agents_tokens=of_each(part.agents_tokens for part in parts),
-            voters=of_each(part.voters for part in parts),
-        )
 
 
 def generate_ids(
@@ -249,9 +211,9 @@ def generate_ids(
     is_over: Callable[[TokenIds], bool] | None = None,
     answers_of: Reading | None = None,
 ) -> Generated:
-    """Continue every prompt by the crowd, and on request also by each agent alone, all in one batch.
+    """Continue every prompt by the crowd, and on request also by each agent alone, all at the same time.
 
-    All texts end when the longest prompt has used up the base's positions.
+    A text ends at the latest when it has used up the base's positions.
 
     Args:
         prompts: B lists of token ids.
@@ -267,208 +229,167 @@ def generate_ids(
         DataError: a prompt is empty, or longer than the base can read.
         ModelError: the base cannot generate, or every agent's logits hold NaN.
     """
-    numbers = numbers or range(len(prompts))
-    how: Any = {"include_agents": include_agents, "uncertainty": uncertainty, "stop": stop, "is_over": is_over}
-    try:
-        with _as_in_generation(crowd):
+    asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
+    if not asked:
+        return Generated([], [])
+    free_positions(crowd.model, prompts, numbers)
+    wanted = Wanted(decoding, include_agents, uncertainty, agent, stop, is_over, answers_of)
+    return Generated.joined(list(generate_each(crowd, asked, wanted, len(asked))))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to follow each prompt; the attributes are the arguments of `generate_ids`."""
+
+    decoding: Decoding
+    include_agents: bool = False
+    uncertainty: bool = False
+    agent: int | None = None
+    stop: Callable[[], bool] = lambda: False
+    is_over: Callable[[TokenIds], bool] | None = None
+    answers_of: Reading | None = None
+
+    @property
+    def vote(self) -> Vote | None:
+        return find_vote(self.decoding.aggregator)
+
+
+def generate_each(
+    crowd: CrowdModel, asked: Iterable[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
+) -> Iterator[Generated]:
+    """What follows each prompt, as soon as it and what follows those before it is there.
+
+    Args:
+        asked: prompts with their numbers, taken when there is place for them.
+        at_a_time: how many prompts are continued at the same time; one that has all its texts makes place for the next.
+
+    Yields:
+        the texts of one prompt, in order.
+
+    Raises:
+        DataError, ModelError: as `generate_ids`.
+    """
+    write = _written if _decodes(crowd) else _written_by_transformers
+    found = write(crowd, iter(asked), wanted, at_a_time)
+    while True:
+        try:
+            prompt, generated = next(found)
+        except StopIteration:
+            return
+        except Exception as error:  # families raise errors of every kind for what they do not support
+            raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
+        if generated.voters:
+            answers_of = wanted.answers_of or _reading(crowd.prompter)
+            generated = elect(crowd, [prompt], generated, wanted.decoding, answers_of)
+        yield generated
+
+
+def _decodes(crowd: CrowdModel) -> bool:
+    """Whether the decoder serves this crowd, by a trial before its first text."""
+    if crowd.decodes is None:
+        crowd.decodes = decodes(crowd)
+    return crowd.decodes
+
+
+def _written_by_transformers(
+    crowd: CrowdModel, asked: Iterator[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
+) -> Iterator[tuple[TokenIds, Generated]]:
+    """Batch by batch, each of which waits for its longest text."""
+    while batch := list(islice(asked, at_a_time)):
+        prompts, numbers = [prompt for _, prompt in batch], [number for number, _ in batch]
+        with as_in_generation(crowd), nullcontext() if wanted.agent is None else crowd.active_agent(wanted.agent):
             if crowd.padding_invariant is None and len({*map(len, prompts)}) > 1:
                 crowd.padding_invariant = is_padding_invariant(crowd.model, crowd.num_agents, crowd.pad_id)
-            size = 1 if crowd.padding_invariant is False else max(1, len(prompts))
-            with nullcontext() if agent is None else crowd.active_agent(agent):
-                batches = [slice(at, at + size) for at in range(0, len(prompts), size)]
-                parts = [_generate_batch(crowd, prompts[at], decoding, numbers[at], agent, **how) for at in batches]
-    except Exception as error:  # families raise errors of every kind for what they do not support
-        raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
-    found = Generated.joined(parts)
-    return elect(crowd, prompts, found, decoding, answers_of or _reading(crowd.prompter)) if found.voters else found
-
-
-@contextmanager
-def _as_in_generation(crowd: CrowdModel) -> Iterator[None]:
-    """Evaluation mode and padded rows: packed attention has no cache of keys and values; the model's own has."""
-    route, training = crowd.route, crowd.training
-    crowd.route = "padded"
-    crowd.eval()
-    try:
-        yield
-    finally:
-        crowd.route = route
-        crowd.train(training)
-
-
-def _generate_batch(
-    crowd: CrowdModel,
-    prompts: Sequence[TokenIds],
-    decoding: Decoding,
-    numbers: Sequence[int],
-    agent: int | None,
-    *,
-    include_agents: bool,
-    uncertainty: bool,
-    stop: Callable[[], bool],
-    is_over: Callable[[TokenIds], bool] | None,
-) -> Generated:
-    """One batch of `generate_ids`; of a crowd that votes, the texts that it votes on."""
-    model, reading = crowd.model, crowd.agents.reading
-    num_agents, learned = (crowd.num_agents, crowd.learned) if agent is None else (1, None)
-    free = free_positions(model, prompts, numbers)
-    prompt_rows, first = _rows(prompts, decoding, include_agents=include_agents)
-    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(prompt_rows, crowd.pad_id))
-    end, cache = ids.shape[1] + min(decoding.max_new_tokens, free), _selectable_cache(model)
-    rows = LiveRows(num_agents, first, len(prompt_rows) - first)
-    choice = CrowdChoice(rows, decoding, numbers, uncertainty=uncertainty, learned=learned)
-    ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, cache is not None)
-    # The processor leaves one token per row, which also holds for sampling.
-    how: Any = {"pad_token_id": crowd.pad_id, "do_sample": False, "use_cache": True}
-    kept: Any = {} if cache is None else {"past_key_values": cache}
-    spans = None
-    with _blank_generation_config(model):
-        while True:
-            with reading.of(reading.agent, spans=spans):
-                ids = model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    generation_config=GenerationConfig(max_new_tokens=end - ids.shape[1], **how),
-                    logits_processor=LogitsProcessorList([choice]),
-                    stopping_criteria=StoppingCriteriaList([ends]),
-                    synced_gpus=False,  # processes with a sharded base keep in step by themselves
-                    **kept,
+            size = 1 if crowd.padding_invariant is False else len(prompts)
+            parts = [
+                generate_batch(
+                    crowd,
+                    prompts[at : at + size],
+                    wanted.decoding,
+                    numbers[at : at + size],
+                    wanted.agent,
+                    include_agents=wanted.include_agents,
+                    uncertainty=wanted.uncertainty,
+                    stop=wanted.stop,
+                    is_over=wanted.is_over,
                 )
-            if cache is None or not ends.may_go_on or ids.shape[1] == end:
+                for at in range(0, len(prompts), size)
+            ]
+        yield from zip(prompts, (each for part in parts for each in part.apart()), strict=True)
+
+
+def _written(
+    crowd: CrowdModel, asked: Iterator[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
+) -> Iterator[tuple[TokenIds, Generated]]:
+    """By the decoder: a prompt is taken as soon as so many texts have ended as follow it."""
+    open_: deque[tuple[TokenIds, list[Request]]] = deque()
+    each = len(_requests(crowd, 0, [0], wanted))
+    decoder, more = Decoder(crowd, at_a_time * each), True
+    while more or open_:
+        while more and decoder.free >= each:
+            if (taken := next(asked, None)) is None:
+                more = False
                 break
-            places = ends.leaving().to(ids.device)
-            cache.batch_select_indices(places)
-            ids, mask = ids[places], F.pad(mask[places], (0, ids.shape[1] - mask.shape[1]), value=1)
-            spans = rows.spans  # one token of each row is read from here on
-    ends.end(ids)
-    return _generated([ends.texts[text] for text in range(rows.num_texts)], rows, len(prompts), decoding, choice)
+            number, prompt = taken
+            requests = _requests(crowd, number, prompt, wanted)
+            decoder.admit(requests)
+            open_.append((prompt, requests))
+        tokens = decoder.step()
+        for token in tokens:
+            request = token.request
+            if wanted.is_over and request.finish is None and wanted.is_over(request.tokens):
+                decoder.release(request)
+        if tokens and wanted.stop():
+            more = False
+            for request in decoder.open:
+                decoder.release(request)
+        living = set(decoder.open)
+        while open_ and not living.intersection(open_[0][1]):
+            prompt, requests = open_.popleft()
+            yield prompt, _generated(crowd, requests, wanted)
 
 
-def _selectable_cache(model: PreTrainedModel) -> DynamicCache | None:
-    """A cache of keys and values whose rows can be selected; None: this base has a state of another kind."""
-    if not model._supports_default_dynamic_cache():
-        return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return cache if {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer} else None
+def _requests(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
+    """What follows one prompt: the text of the crowd unless it votes, those of the agents, and those that they draw."""
+    decoding, vote, sure = wanted.decoding, wanted.vote, wanted.uncertainty
+    agents = range(1 if wanted.agent is not None else crowd.num_agents)
+    greedy = replace(decoding, do_sample=False)
+    requests = [] if vote else [Request(prompt, decoding, wanted.agent, generate_key(number), sure)]
+    if wanted.include_agents or (vote and not vote.samples):
+        requests += [Request(prompt, greedy, k, uncertainty=sure) for k in agents]
+    if vote and vote.samples:
+        drawing = replace(decoding, do_sample=True, temperature=vote.temperature)
+        times = [(k, k * vote.samples + n) for k in agents for n in range(vote.samples)]
+        requests += [Request(prompt, drawing, k, vote_key(number, time)) for k, time in times]
+    return requests
+
+
+def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
+    """Sort the texts of one prompt, which lie as in `_requests`."""
+    vote, count = wanted.vote, 1 if wanted.agent is not None else crowd.num_agents
+    whole = [request.tokens for request in requests]
+    texts = [until(wanted.decoding.ends, tokens) for tokens in whole]
+    sure = [[each.uncertainty for each in request.chosen if each.uncertainty is not None] for request in requests]
+    first = 0 if vote else 1
+    for request, tokens in zip(requests, sure, strict=True):
+        if request.error is not None:
+            if request.who == wanted.agent:  # the text that was asked for
+                raise request.error
+            tokens.append(_NOT_SURE)
+    own = slice(first, first + count if wanted.include_agents or (vote and not vote.samples) else first)
+    voters = [] if vote is None else whole[own.stop :] if vote.samples else whole[own]
+    return Generated(
+        [] if vote else texts[:1],
+        [[text] for text in texts[own]],
+        sure[:1] if wanted.uncertainty and not vote else [],
+        [[tokens] for tokens in sure[own]] if wanted.uncertainty else [],
+        [[text] for text in voters],
+    )
 
 
 def _reading(prompter: Prompter | None) -> Reading:
     """The final answers as they are written, without knowledge of the task."""
     return lambda texts: final_answers([prompter.text(ids) if prompter else str(list(ids)) for ids in texts])
-
-
-def _rows(prompts: Sequence[TokenIds], decoding: Decoding, *, include_agents: bool) -> tuple[list[TokenIds], int]:
-    """The R rows of every agent, of which the first F are its own: R rows and F.
-
-    Every prompt stands there for each text of an agent alone, the greedy one first, and then for the crowd.
-    """
-    vote = find_vote(decoding.aggregator)
-    if vote is None:
-        return list(prompts) * (1 + include_agents), include_agents * len(prompts)
-    rows = list(prompts) * (1 + (vote.samples or 0))
-    return rows, len(rows)
-
-
-def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
-    """Whether the base continues a prompt beside a longer one as it does alone.
-
-    Some families count pads as positions, or mix them into their states, and raise no error.
-    """
-    short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
-    alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
-    return distance(beside, alone) <= tolerance(*dtypes_of(model, alone))  # False if one of them holds NaN
-
-
-def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
-    """Logits [V] of the second new token of the first row, which depend on a full pass and on a pass over the cache."""
-    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    wanted = GenerationConfig(
-        max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
-    )
-    with _blank_generation_config(model):
-        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
-        return found.logits[1][0]  # type: ignore[no-any-return]
-
-
-def num_positions(model: PreTrainedModel) -> int:
-    """The largest number of tokens that the base can read; `sys.maxsize` if its family has no limit."""
-    limit = positions_of(model.config)
-    return sys.maxsize if limit is None else limit
-
-
-def ends_of_base(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a text by the base's own generation settings, often more than the tokenizer's EOS."""
-    found = model.generation_config.eos_token_id if model.generation_config else None
-    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
-
-
-def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers: Sequence[int] | None = None) -> int:
-    """How many new tokens the base has positions for after the longest prompt.
-
-    Raises:
-        DataError: a prompt is empty, or longer than the base can read.
-    """
-    lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
-    longest = max(lengths)
-
-    def where(length: int) -> str:
-        at = lengths.index(length)
-        return f"prompt {at if numbers is None else numbers[at]} (counted from 0)"
-
-    if not min(lengths):
-        raise DataError("a prompt is empty", where=where(0), hint="leave it out")
-    if longest >= limit:
-        raise DataError(
-            f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), hint="shorten it"
-        )
-    return limit - longest
-
-
-def _generated(
-    whole: Sequence[list[int]], rows: LiveRows, prompts: int, decoding: Decoding, choice: CrowdChoice
-) -> Generated:
-    """Sort the texts, which are numbered as in `LiveRows` and have their ends."""
-    vote, own, count = find_vote(decoding.aggregator), rows.num_own, rows.num_agents
-    texts = [_until(decoding.ends, tokens) for tokens in whole]
-    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded(), whole, strict=False)]
-    voters = _of_agents(whole[:own], count, prompts)[bool(vote.samples)] if vote else []
-    agents, _ = _of_agents(texts[:own], count, prompts)
-    agents_tokens, _ = _of_agents(sure[:own], count, prompts)
-    return Generated(texts[own:], agents, sure[own:], agents_tokens, voters)
-
-
-def _of_agents(rows: Sequence[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
-    """What the K·F rows of the agents hold, agent-major: the greedy texts [K][B], and the drawn ones [K·n][B]."""
-    lists = [list(rows[at : at + prompts]) for at in range(0, len(rows), prompts)]
-    each = len(lists) // num_agents
-    return lists[:: each or 1], [part for number, part in enumerate(lists) if number % each]
-
-
-@contextmanager
-def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the base's own generation settings: Transformers fills every value that is not given from them."""
-    kept, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = kept
-
-
-def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, each [R, T]; pads stand to the left, so that all rows end at the same column."""
-    length = max(map(len, rows))
-    ids = torch.full((len(rows), length), pad_id)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, length - len(row) :] = torch.as_tensor(row)
-        mask[number, length - len(row) :] = 1
-    return ids, mask
-
-
-def _until(ends: frozenset[int], tokens: list[int]) -> list[int]:
-    """The tokens before the first end."""
-    end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:end]
 
 
 def elect(
@@ -504,7 +425,7 @@ def read_texts(
     """How sure the crowd is of every token of given texts after one prompt, by one pass over all of them."""
     distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
     batch = pack([Continuation.after(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
-    with _as_in_generation(crowd):
+    with as_in_generation(crowd):
         states = crowd.states(batch)[:, batch.predict_from]
     numbers = []
     for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ci_llm.crowd import generation
 from ci_llm.crowd.answers import decompose
 from ci_llm.crowd.asking import GenerationOptions, prompter_of
+from ci_llm.crowd.decoding import free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, Packable, pack
@@ -74,10 +75,10 @@ def continued(
         only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
         raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
     rows = [row.input_ids.tolist() for row in token_rows(batch)]
-    parts = [slice(at, at + batch_size) for at in range(0, len(rows), batch_size)]
-    numbers = range(len(rows))
-    texts = [generation.generate_ids(crowd, rows[at], options.decoding, numbers=numbers[at]).crowd for at in parts]
-    ids = [torch.tensor(text, dtype=torch.long) for part in texts for text in part]
+    if rows:
+        free_positions(crowd.model, rows)
+    found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options.decoding), batch_size)
+    ids = [torch.tensor(each.crowd[0], dtype=torch.long) for each in found]
     return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
 
 

@@ -10,6 +10,7 @@ Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ class CrowdModel(nn.Module):
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
         self.route = "packed"
+        # Whether `ci_llm.crowd.decoder` writes the texts, or Transformers' `generate`: tried before the first text.
+        self.decodes: bool | None = False if os.environ.get("CI_LLM_GENERATE") == "transformers" else None
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     def detach(self) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, tee
 from statistics import median
 from typing import Any, Final, Literal, Protocol
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from ci_llm.core.scores import paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
-from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import ends_of_base, generate_ids, num_positions
+from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
+from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.ranking import Ranking
@@ -419,7 +419,7 @@ class AnswerScores:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a batch of B questions was answered.
+    """What B questions were answered.
 
     Attributes:
         numbers: B indices into the questions.
@@ -447,43 +447,49 @@ def answer_questions(
     *,
     max_new_tokens: int,
     aggregator: str,
+    agent: int | None = None,
     uncertainty: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Answers]:
-    """Generate the answers of the agents and of the crowd greedily, batch by batch.
+    """Generate the answers of the agents and of the crowd greedily, question after question.
 
     Args:
-        crowd: K agents generate 2·K rows for each question at a time, one alone generates one.
-        batches: indices into `questions`.
+        crowd: K agents write 1 + K texts for each question, one alone writes one.
+        batches: indices into `questions`. So many as the first one has are answered at the same time, and the next one
+            is taken when there is place for a question of it.
         max_new_tokens: at most so many tokens per answer.
         aggregator: a module of `ci_llm.crowd.aggregators`.
+        agent: ask this one alone, or `NOBODY`, the base.
         uncertainty: also say how sure the crowd was of each answer.
         stop: called before every token; True ends all texts at that point.
     """
-    decoding = Decoding(max_new_tokens, questions.ends, aggregator)
-    is_one = crowd.num_agents == 1 and find_vote(aggregator) is None  # its own answer is the crowd's
-    for batch in batches:
-        prompts = [questions.prompts[i] for i in batch]
-        generated = generate_ids(
-            crowd,
-            prompts,
-            decoding,
-            include_agents=not is_one,
-            uncertainty=uncertainty,
-            numbers=batch,
-            stop=stop,
-            answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
-        )
+    is_one = agent is not None or (crowd.num_agents == 1 and find_vote(aggregator) is None)  # its answer is the crowd's
+    wanted = Wanted(
+        Decoding(max_new_tokens, questions.ends, aggregator),
+        include_agents=not is_one,
+        uncertainty=uncertainty,
+        agent=agent,
+        stop=stop,
+        answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
+    )
+    given = iter(batches)
+    first = next(given, None)
+    if first is None:
+        return
+    asked, of = tee(i for batch in chain([first], given) for i in batch)
+    written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, max(1, len(first)))
+    for generated in written:
+        number = next(of)
         if is_one:
             generated = replace(generated, agents=[generated.crowd], agents_tokens=[generated.tokens])
         *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
         answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
         answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
-        wanted = [questions.answers[i] for i in batch]
-        right = torch.tensor([[a == w != "" for a, w in zip(line, wanted, strict=True)] for line in answers])
+        wanted_answer = questions.answers[number]
+        right = torch.tensor([[answer == wanted_answer != "" for answer in line] for line in answers])
         sure = [of_text(tokens) for tokens in generated.tokens]
         found = [[signals(tokens) for tokens in texts] for texts in (*generated.agents_tokens, generated.tokens)]
-        yield Answers(batch, agents, together, right, sure if uncertainty else [], found if uncertainty else [])
+        yield Answers([number], agents, together, right, sure if uncertainty else [], found if uncertainty else [])
 
 
 def score_answers(
@@ -501,7 +507,7 @@ def score_answers(
     Args:
         questions: the same on every process.
         batches: this process's share.
-        stop: called after every batch as well.
+        stop: called after every question as well.
 
     Returns:
         the scores in the order of `batches`; None if `stop` returned True.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -39,6 +40,7 @@ from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import LEAST_OF_EACH, sureness_record
+from ci_llm.lora.layer import NOBODY
 from ci_llm.report.scores import surest_first
 from ci_llm.report.scores import table as table_of
 
@@ -189,33 +191,33 @@ def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> 
 
 
 def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> None:
-    """Answer the questions that have no line yet.
-
-    A batch that was begun is answered as a whole again: beside other prompts, its numbers differ in their last bits.
-    """
+    """Answer the questions that have no line yet, by agents, crowd and base; lines are written batch by batch."""
     total, done = len(job.questions), len(predictions.rows)
-    batches = [batch for batch in share(range(total), 0, 1, job.batch_size) if batch[-1] >= done]
+    batches = share(range(done, total), 0, 1, job.batch_size)
     progress("answering", done, total)
+    answered = _answers_to(job, batches, job.config.aggregator)
+    of_base = _answers_to(job, batches, "probability", NOBODY) if job.names else None
     for batch in batches:
-        answers = _answers_to(job, batch, job.config.aggregator)
-        with job.crowd.without_agents():
-            base = _answers_to(job, batch, "probability") if job.names else answers
-        rows = [row for number, row in zip(batch, _rows(job, answers, base), strict=True) if number >= done]
+        rows: list[Row] = []
+        for answers in islice(answered, len(batch)):
+            rows += _rows(job, answers, answers if of_base is None else next(of_base))
         predictions.append(rows)
         progress("answering", batch[-1] + 1, total)
 
 
-def _answers_to(job: loading.Job, batch: Sequence[int], aggregator: str) -> scoring.Answers:
-    [answers] = scoring.answer_questions(
+def _answers_to(
+    job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str, agent: int | None = None
+) -> Iterator[scoring.Answers]:
+    return scoring.answer_questions(
         job.crowd,
         job.prompter,
         job.questions,
-        [batch],
+        batches,
         max_new_tokens=job.config.answer_tokens(job.questions.longest),
         aggregator=aggregator,
+        agent=agent,
         uncertainty=True,
     )
-    return answers
 
 
 def _rows(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Iterator[Row]:

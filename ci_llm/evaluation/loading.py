@@ -16,7 +16,7 @@ from typing import Any, Final
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.generation import num_positions
+from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.scoring import JudgedBy, Questions, judged_by
 from ci_llm.data.prompts import Prompter

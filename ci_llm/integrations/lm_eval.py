@@ -20,8 +20,8 @@ import torch
 
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import TextSoFar, cut, num_positions, stop_strings_of
+from ci_llm.crowd.decoding import Decoding, num_positions
+from ci_llm.crowd.generation import TextSoFar, cut, stop_strings_of
 from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import chat_template

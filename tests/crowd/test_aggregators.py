@@ -184,7 +184,7 @@ def test_self_consistency_draws_the_same_texts_for_a_prompt_whatever_stands_besi
     prompter = prompter_of(crowd)
     prompts = [prompter.ids(question) for question in QUESTIONS]
     decoding = Decoding(24, prompter.ends, "self_consistency", seed=3)
-    found = crowd.generate_ids(prompts, decoding)
+    found = crowd.generate_ids(prompts, decoding, include_agents=True)
     assert len(found.voters) == K * 4
     assert {len(voter) for voter in found.voters} == {len(prompts)}
     texts = {tuple(voter[0]) for voter in found.voters}

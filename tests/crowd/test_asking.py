@@ -22,6 +22,7 @@ from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.lora.passes import Head
 from tests.support.campaign import first_fast
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 from tools.testbed.events import DEADLINE_S
@@ -200,7 +201,7 @@ def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
 
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each token of the base's own list, and at a stop string that is a special token, which no text shows."""
-    head, pad = crowd.model.get_output_embeddings(), crowd.pad_id
+    pad = crowd.pad_id
     settings, prompter = crowd.model.generation_config, prompter_of(crowd)
     row = Encoder(prompter.tokenizer).encode(Completion("2+3=", "5"))
 
@@ -209,8 +210,9 @@ def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: py
         ends = Questions.of([row], prompter, crowd, 1, 64).ends
         return len(answer.tokens), answer.complete, pad in ends
 
-    pads_only = head.register_forward_hook(lambda *found: found[-1].index_fill(-1, torch.tensor([pad]), 100.0))
-    with pads_only, monkeypatch.context() as patch:
+    crowd.generate(QUESTIONS[0], max_new_tokens=1)  # after it the crowd knows who writes its texts
+    monkeypatch.setattr(Head, "shape_logits", lambda _, z: z.index_fill(-1, torch.tensor([pad]), 100.0))
+    with monkeypatch.context() as patch:
         assert tokens_and_ends() == (4, False, False)
         assert tokens_and_ends(stop_strings=["Q:", prompter.tokenizer.pad_token]) == (1, True, False)
         patch.setattr(settings, "eos_token_id", [settings.eos_token_id, pad])
@@ -242,7 +244,8 @@ def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) -> None:
     found: list[torch.dtype] = []
-    note = crowd.model.get_output_embeddings().register_forward_hook(lambda *given: found.append(given[-1].dtype))
+    layer = crowd.model.model.layers[0].self_attn.q_proj
+    note = layer.register_forward_hook(lambda *given: found.append(given[-1].dtype))
     with note, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         [whole] = crowd.generate(QUESTIONS[0], max_new_tokens=3)
         assert crowd.stream(QUESTIONS[0], max_new_tokens=3).result.answer == whole
@@ -256,7 +259,7 @@ class Held:
 
     def __init__(self, crowd: Crowd) -> None:
         self.chosen, self.reached, self.go_on = 0, threading.Event(), threading.Event()
-        self.hook = crowd.model.get_output_embeddings().register_forward_hook(self._count)
+        self.hook = crowd.model.model.norm.register_forward_hook(self._count)  # called once in every pass
 
     def _count(self, *_: object) -> None:
         self.chosen += 1
@@ -304,7 +307,8 @@ def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd, h
 def test_an_error_in_the_thread_is_raised_where_the_stream_is_read(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crowd.model, "_prepare_cache_for_generation", lambda *_, **__: {}["cache"])
+    monkeypatch.setattr(crowd, "decodes", True)
+    monkeypatch.setattr(crowd.model.model.norm, "forward", lambda *_, **__: {}["cache"])
     with pytest.raises(ModelError, match="cannot generate"):
         list(crowd.stream(QUESTIONS[0]))
     with pytest.raises(DataError, match="the base reads"):

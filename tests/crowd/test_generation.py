@@ -20,8 +20,9 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.decoding import CrowdChoice, Decoding, LiveRows
+from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import generate_ids
+from ci_llm.crowd.padded import CrowdChoice, LiveRows
 from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, form_of, last_answer, prompts_of
@@ -98,8 +99,12 @@ def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> No
     assert drawn == alone
 
 
-def test_an_error_of_the_base_in_generation_is_one_message(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.model, "_prepare_cache_for_generation", lambda *_, **__: {}["cache"])
+@pytest.mark.parametrize("by_decoder", [True, False])
+def test_an_error_of_the_base_in_generation_is_one_message(
+    llama: Crowd, by_decoder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "decodes", by_decoder)
+    monkeypatch.setattr(llama.model.model.norm, "forward", lambda *_, **__: {}["cache"])
     with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot generate \(KeyError: 'cache'\)"):
         llama.generate_ids(PROMPTS[:1], GREEDY)
 
@@ -199,8 +204,9 @@ def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
     ],
 )
 def test_rows_of_texts_that_have_ended_leave_the_batch(family: str, choices: dict[str, Any]) -> None:
-    """Each text is what it is where all rows stay, and at every token a quarter of the rows at most has ended."""
+    """By Transformers; each text is what it is where all stay, and at every token a quarter at most has ended."""
     crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
+    crowd.decodes = False
     with torch.no_grad():
         crowd.agents.weights.mul_(4)
 
@@ -271,7 +277,7 @@ def test_an_agent_with_nan_is_left_out() -> None:
 def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     limit = 128
     generated = llama.generate_ids([[5] * (limit - 2), [6, 7]], GREEDY)
-    assert [len(text) for text in generated.crowd] == [2, 2]
+    assert [len(text) for text in generated.crowd] == [2, 12]
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
         llama.generate_ids([[6, 7], [5] * limit], GREEDY)
     with pytest.raises(DataError, match="empty") as caught:

@@ -107,8 +107,8 @@ class Rounds:
             yield from own[number : number + 1]  # nothing, if this process has no batch left; it still votes
 
     def stop_requested_here(self) -> bool:
-        """Whether this process was asked to stop, so that it may leave its batch now and vote."""
-        return self._vote.requested_here()
+        """Whether this process was asked to stop, or all are about to leave, so that it may leave its texts now."""
+        return self.stop is not None or self.out_of_memory or self._vote.requested_here()
 
     def end(self, *, out_of_memory: bool) -> None:
         """Vote to the end, whether or not this process was dealt all of its batches."""

@@ -1,0 +1,344 @@
+"""Generation by Transformers' own `generate`, for bases that do not read packed rows, and for whoever asks for it.
+
+Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it; where agents also
+answer alone, or vote, once more for each of these texts. Transformers manages cache, positions and padding for every
+family. One logits processor (`CrowdChoice`) replaces the K distributions of a row by the token that the crowd chose, so
+that all K copies of the row go on with the same text.
+
+Legend: K agents, B prompts, R rows per agent, of which the first F are the agent's own, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from ci_llm.core.determinism import generator_for
+from ci_llm.crowd.aggregators import Learned, find_vote
+from ci_llm.crowd.answers import TokenUncertainty
+from ci_llm.crowd.choosing import Row, choose, generate_key, vote_key
+from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, free_positions, until
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.lora.passes import distance, dtypes_of, tolerance
+
+T = TypeVar("T")
+
+#: Rows leave a batch when they are at least this share of it: a batch that goes on costs a few milliseconds.
+_LEAVING: Final = 0.25
+
+
+class LiveRows:
+    """The rows of a batch whose texts still grow, agent-major: of every agent its own rows, and then the crowd's.
+
+    The K·F texts of the agents are numbered first, agent by agent, and then those of the crowd, each of which has a row
+    under every agent.
+
+    Args:
+        num_agents: K.
+        first: F, rows per agent that are the agent's own.
+        shared: rows per agent that are the crowd's.
+
+    Attributes:
+        num_own: K·F.
+        num_texts: of agents and crowd.
+        agents, texts: the agent and the text of each row.
+    """
+
+    def __init__(self, num_agents: int, first: int, shared: int) -> None:
+        self.num_agents, self.first, self.num_own = num_agents, first, num_agents * first
+        self.num_texts = self.num_own + shared
+        own = torch.arange(self.num_own).view(num_agents, first)
+        crowd = torch.arange(self.num_own, self.num_texts).expand(num_agents, -1)
+        self.texts = torch.cat([own, crowd], dim=1).flatten()
+        self.agents = torch.arange(num_agents).repeat_interleave(first + shared)
+
+    def keep(self, rows: Tensor) -> None:
+        """Let the batch go on with these rows only."""
+        self.texts, self.agents = self.texts[rows], self.agents[rows]
+
+    @property
+    def spans(self) -> list[slice]:
+        """[K] the rows of each agent."""
+        ends = self.agents.bincount(minlength=self.num_agents).cumsum(0).tolist()
+        return [slice(start, end) for start, end in pairwise([0, *ends])]
+
+
+class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
+    """Replaces the K distributions of a row of the crowd by its choice.
+
+    In its own rows every agent takes its most probable token; or it draws, in the rows behind its first for each
+    prompt.
+
+    Args:
+        numbers: of the prompts, which key the generators.
+        uncertainty: whether to record how sure the crowd and the agents are.
+
+    Attributes:
+        recorded: how sure each of the texts was, token by token, also after its end; empty without `uncertainty`.
+    """
+
+    def __init__(
+        self,
+        rows: LiveRows,
+        decoding: Decoding,
+        numbers: Sequence[int],
+        *,
+        uncertainty: bool = False,
+        learned: Learned | None = None,
+    ) -> None:
+        self._rows, self._decoding, self._numbers = rows, decoding, numbers
+        self._uncertainty, self._learned, self._vote = uncertainty, learned, find_vote(decoding.aggregator)
+        self._how: dict[int, Row] = {}
+        self.recorded: list[list[TokenUncertainty]] = [[] for _ in range(rows.num_texts)]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[rows, V] logits -> the same, with 0 at the chosen token and -inf elsewhere in the rows that were chosen."""
+        rows = self._rows
+        own = rows.texts < rows.num_own
+        if own.any() and (self._uncertainty or self._vote):
+            # An agent with NaN writes anything.
+            scores[own] = self._forced(scores[own].nan_to_num(nan=0.0)[None], rows.texts[own])
+        if not own.all():
+            shared = scores[~own].unflatten(0, (rows.num_agents, -1))
+            forced = self._forced(shared, rows.texts[~own][: shared.shape[1]])
+            scores[~own] = forced.expand(rows.num_agents, -1, -1).flatten(0, 1)
+        return scores
+
+    def _forced(self, logits: Tensor, texts: Tensor) -> Tensor:
+        """The choice from [K, n, V] for each of these texts [n]: 0 at the chosen token and -inf elsewhere, [n, V]."""
+        listed = texts.tolist()
+        found = choose(logits, [self._row(text) for text in listed], self._learned)
+        ids = []
+        for text, each in zip(listed, found, strict=True):
+            if isinstance(each, Exception):
+                raise each
+            ids.append([each.id])
+            if each.uncertainty is not None:
+                self.recorded[text].append(each.uncertainty)
+        chosen = torch.tensor(ids, device=logits.device)
+        return torch.full_like(logits[0], float("-inf")).scatter_(-1, chosen, 0.0)
+
+    def _row(self, text: int) -> Row:
+        if text not in self._how:
+            self._how[text] = self._made(text)
+        return self._how[text]
+
+    def _made(self, text: int) -> Row:
+        rows, vote, decoding, prompts = self._rows, self._vote, self._decoding, len(self._numbers)
+        if text >= rows.num_own:
+            key = generate_key(self._numbers[text - rows.num_own])
+            generator = generator_for(decoding.seed, *key) if decoding.do_sample else None
+            return Row(decoding, generator, self._uncertainty)
+        agent, row = divmod(text, rows.first)
+        time, prompt = divmod(row, prompts)
+        if vote is None or not vote.samples or not time:
+            return Row(replace(decoding, do_sample=False), None, self._uncertainty)
+        key = vote_key(self._numbers[prompt], agent * vote.samples + time - 1)
+        drawing = replace(decoding, do_sample=True, temperature=vote.temperature)
+        return Row(drawing, generator_for(decoding.seed, *key), self._uncertainty)
+
+
+@dataclass(eq=False)
+class TextEnds(StoppingCriteria):  # type: ignore[misc]
+    """Keeps each text as soon as it has ended, and stops the batch where enough of its rows can leave it.
+
+    Args:
+        rows: of the batch.
+        width: tokens of a prompt with its padding.
+        ends: token ids that end a text.
+        is_over: called with the new tokens of each text that has not ended, after each token; True ends it. None: only
+            a token does.
+        stop: called after every token; True ends all texts at that point.
+        leave: whether rows can leave the batch.
+
+    Attributes:
+        texts: by number, the new tokens of those that have ended, with the end.
+        may_go_on: whether the batch was stopped so that rows leave it.
+    """
+
+    rows: LiveRows
+    width: int
+    ends: frozenset[int]
+    is_over: Callable[[Sequence[int]], bool] | None
+    stop: Callable[[], bool]
+    leave: bool
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    may_go_on: bool = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        last, texts = input_ids[:, -1].tolist(), self.rows.texts.tolist()
+        for text, row in {text: row for row, text in enumerate(texts) if text not in self.texts}.items():
+            if last[row] in self.ends or (self.is_over and self.is_over(self._new(input_ids, row))):
+                self.texts[text] = self._new(input_ids, row)
+        ended = sum(text in self.texts for text in texts)
+        stopped = self.stop()
+        self.may_go_on = self.leave and not stopped and len(texts) > ended >= _LEAVING * len(texts)
+        over = stopped or self.may_go_on or ended == len(texts)
+        return torch.full((len(texts),), over, dtype=torch.bool, device=input_ids.device)
+
+    def leaving(self) -> Tensor:
+        """Take the rows of ended texts out of the batch; returns the places of those that stay."""
+        [places] = torch.tensor([text not in self.texts for text in self.rows.texts.tolist()]).nonzero(as_tuple=True)
+        self.rows.keep(places)
+        return places
+
+    def end(self, input_ids: Tensor) -> None:
+        """End all texts where they are."""
+        for row, text in enumerate(self.rows.texts.tolist()):
+            self.texts.setdefault(text, self._new(input_ids, row))
+
+    def _new(self, input_ids: Tensor, row: int) -> list[int]:
+        return input_ids[row, self.width :].tolist()
+
+
+@contextmanager
+def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
+    """Evaluation mode and padded rows: packed attention has no cache of keys and values; the model's own has."""
+    route, training = crowd.route, crowd.training
+    crowd.route = "padded"
+    crowd.eval()
+    try:
+        yield
+    finally:
+        crowd.route = route
+        crowd.train(training)
+
+
+def generate_batch(
+    crowd: CrowdModel,
+    prompts: Sequence[TokenIds],
+    decoding: Decoding,
+    numbers: Sequence[int],
+    agent: int | None,
+    *,
+    include_agents: bool,
+    uncertainty: bool,
+    stop: Callable[[], bool],
+    is_over: Callable[[TokenIds], bool] | None,
+) -> Generated:
+    """Continue a batch of prompts, by the arguments of `generate_ids`; of a crowd that votes, what it votes on."""
+    model, reading = crowd.model, crowd.agents.reading
+    num_agents, learned = (crowd.num_agents, crowd.learned) if agent is None else (1, None)
+    free = free_positions(model, prompts, numbers)
+    prompt_rows, first = _rows(prompts, decoding, include_agents=include_agents)
+    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(prompt_rows, crowd.pad_id))
+    end, cache = ids.shape[1] + min(decoding.max_new_tokens, free), _selectable_cache(model)
+    rows = LiveRows(num_agents, first, len(prompt_rows) - first)
+    choice = CrowdChoice(rows, decoding, numbers, uncertainty=uncertainty, learned=learned)
+    ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, cache is not None)
+    # The processor leaves one token per row, which also holds for sampling.
+    how: Any = {"pad_token_id": crowd.pad_id, "do_sample": False, "use_cache": True}
+    kept: Any = {} if cache is None else {"past_key_values": cache}
+    spans = None
+    with _blank_generation_config(model):
+        while True:
+            with reading.of(reading.agent, spans=spans):
+                ids = model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=GenerationConfig(max_new_tokens=end - ids.shape[1], **how),
+                    logits_processor=LogitsProcessorList([choice]),
+                    stopping_criteria=StoppingCriteriaList([ends]),
+                    synced_gpus=False,  # processes with a sharded base keep in step by themselves
+                    **kept,
+                )
+            if cache is None or not ends.may_go_on or ids.shape[1] == end:
+                break
+            places = ends.leaving().to(ids.device)
+            cache.batch_select_indices(places)
+            ids, mask = ids[places], F.pad(mask[places], (0, ids.shape[1] - mask.shape[1]), value=1)
+            spans = rows.spans  # one token of each row is read from here on
+    ends.end(ids)
+    return _generated([ends.texts[text] for text in range(rows.num_texts)], rows, len(prompts), decoding, choice)
+
+
+def _selectable_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """A cache of keys and values whose rows can be selected; None: this base has a state of another kind."""
+    if not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return cache if {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer} else None
+
+
+def _rows(prompts: Sequence[TokenIds], decoding: Decoding, *, include_agents: bool) -> tuple[list[TokenIds], int]:
+    """The R rows of every agent, of which the first F are its own: R rows and F.
+
+    Every prompt stands there for each text of an agent alone, the greedy one first, and then for the crowd.
+    """
+    vote = find_vote(decoding.aggregator)
+    if vote is None:
+        return list(prompts) * (1 + include_agents), include_agents * len(prompts)
+    rows = list(prompts) * (1 + (vote.samples or 0))
+    return rows, len(rows)
+
+
+def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
+    """Whether the base continues a prompt beside a longer one as it does alone.
+
+    Some families count pads as positions, or mix them into their states, and raise no error.
+    """
+    short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
+    alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
+    return distance(beside, alone) <= tolerance(*dtypes_of(model, alone))  # False if one of them holds NaN
+
+
+def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
+    """Logits [V] of the second new token of the first row, which depend on a full pass and on a pass over the cache."""
+    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
+    wanted = GenerationConfig(
+        max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
+    )
+    with _blank_generation_config(model):
+        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
+        return found.logits[1][0]  # type: ignore[no-any-return]
+
+
+def _generated(
+    whole: Sequence[list[int]], rows: LiveRows, prompts: int, decoding: Decoding, choice: CrowdChoice
+) -> Generated:
+    """Sort the texts, which are numbered as in `LiveRows` and have their ends."""
+    vote, own, count = find_vote(decoding.aggregator), rows.num_own, rows.num_agents
+    texts = [until(decoding.ends, tokens) for tokens in whole]
+    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded, whole, strict=True)]
+    voters = _of_agents(whole[:own], count, prompts)[bool(vote.samples)] if vote else []
+    agents, _ = _of_agents(texts[:own], count, prompts)
+    agents_tokens, _ = _of_agents(sure[:own], count, prompts)
+    return Generated(texts[own:], agents, sure[own:], agents_tokens, voters)
+
+
+def _of_agents(rows: Sequence[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
+    """What the K·F rows of the agents hold, agent-major: the greedy texts [K][B], and the drawn ones [K·n][B]."""
+    lists = [list(rows[at : at + prompts]) for at in range(0, len(rows), prompts)]
+    each = len(lists) // num_agents
+    return lists[:: each or 1], [part for number, part in enumerate(lists) if number % each]
+
+
+@contextmanager
+def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Hide the base's own generation settings: Transformers fills every value that is not given from them."""
+    kept, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, each [R, T]; pads stand to the left, so that all rows end at the same column."""
+    length = max(map(len, rows))
+    ids = torch.full((len(rows), length), pad_id)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, length - len(row) :] = torch.as_tensor(row)
+        mask[number, length - len(row) :] = 1
+    return ids, mask
