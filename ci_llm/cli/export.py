@@ -198,7 +198,20 @@ def _written(prepared: Export, call: argparse.Namespace) -> str:
         form = f"a model of Transformers with {prepared.name} of {count} agents in its weights"
     else:
         form = f"a PEFT adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
-    return f"{call.to}: {form}; README.md has the commands for Transformers and vLLM"
+    written = f"{call.to}: {form}; README.md has the commands for Transformers and vLLM"
+    return written if call.into_base else "\n".join([written, *_served(prepared, call)])
+
+
+def _served(prepared: Export, call: argparse.Namespace) -> list[str]:
+    """Lines of shell by which vLLM serves what was written, and a crowd answers by its agents there."""
+    from ci_llm.crowd.card import vllm_line
+
+    folder, names = call.to.absolute(), prepared.saved.names
+    adapters = {name: folder / name for name in names} if prepared.adapter is None else {"adapter": folder}
+    lines = [vllm_line(prepared.saved.base.name, adapters, prepared.ranks)]
+    if prepared.adapter is None:
+        lines.append(f"ci-llm serve {shlex.quote(str(call.to))} --port 8001 --engine http://localhost:8000")
+    return lines
 
 
 def _written_for_llama_cpp(prepared: Export, folder: Path) -> str:

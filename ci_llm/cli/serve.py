@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Serve the crowd of a run, its agents and its base by OpenAI's API, with a chat page at /.
 Answers are greedy unless a request has a temperature."""
-_COMMON = ("--host", "--port", "--api-key", "--max-num-seqs", "--minimum-confidence", "--engine")
+_COMMON = ("--host", "--port", "--api-key", "--max-num-seqs", "--engine")
 _EXAMPLES = """examples:
   ci-llm serve ci_llm_output
   curl localhost:8000/v1/chat/completions -d '{"model": "crowd", "messages": [{"role": "user", "content": "Hello"}]}'

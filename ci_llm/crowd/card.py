@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -94,7 +94,7 @@ def crowd_card(facts: CardFacts) -> str:
         _block(
             "bash",
             f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-loras {count}"
-            f" --max-lora-rank {_max_rank(facts)} \\\n"
+            f" --max-lora-rank {allowed_rank(facts.ranks)} \\\n"
             f"  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k=$PWD/agent$k; done)",
         ),
         _GGUF,
@@ -121,7 +121,7 @@ def adapter_card(facts: CardFacts, title: str, what: str) -> str:
         "vLLM:",
         _block(
             "bash",
-            f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-lora-rank {_max_rank(facts)}"
+            f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-lora-rank {allowed_rank(facts.ranks)}"
             " --lora-modules adapter=$PWD",
         ),
         _GGUF,
@@ -147,6 +147,18 @@ def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
         _block("bash", "\n".join(serving_lines(base, "."))),
         *facts.notes,
     )
+
+
+def vllm_line(base: str, adapters: Mapping[str, Path], ranks: Sequence[int]) -> str:
+    """The line of shell by which vLLM serves adapters on one base, each under its name."""
+    modules = " ".join(shlex.quote(f"{name}={path}") for name, path in adapters.items())
+    options = f"--enable-lora --max-loras {len(adapters)} --max-lora-rank {allowed_rank(ranks)}"
+    return f"vllm serve {shlex.quote(base)} {options} --lora-modules {modules}"
+
+
+def allowed_rank(ranks: Sequence[int]) -> int:
+    """The first rank that vLLM takes and that holds all of these."""
+    return next((allowed for allowed in RANKS if allowed >= max(ranks)), max(ranks))
 
 
 def make_base(base: str) -> str:
@@ -206,11 +218,6 @@ def _peft(facts: CardFacts, folder: str) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _max_rank(facts: CardFacts) -> int:
-    most = max(facts.ranks)
-    return next((allowed for allowed in RANKS if allowed >= most), most)
 
 
 def _block(language: str, text: str) -> str:

@@ -1,0 +1,78 @@
+"""`ci-llm serve` as it is called: what is refused before anything is loaded, and what is passed on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.cli.main import main
+
+WRONG = {
+    "--port 70000": "--port must be from 0 to 65535",
+    "--max-num-seqs 0": "--max-num-seqs must be at least 1",
+    "--max-queue -1": "--max-queue must be at least 0",
+    "--max-model-len 1": "--max-model-len must be at least 2",
+    "--minimum-confidence 2": "--minimum-confidence must be a probability",
+    "--agents-per-prompt 0.5": "--agents-per-prompt must be at least 1",
+    "--served-model-name base": "--served-model-name is the name of the base",
+    "--engine gpu:8000": "--engine is an address such as http://host:8000",
+    "--engine http://gpu --minimum-confidence 0.5": "need the crowd here",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_a_wrong_option_is_refused_before_anything_is_loaded(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "nowhere", *options.split()]) == 2
+    assert WRONG[options] in capsys.readouterr().err
+
+
+def test_the_libraries_of_the_extra_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "nowhere"]) == 2
+    assert "pip install 'ci-llm[serve]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be served: nothing is listened on."""
+    import ci_llm.serve.start
+
+    calls: list[Any] = []
+
+    def stand_in(service: Any, host: str, port: int) -> int:
+        calls.append((service, host, port))
+        return 0
+
+    monkeypatch.setattr(ci_llm.serve.start, "run_until_signal", stand_in)
+    return calls
+
+
+@pytest.mark.slow
+def test_an_open_server_is_warned_of_and_a_key_comes_from_the_environment(
+    run: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(run)]) == 0
+    assert "warning" not in capsys.readouterr().err, "nobody else reaches it"
+    assert main(["serve", str(run), "--host", "0.0.0.0", "--port", "9"]) == 0
+    assert "warning: everybody who reaches 0.0.0.0:9 may ask" in capsys.readouterr().err
+    monkeypatch.setenv("CI_LLM_API_KEY", "from the environment")
+    assert main(["serve", str(run), "--host", "0.0.0.0"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert [each[1:] for each in started] == [("127.0.0.1", 8000), ("0.0.0.0", 9), ("0.0.0.0", 8000)]
+    assert main(["serve", str(run), "--served-model-name", "agent0"]) == 2
+    assert "an agent has this name" in capsys.readouterr().err
+    assert main(["serve", str(run), "--max-model-len", "100000"]) == 2
+    assert "the base reads 512 tokens" in capsys.readouterr().err
+    assert main(["serve", str(run), "--minimum-confidence", "0.5"]) == 2
+    assert "no calibration" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_base_alone_is_served(started: list[Any]) -> None:
+    assert main(["serve", "embedded"]) == 0
+    assert started[0][0].models == "crowd, base"
