@@ -198,8 +198,9 @@ class ObjectiveKeys(Keys):
 
     objective: Objective = exact(
         "auto",
-        "what is learned: sft (answers), dpo, orpo or simpo (pairs of answers), kto (rated answers), or module:name;"
-        " auto: by the columns, dpo for prompt, chosen, rejected, and kto for prompt, completion, label"
+        "what is learned: sft (answers), dpo, orpo or simpo (pairs of answers), kto (rated answers), reward (pairs),"
+        " classification or regression (text and label), or module:name; auto: by the columns, dpo for prompt, chosen,"
+        " rejected, kto for prompt, completion, label, and classification or regression for text, label"
         " (docs/objectives.md)",
     )
     beta: Positive = exact(
@@ -218,6 +219,13 @@ class ObjectiveKeys(Keys):
     undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto")
     simpo_gamma: Amount = exact(0.5, "margin of simpo")
     cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
+    center_rewards_coefficient: Amount | None = exact(
+        None, "in reward, weight of the squared sum of a pair's two rewards; null: none"
+    )
+    num_labels: Count | None = exact(
+        None, "classes of classification, where some may be missing in the rows; null: as many as the rows have"
+    )
+    label_names: Names | None = exact(None, "names of the classes, in the order of their numbers; null: by the rows")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, joint (Jensen gap), swd or swd_raw (sliced Wasserstein distance)",
@@ -263,6 +271,7 @@ class DataKeys(Keys):
     answer_column: Text | None = exact(None, "column of the answer; null: found by its name")
     text_column: Text | None = exact(None, "column of plain text to learn; null: found by its name")
     messages_column: Text | None = exact(None, "column of chats; null: found by its name")
+    label_column: Text | None = exact(None, "column of labels, beside text_column; null: found by its name")
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )

@@ -281,7 +281,10 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
 
 
 #: Keys that only objectives of pairs and rated rows read.
-_OF_PREFERENCES = ("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma")
+_OF_PREFERENCES = (
+    *("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
+    *("center_rewards_coefficient", "num_labels", "label_names", "label_column"),
+)
 
 
 def _changed(c: KeysOfEach, key: str) -> bool:

@@ -147,10 +147,13 @@ class CrowdOutput:
     Attributes:
         log_probs: [K, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
         states: [K, N, D] final hidden states, in packed order.
+        values: [K, R, n] the numbers of the agents' heads for each row, if they have heads and the rows are units;
+            `log_probs` then is [K, 0].
     """
 
     log_probs: Tensor
     states: Tensor
+    values: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -186,6 +189,8 @@ class CrowdModel(nn.Module):
         self.common_start = not settings.initialize_adapters_rand
         self.agents = attach(model, settings)
         self.names = default_names(settings.num_agents)
+        self.heads = self.agents.heads
+        self.classes: tuple[str, ...] = ()
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
@@ -220,7 +225,7 @@ class CrowdModel(nn.Module):
     def replace_agents(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
         """Go on with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
         self.agents = self.agents.with_agents_from(settings, sources)
-        self.settings, self.names = settings, [*names]
+        self.settings, self.names, self.heads = settings, [*names], self.agents.heads
 
     @property
     def head(self) -> passes.Head:
@@ -250,9 +255,9 @@ class CrowdModel(nn.Module):
         if self.training:
             self.agents.draw_masks_of_pass()
         if isinstance(batch, Batch):
-            return self._output(self.states(batch), batch)
-        found = zip(self._passes.states_of_each(batch), batch.each, strict=True)
-        return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in found))
+            return self._output(self.states(batch), batch, self.agents.reading.agent or 0)
+        found = enumerate(zip(self._passes.states_of_each(batch), batch.each, strict=True))
+        return AgentOutputs(tuple(None if own is None else self._output(states, own, k) for k, (states, own) in found))
 
     def parts(self, batch: Batch | AgentBatches) -> list[passes.Part]:
         """The passes that a micro-batch takes: one for all agents, or one for each (`agents.pass_per_agent`).
@@ -261,7 +266,11 @@ class CrowdModel(nn.Module):
         """
         return self._passes.parts(batch)
 
-    def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
+    def _output(self, states: Tensor, batch: Batch, first: int) -> CrowdOutput:
+        """What agents `first`, `first + 1`, ... make of their states."""
+        if self.settings.outputs and batch.labels is not None:
+            values = self.agents.values(states[:, batch.last_tokens], first, training=self.training)
+            return CrowdOutput(states[:, :0, 0].float(), states, values)
         head = self._passes.cast_head(states)
         return CrowdOutput(passes.target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
 
@@ -330,6 +339,11 @@ class CrowdModel(nn.Module):
             "prompt_form": self.prompter.form if self.prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
+            **(
+                {"id2label": dict(zip(map(str, range(len(self.classes))), self.classes, strict=True))}
+                if self.classes
+                else {}
+            ),
             **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if stored is None else {"quantization": stored}),

@@ -219,6 +219,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     agent_settings.require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
     crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
+    crowd.classes = config.label_names or ()
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()

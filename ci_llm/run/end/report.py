@@ -18,8 +18,9 @@ from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.core.run_folder import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
+from ci_llm.objectives import head_size
 from ci_llm.report.page import curves_command, write_report
-from ci_llm.report.scores import agents_of, table
+from ci_llm.report.scores import agents_of, judged_lines, table
 from ci_llm.run.end.shutdown import command_line, described
 
 if TYPE_CHECKING:
@@ -35,11 +36,7 @@ logger = logging.getLogger(__name__)
 def score_table(record: Mapping[str, Any], run: Path | str) -> str:
     """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
     lines = [*table(record, run)]
-    if ranked := record.get("preferences"):
-        found = ranked.get("accuracies") or ranked["auroc"]
-        what = f"share of {ranked['n']} pairs ranked right" if "accuracies" in ranked else "AUROC of the ratings"
-        agents = ", ".join(f"{own:.3f}" for own in found["agents"])
-        lines.append(f"{what}: crowd {found['crowd']:.3f}; agents {agents}")
+    lines += judged_lines(record)
     if record.get("choice"):
         lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
@@ -109,8 +106,9 @@ def next_steps(
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
+    verb = "score" if head_size(config) else "chat"
     return [
-        f"ask        ci-llm chat {shlex.quote(str(folder))}",
+        f"ask        ci-llm {verb} {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
         *([f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"] if config.num_agents > 1 else []),

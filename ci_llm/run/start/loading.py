@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers, describe_shards
@@ -15,6 +17,7 @@ from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
+from ci_llm.data.labels import Label, are_numbers, class_names, labels_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.prompts import PromptForm, form_of
 from ci_llm.data.rows import Rows
@@ -23,7 +26,8 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, ConfigError, DataError
-from ci_llm.objectives import BY_ROWS, SFT, RowKind, objective_of
+from ci_llm.lora.heads import pad_of, require_class
+from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
 from ci_llm.run.start.counting import LEAST, eval_samples_of, num_tokens, tokens_of_evaluation
 from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.state import TrainState
@@ -93,7 +97,9 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
         eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
         if not _narrowed(settled, config, rows, eval_rows, per_step, before):
             judged = []
-            if config.objective != SFT:
+            if head_size(config):
+                require_class(base.model)
+            elif config.objective != SFT:
                 asked = load_rows_of_each(config, "judged")
                 judged = _tokenized(config, base, processes, asked, evaluated=True)
             return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
@@ -113,7 +119,9 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
             where="agents, dataset_name",
             hint="one run has one objective: train on one kind at a time",
         )
-    settled = config.with_objective(BY_ROWS[kinds.pop()]) if config.is_open("objective") else {}
+    labels = [*labels_of(each)]
+    by_rows = "regression" if are_numbers(labels) else BY_ROWS[kinds.pop()]
+    settled = config.with_objective(by_rows) if config.is_open("objective") else {}
     config = config.model_copy(update=settled)
     if config.objective == SFT:
         return settled
@@ -128,7 +136,17 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
             where="global_batch_size, batch_size",
             hint="batch_size=4, or loss_type=apo_zero_unpaired",
         )
-    return settled
+    return settled | (_about_labels(config, labels, each[0].where) if needs.rows == "labelled" else {})
+
+
+def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[str, Any]:
+    """The classes of these labels. Labels that are to be predicted as numbers are looked at when they are tokenised."""
+    if config.objective == "regression":
+        if len({*labels}) < 2:
+            raise DataError("all rows have the same label", where=f"{where}, label", hint="give rows of several")
+        return {}
+    names = config.label_names or class_names(labels, config.num_labels, where)
+    return {"label_names": names, "num_labels": len(names)}
 
 
 def _narrowed(
@@ -302,6 +320,7 @@ def _tokenized(
             long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
             learn_preferred=learns_preferred(config, rows),
+            **how_for_heads(config, base.model.config, base.tokenizer),
             evaluated=evaluated,
             main_process_first=processes.main_process_first(),
         )
@@ -313,6 +332,14 @@ def _tokenized(
         return tokenized
 
     return once_each(each, tokens)
+
+
+def how_for_heads(config: Config, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What `tokenize` has to know about the rows of an objective with heads."""
+    if not head_size(config):
+        return {}
+    classes = config.label_names or ()
+    return {"classes": classes, "pad": pad_of(shape, tokenizer)}
 
 
 def learns_preferred(config: Config, rows: Rows) -> bool:
