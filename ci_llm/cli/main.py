@@ -23,6 +23,7 @@ start here
 
 after the run
   chat RUN                             talk to the crowd
+  score RUN "text"                     rewards, classes or numbers of texts, by agents that have heads
   evaluate RUN [--data FILE]           ask agents and crowd the rows of a data set, and score the answers
   report RUN                           write RUN/report.html: scores, curves, what each fault cost
   compare RUN RUN ...                  compare configurations, scores and curves of runs, or the trials of a sweep
@@ -55,6 +56,7 @@ COMMANDS: Final = {
     "checkpoints": "ci_llm.cli.checkpoints:run_verb",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
+    "score": "ci_llm.cli.score:score",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
     "push": "ci_llm.cli.export:push",

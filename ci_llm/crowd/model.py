@@ -10,7 +10,7 @@ Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -36,6 +36,12 @@ Route = Literal["packed", "padded"]
 def default_names(num_agents: int) -> list[str]:
     """The folders of the agents of a crowd that no run has changed: agent0, agent1, ..."""
     return [f"agent{k}" for k in range(num_agents)]
+
+
+def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes in the order of their numbers, from what `meta` says about heads; empty for none."""
+    named = facts.get("id2label", {})
+    return tuple(named[str(number)] for number in range(len(named)))
 
 
 def choose_route(crowd: CrowdModel) -> str | None:
@@ -191,6 +197,7 @@ class CrowdModel(nn.Module):
         self.names = default_names(settings.num_agents)
         self.heads = self.agents.heads
         self.classes: tuple[str, ...] = ()
+        self.reads_pairs = False
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
@@ -339,15 +346,21 @@ class CrowdModel(nn.Module):
             "prompt_form": self.prompter.form if self.prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
-            **(
-                {"id2label": dict(zip(map(str, range(len(self.classes))), self.classes, strict=True))}
-                if self.classes
-                else {}
-            ),
+            **({"head": self._head_facts} if self.settings.outputs else {}),
             **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if stored is None else {"quantization": stored}),
         }
+
+    @property
+    def _head_facts(self) -> dict[str, Any]:
+        """What the heads read, and the names of the classes, as Transformers writes them."""
+        named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
+        return {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
+
+    def know_heads(self, facts: Mapping[str, Any]) -> None:
+        """Take what `meta` says about the heads of a saved crowd; nothing, if it has none."""
+        self.classes, self.reads_pairs = class_names(facts), facts.get("reads") == "pairs"
 
     def adapter_files(self) -> dict[str, Any]:
         """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""

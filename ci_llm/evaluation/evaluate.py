@@ -121,7 +121,8 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
                 job.crowd.calibration = _calibration(job, rows)
                 write_json(calibrated, job.crowd.calibration.record())
         else:
-            loading.refuse_unanswerable(job)
+            if not job.crowd.settings.outputs:
+                loading.refuse_unanswerable(job)
             resumed, rows = 0, []
             scores, base = _fitting(job, lambda job: _score(job, progress))
     return Evaluation(
@@ -173,7 +174,7 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
     """
     scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
-    if not job.names:
+    if not job.names or job.crowd.settings.outputs:
         return scores, scores
     with job.crowd.without_agents():
         base = scoring.score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
@@ -312,12 +313,14 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
     config, (right, base_right) = job.config, _judged(job, rows)
     task = job.request.choice.data or config.task
     forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
+    heads = bool(job.crowd.settings.outputs)
     record = {
-        **scoring.merge_records(forced, right),
+        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
+        **scoring.merge_records(forced, right, heads=heads),
         "step": job.saved.step,
         "data": [job.tokenized.rows.where],
         "judged_by": job.judged_by,
-        "base": scoring.base_record(base, base_right),
+        **({} if heads else {"base": scoring.base_record(base, base_right)}),
     }
     if not job.names:
         record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
@@ -342,6 +345,8 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
             names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
+    if heads:
+        return {**record, "left_out": 0}
     return {**record, "left_out": job.questions.left_out, **_text_figures(job, scores, base)}
 
 

@@ -26,7 +26,7 @@ from ci_llm.base.quantized import replace_quantized_layers
 from ci_llm.base.targets import find_targets, peft_targets, trunk_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.heads import SCORE, HeadShape, head_values
+from ci_llm.lora.heads import SCORE, HeadShape, head_values, with_score
 from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSettings, Reading, StackedLoRALinear
 
 if TYPE_CHECKING:
@@ -535,6 +535,8 @@ def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: 
 
     plain = on_same_weights(model, {id(layer): layer.base_layer for layer in agents.layers.values()})
     plain.config.use_cache = True
+    if agents.head.size:
+        plain = with_score(plain, agents.head.outputs)
     found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
     set_peft_model_state_dict(found, agents.agent_tensors(k))
     return found.eval()

@@ -9,12 +9,14 @@ Legend: K agents, R rows, D hidden width, n numbers of a head.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     PreTrainedConfig,
@@ -22,8 +24,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ModelError
+from ci_llm.objectives import head_size
 
 #: Of a head in a PEFT folder of task type SEQ_CLS.
 SCORE = "base_model.model.score.weight"
@@ -79,10 +83,28 @@ def head_values(states: Tensor, heads: Sequence[Tensor]) -> Tensor:
         return torch.stack([F.linear(own.to(head.dtype), head) for own, head in zip(states, heads, strict=True)])
 
 
+def with_score(model: PreTrainedModel, outputs: int) -> PreTrainedModel:
+    """The model of a base's family for sequences, on the base's own weights; its `score` is not set.
+
+    Args:
+        model: a causal model.
+        outputs: numbers that it has for a sequence.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_labels = outputs
+    with torch.device("meta"):
+        found: PreTrainedModel = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)](config)
+    prefix = found.base_model_prefix
+    setattr(found, prefix, getattr(model, prefix))
+    weights = next(model.parameters())
+    found.score = nn.Linear(found.score.in_features, outputs, bias=False, device=weights.device)
+    return found.eval()
+
+
 def pad_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The pad token of a base, before which Transformers pools the state of a row; else that of the tokenizer."""
     own: int | None = config.get_text_config().pad_token_id
-    return tokenizer.pad_token_id if own is None else own  # type: ignore[no-any-return]
+    return tokenizer.pad_token_id if own is None else own
 
 
 def require_class(model: PreTrainedModel) -> None:
@@ -99,3 +121,15 @@ def require_class(model: PreTrainedModel) -> None:
             hint="take a base of another family, such as Llama, Qwen, Mistral, Gemma, Phi or GPT-2; or objective=sft"
             " with the labels as answers",
         )
+
+
+def how_tokenized(config: Config, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What `tokenize` has to know of rows for heads, by its names; nothing, if the objective has no heads.
+
+    Args:
+        shape: the configuration of the base.
+    """
+    if not head_size(config):
+        return {}
+    classes = config.label_names if config.objective == "classification" else None
+    return {"classes": classes or (), "pad": pad_of(shape, tokenizer)}

@@ -209,6 +209,7 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         yield f"{score.who:<14}{''.join(f'{cell(score):>{width}}' for _, width, cell in columns)}".rstrip()
     yield from (f"crowd - {name}: {gain}" for name, gain in gains(evaluation) if are_several)
     yield what_evaluated(evaluation)
+    yield from judged_lines(evaluation)
     yield from notes(evaluation, run)
 
 

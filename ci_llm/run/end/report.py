@@ -20,7 +20,7 @@ from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
 from ci_llm.objectives import head_size
 from ci_llm.report.page import curves_command, write_report
-from ci_llm.report.scores import agents_of, judged_lines, table
+from ci_llm.report.scores import agents_of, table
 from ci_llm.run.end.shutdown import command_line, described
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 def score_table(record: Mapping[str, Any], run: Path | str) -> str:
     """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
     lines = [*table(record, run)]
-    lines += judged_lines(record)
     if record.get("choice"):
         lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
@@ -66,6 +65,8 @@ def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str],
         scores=score_table({**record, "data": [*map(public_name, record["data"])]}, "."),
         notes=[_GOES_ON],
         opened_with=auto_class(crowd.model.config).__name__,
+        num_labels=crowd.settings.outputs,
+        classes=crowd.classes,
     )
     return crowd_card(facts)
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers, describe_shards
@@ -26,7 +24,7 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, ConfigError, DataError
-from ci_llm.lora.heads import pad_of, require_class
+from ci_llm.lora.heads import how_tokenized, require_class
 from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
 from ci_llm.run.start.counting import LEAST, eval_samples_of, num_tokens, tokens_of_evaluation
 from ci_llm.run.step.members import Members, config_of
@@ -320,7 +318,7 @@ def _tokenized(
             long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
             learn_preferred=learns_preferred(config, rows),
-            **how_for_heads(config, base.model.config, base.tokenizer),
+            **how_tokenized(config, base.model.config, base.tokenizer),
             evaluated=evaluated,
             main_process_first=processes.main_process_first(),
         )
@@ -332,14 +330,6 @@ def _tokenized(
         return tokenized
 
     return once_each(each, tokens)
-
-
-def how_for_heads(config: Config, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What `tokenize` has to know about the rows of an objective with heads."""
-    if not head_size(config):
-        return {}
-    classes = config.label_names or ()
-    return {"classes": classes, "pad": pad_of(shape, tokenizer)}
 
 
 def learns_preferred(config: Config, rows: Rows) -> bool:
