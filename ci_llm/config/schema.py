@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from ci_llm.core.imports import plugin_names
+from ci_llm.core.scores import GREATER_IS_BETTER
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
@@ -75,7 +76,9 @@ if TYPE_CHECKING:
     Aggregator = str
     Tracker = str
     Backend = str
+    Metric = str
 else:
+    Metric = Literal[tuple(GREATER_IS_BETTER)]
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
     Objective = (
         Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
@@ -372,7 +375,7 @@ class EvaluationKeys(Keys):
         None, "end after n evaluations in a row that did not improve the crowd; null: off"
     )
     early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
-    metric_for_best_model: Literal["nll", "exact_match"] = ending(
+    metric_for_best_model: Metric = ending(
         "nll",
         "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is)",
     )

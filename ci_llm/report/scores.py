@@ -126,6 +126,17 @@ def is_of_heads(evaluation: Mapping[str, Any]) -> bool:
     return evaluation.get("measured_by") == "heads"
 
 
+#: What an evaluation measures by right or wrong, and in numbers, where no heads are scored.
+_USUAL: Final = ("exact match", "nats per token")
+
+
+def measures(evaluation: Mapping[str, Any]) -> tuple[str, str]:
+    """The words for what is right or wrong in an evaluation, and for its `nll`."""
+    if not is_of_heads(evaluation):
+        return _USUAL
+    return "accuracy", "squared error" if is_free_text(evaluation) else "nats per row"
+
+
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
     """The names of the agents for people: those that the run gave them, or else those of their folders."""
     return [*evaluation.get("names", folders_of(evaluation))]
@@ -159,11 +170,13 @@ def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iter
 
 
 def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
-    """Lines for people: the best agent of those with settings of their own, and where the crowd adds nothing.
+    """Lines for people: figures beside the scores, the best agent of those with settings of their own, and where the
+    crowd adds nothing.
 
     Args:
         run: what `ci-llm export` is to be given.
     """
+    yield from judged_lines(evaluation)
     names = agents_of(evaluation)
     if found := evaluation.get("best_agent"):
         better, worse = found["rows_better"], found["rows_worse"]
@@ -173,6 +186,8 @@ def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         best, why = nothing
         folder = folders_of(evaluation)[best]
         serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
+        for usual, own in zip(_USUAL, measures(evaluation), strict=True):
+            why = why.replace(usual, own)
         yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
 
 
@@ -209,7 +224,6 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         yield f"{score.who:<14}{''.join(f'{cell(score):>{width}}' for _, width, cell in columns)}".rstrip()
     yield from (f"crowd - {name}: {gain}" for name, gain in gains(evaluation) if are_several)
     yield what_evaluated(evaluation)
-    yield from judged_lines(evaluation)
     yield from notes(evaluation, run)
 
 
@@ -241,16 +255,15 @@ def _columns(
     def shown(number: float | None, form: str, factor: float = 1.0) -> str:
         return "" if number is None else format(number * factor, form)
 
-    heads = is_of_heads(evaluation)
+    right, loss = measures(evaluation)
     if not is_free_text(evaluation):
-        yield "accuracy" if heads else "exact match", 12, lambda s: shown(s.exact_match, ".3f")
+        yield right, 12, lambda s: shown(s.exact_match, ".3f")
         yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
     elif "bytes" in evaluation:
         bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
         yield "perplexity", 12, lambda s: shown(s.nll and math.exp(s.nll), ".3f")
         yield "bits per byte", 17, lambda s: shown(s.nll, ".4f", bits)
-    loss = "squared error" if is_free_text(evaluation) else "nats per row"
-    yield loss if heads else "nats per token", 16, lambda s: shown(s.nll, ".4f")
+    yield loss, 16, lambda s: shown(s.nll, ".4f")
     if len({score.learning_rate for score in found} - {None}) > 1:
         yield "learning rate", 15, lambda s: shown(s.learning_rate, "g")
 

@@ -121,10 +121,10 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
     by_rows = "regression" if are_numbers(labels) else BY_ROWS[kinds.pop()]
     settled = config.with_objective(by_rows) if config.is_open("objective") else {}
     config = config.model_copy(update=settled)
-    if config.objective == SFT:
-        return settled
     for clash in objective_clashes(config):
         raise ConfigError(clash.what, where=", ".join(clash.keys), hint=clash.hint)
+    if config.objective == SFT:
+        return settled
     if settled:
         logger.info(f"data      objective {config.objective}, by the columns; objective=sft would refuse them")
     needs = objective_of(config.objective, config.each_agent).needs

@@ -8,6 +8,7 @@ The checkpoint of the best step is kept, and its weights can be the result of th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -131,7 +132,7 @@ def validation_after(
     """
     validation = state.validation
     names = [*state.names, "crowd"]
-    values = [float(metrics[f"eval/{name}/{validation.metric}"]) for name in names]
+    values = [float(metrics.get(f"eval/{name}/{validation.metric}", math.nan)) for name in names]  # NaN is never best
     *agents, crowd = processes.broadcast_object(values)
     return validation if validation.step == state.step else validation.after(state.step, crowd, agents, threshold)
 
