@@ -222,6 +222,12 @@ class ObjectiveKeys(Keys):
     undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto")
     simpo_gamma: Amount = exact(0.5, "margin of simpo")
     cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
+    reference: Literal["base", "start"] = exact(
+        "base", "what dpo and kto compare agents with: the base without agents, or the adapters of init_from"
+    )
+    disable_dropout: bool = exact(
+        False, "switch off the dropout of the base as well, which most bases do not have; lora_dropout must be 0 then"
+    )
     center_rewards_coefficient: Amount | None = exact(
         None, "in reward, weight of the squared sum of a pair's two rewards; null: none"
     )
@@ -377,7 +383,8 @@ class EvaluationKeys(Keys):
     early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
     metric_for_best_model: Metric = ending(
         "nll",
-        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is)",
+        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is); of"
+        " pairs also rewards/accuracies, of classes f1, of numbers mse, and more (docs/objectives.md)",
     )
     load_best_model_at_end: bool = free(
         False, "make final_checkpoint of the best step, and evaluate that one at the end; false: of the last step"

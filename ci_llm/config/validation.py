@@ -175,6 +175,12 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.label_names and c.num_labels not in (None, len(c.label_names)):
         what = f"num_labels is {c.num_labels}, and label_names has {len(c.label_names)}"
         yield Clash(("num_labels", "label_names"), what, "leave one of them out")
+    if c.reference == "start" and c.init_from is None:
+        what = "agents begin as the base, unless init_from names adapters to start from"
+        yield Clash(("reference", "init_from"), what, "reference=base, or init_from=FOLDER")
+    if c.disable_dropout and any(own.lora_dropout for own in c.each_agent):
+        what = "disable_dropout switches all dropout off, and lora_dropout is above 0"
+        yield Clash(("disable_dropout", "lora_dropout"), what, "leave one of them out")
     if c.objective == "sft":
         return
     wrong = {
@@ -308,7 +314,7 @@ METRICS_OF = {
 #: Keys that only objectives of pairs and rated rows read.
 _OF_PREFERENCES = (
     *("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
-    *("center_rewards_coefficient", "num_labels", "label_names", "label_column"),
+    *("center_rewards_coefficient", "num_labels", "label_names", "label_column", "reference"),
 )
 
 

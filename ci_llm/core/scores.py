@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import stdev
-from typing import Final
+from typing import Any, Final
 
 #: The metrics by which steps and trials are compared, and whether more of them is better.
 GREATER_IS_BETTER: Final[Mapping[str, bool]] = {
@@ -31,9 +31,8 @@ def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
     """
     if metric in ("nll", "exact_match"):
         return evaluation[metric]  # type: ignore[no-any-return]
-    kind = (
-        "preferences" if metric.startswith("rewards/") else "numbers" if metric in ("mse", "mae", "r2") else "classes"
-    )
+    kind = "numbers" if metric in ("mse", "mae", "r2") else "classes"
+    kind = "preferences" if metric.startswith("rewards/") else kind
     return evaluation[kind][metric.removeprefix("rewards/")]  # type: ignore[no-any-return]
 
 

@@ -47,6 +47,7 @@ class Crowd(CrowdModel):
             for a base alone.
         classes: the names of the classes, of agents that classify texts.
         reads_pairs: whether heads were trained on pairs, and judge answers.
+        start: [K, P] the weights that agents are compared with in training; None: the base alone.
 
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.

@@ -198,6 +198,7 @@ class CrowdModel(nn.Module):
         self.heads = self.agents.heads
         self.classes: tuple[str, ...] = ()
         self.reads_pairs = False
+        self.start: Tensor | None = None
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
@@ -233,6 +234,11 @@ class CrowdModel(nn.Module):
         """Go on with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
         self.agents = self.agents.with_agents_from(settings, sources)
         self.settings, self.names, self.heads = settings, [*names], self.agents.heads
+        if (old := self.start) is not None:
+            self.start = self.agents.weights.clone()
+            for own, size, source in zip(self.start, self.agents.sizes, sources, strict=True):
+                if source is not None:
+                    own[:size] = old[source, :size]
 
     @property
     def head(self) -> passes.Head:
@@ -282,8 +288,15 @@ class CrowdModel(nn.Module):
         return CrowdOutput(passes.target_log_probs(states[:, batch.predict_from], batch.targets, head), states)
 
     @torch.no_grad()
-    def reference(self, batch: Batch) -> Tensor:
-        """[1, S] log-probability of every target under the base without agents, once for the passes of all of them."""
+    def reference(self, batch: Batch, agent: int | None = None) -> Tensor:
+        """Log-probability of every target under what the agents are compared with.
+
+        Returns:
+            [1, S] under the base without agents, once for the passes of all of them; or where agents are compared with
+            their `start`, under that of each, [K, S], or of the one that the rows are of.
+        """
+        if self.start is not None:
+            return self._under_start(self.start, batch, agent)
         shared = self.agents.reading.shared
         if shared is not None and shared.same_rows and shared.reference is not None:
             return shared.reference
@@ -293,6 +306,20 @@ class CrowdModel(nn.Module):
         if shared is not None:
             shared.reference = found
         return found
+
+    def _under_start(self, start: Tensor, batch: Batch, agent: int | None) -> Tensor:
+        """[K, S], or [1, S] of one agent, under the weights with which agents began, without dropout and noise."""
+        weights, training = self.agents.weights.data, self.training  # autograd shall not see that they change
+        own = weights.clone()
+        self.eval()
+        try:
+            weights.copy_(start)
+            with self.agents.reading.of(self.agents.reading.agent if agent is None else agent):
+                states = self.states(batch)
+            return passes.target_log_probs(states[:, batch.predict_from], batch.targets, self.head)
+        finally:
+            weights.copy_(own)
+            self.train(training)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""

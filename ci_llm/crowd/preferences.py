@@ -50,7 +50,7 @@ class Preferences:
 
     Args:
         objective: with the settings of all agents.
-        crowd: its base alone is the reference.
+        crowd: its base alone is the reference, or its start.
         bootstrap: see `ci_llm.crowd.objective.Objective`.
         facts: of the step.
     """
@@ -144,9 +144,9 @@ class Preferences:
             kl=None if self.facts.kl is None else self.facts.kl[part],
         )
         if needs.reference:
-            base = self.crowd.reference(batch)
+            base = self.crowd.reference(batch, agent)
             base = base.where(batch.answered, 0.0) if needs.nll == "rows" else base
-            found = replace(found, reference=row_sums(base, batch)[0])
+            found = replace(found, reference=row_sums(base, batch))
         if needs.nll != "none":
             counts = torch.tensor(batch.target_counts, device=log_probs.device)
             shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[part, None]

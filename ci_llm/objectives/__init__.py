@@ -58,7 +58,7 @@ class Evidence:
     Attributes:
         sums: [K, R] log-probability of every answer, in nats; [K, 0] with heads, and so is what is made of it.
         lengths: [R] tokens of every answer.
-        reference: [R] the same as `sums` by the base without agents.
+        reference: the same as `sums` by the base without agents, [1, R], or by the starts of the agents, [K, R].
         labels: [U] of rated rows bool, whether they are good; of labelled ones fp64, the number of the class or what
             is to be predicted.
         values: [K, R, n] fp64 the numbers of the heads.

@@ -158,8 +158,8 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
         right, loss = measures(runs[number].evaluation or {})
-        told = _as_text(gain).replace("exact match", right).replace("nats per token", loss) if gain else ""
-        yield f"{pair}: {told or f'not compared ({why})'}"
+        shown = _as_text(gain).replace("exact match", right).replace("nats per token", loss) if gain else ""
+        yield f"{pair}: {shown or f'not compared ({why})'}"
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.evaluation:
             rates = ", ".join(f"{rate:g}" for rate in run.evaluation.get("learning_rates", ()))

@@ -155,10 +155,10 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     if facts.evaluation and not facts.has_gone_on:
         crowd = scores(facts.evaluation)[-1]
         note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
-        right, loss = measures(facts.evaluation)
+        right, nats = measures(facts.evaluation)
         if crowd.exact_match is not None:
             yield Tile(f"crowd, {right}", f"{crowd.exact_match:.3f}", note)
-        yield Tile(f"crowd, {loss}", number(crowd.nll))
+        yield Tile(f"crowd, {nats}", number(crowd.nll))
     elif (loss := facts.metrics.last("train/task_loss")) is not None:
         yield Tile("training loss", number(loss), "nats per token, mean over agents")
     agent_steps = facts.status.agent_steps

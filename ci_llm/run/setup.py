@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
-from ci_llm.base.load import Base
+from ci_llm.base.load import Base, disable_dropout
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
@@ -230,6 +230,10 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         logger.info(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
+    if config.reference == "start":
+        crowd.start = crowd.agents.weights.clone()
+    if config.disable_dropout:
+        disable_dropout(base.model)
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
