@@ -375,6 +375,8 @@ def _require_same_scores(saved: Pretrained) -> None:
         ModelError: its family has no class for sequences, or an agent's scores differ.
     """
     require_class(saved.base.model)
+    if stored_quantization(saved.base.model.config):
+        return  # its layers cannot be given to PEFT; where Transformers pools does not depend on them
     crowd = Crowd.of(saved)
     crowd.choose_route()
     try:

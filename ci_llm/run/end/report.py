@@ -107,12 +107,16 @@ def next_steps(
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
-    verb = "score" if head_size(config) else "chat"
+    heads = head_size(config)
     return [
-        f"ask        ci-llm {verb} {shlex.quote(str(folder))}",
+        f"ask        ci-llm {'score' if heads else 'chat'} {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
-        *([f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"] if config.num_agents > 1 else []),
+        *(
+            [f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"]
+            if config.num_agents > 1 and not heads
+            else []
+        ),
         f"longer     {command(to_go_on)}   goes on from here",
         *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
     ]

@@ -417,15 +417,13 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     rows = scores.right.shape[1]
     where = f"evaluate  step {step}{f', on {rows} rows' if rows < LEAST_ROWS else ''}:"
     if scores.judged is not None:
-        return f"{where} {scores.judged}; crowd nll {nll:.3f}{_NLL_OF.get(type(scores.judged), '')}"
+        # Heads cost a row what they cost; next tokens are those of the better answers.
+        of_answers = ", of the better answers" if int(scores.tokens.max()) > 1 else ""
+        return f"{where} {scores.judged}; crowd nll {nll:.3f}{of_answers}"
     if judged_by == "nll":
         return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
     return f"{where} {crowd}; agents nll {fmean(agents_nll):.3f}, exact {fmean(agents):.3f}"
-
-
-#: What the NLL is of, where it is not that of the judged rows.
-_NLL_OF: Final[Mapping[type, str]] = {Ranking: ", of the better answers"}
 
 
 def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> str:
