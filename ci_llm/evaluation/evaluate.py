@@ -30,7 +30,9 @@ from ci_llm.crowd.card import public_name
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
+from ci_llm.crowd.preferences import Preferences
 from ci_llm.crowd.pretrained import located
+from ci_llm.crowd.ranking import Ranking, rank
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
@@ -39,6 +41,7 @@ from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import LEAST_OF_EACH, sureness_record
+from ci_llm.objectives import objective_of
 from ci_llm.report.scores import surest_first
 from ci_llm.report.scores import table as table_of
 
@@ -176,6 +179,7 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
     assert scores is not None, "nobody asks to stop"
     if not job.names or job.crowd.settings.outputs:
         return scores, scores
+    scores = replace(scores, judged=_ranking(job))
     with job.crowd.without_agents():
         base = scoring.score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
     assert base is not None, "nobody asks to stop"
@@ -187,6 +191,17 @@ def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> 
     for part in share(range(total), 0, 1, 4 * job.batch_size):
         progress(phase, part[0], total)
         yield pack([job.tokenized[number] for number in part], part)
+
+
+def _ranking(job: loading.Job) -> Ranking | None:
+    """How well the agents tell better answers from worse ones, where they were trained for that."""
+    if (rows := job.judged) is None:
+        return None
+    each = job.config.each_agent  # of a crowd that has changed these are others
+    own = each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
+    objective = Preferences(objective_of(job.config.objective, own, job.crowd.device), job.crowd)
+    parts = share(range(len(rows)), 0, 1, 2 * job.batch_size)
+    return rank(objective, (pack([rows[number] for number in part], part) for part in parts))
 
 
 def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> None:

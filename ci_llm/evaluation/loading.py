@@ -26,7 +26,7 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, ConfigError, DataError
 from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
 from ci_llm.lora.heads import how_tokenized
-from ci_llm.objectives import head_size
+from ci_llm.objectives import SFT, head_size
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ class Job:
     Attributes:
         names: of the agents, for people; empty for a base alone.
         judged_by: see `ci_llm.crowd.scoring.judged_by`.
+        judged: the same rows as pairs or rated rows, for agents that were trained on these; None for others.
     """
 
     request: Request
@@ -204,6 +205,7 @@ class Job:
     questions: Questions
     batch_size: int
     judged_by: JudgedBy
+    judged: TokenizedRows | None = None
 
 
 def default_output(checkpoint: Path | None) -> Path:
@@ -245,7 +247,10 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     asked = request.metric and len(questions)
     judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, prompter, heads=heads)
     batch_size = request.batch_size or config.batch_size
-    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge)
+    judged = None
+    if config.objective not in ("auto", SFT) and not heads and config.reference == "base":
+        judged = _tokenized(load_rows(config, "judged"), crowd, config)
+    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge, judged)
 
 
 def _sets(tokenized: TokenizedRows) -> list[range]:
