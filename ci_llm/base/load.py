@@ -356,3 +356,12 @@ def load_error(model_name: str, error: Exception) -> ModelError:
         hint="give a folder that exists or a hub id that can be reached (or is in the local cache), or use "
         "model_name=embedded, which needs no network",
     )
+
+
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Switch off all dropout of a base, for good."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

@@ -46,6 +46,8 @@ def generate(words: Sequence[str]) -> int:
     parser.add_argument("prompts", nargs="*", default=[], metavar="PROMPT", help=about)
     parser.add_argument("--file", metavar="F", help="one prompt per line, or rows with the columns of training")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts answered at a time (16)")
+    parser.add_argument("--best-of", type=int, metavar="N", help="draw N answers, and give the one of the best reward")
+    parser.add_argument("--reward", metavar="RUN2", help="the run whose rewards choose, with --best-of")
     parser.add_argument("--agents", action="store_true", help="also show what each agent answers alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt, a line each")
     parser.add_argument("--tokens", action="store_true", help="with --json: how sure the crowd is of every token")
@@ -59,6 +61,8 @@ def generate(words: Sequence[str]) -> int:
     if call.agents and call.agents_per_prompt is not None:
         what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
         raise ConfigError(what, where="command line", hint=hint)
+    if call.best_of is not None or call.reward is not None:
+        return _best_of(call, prompts, choices)
     whole = call.json or call.agents or sys.stdout.isatty()
     names, found = _asked(call, prompts, choices, include_agents=whole)
     for number, answer in enumerate(found):
@@ -109,6 +113,39 @@ def _asked(
     crowd, names = asking.open_run(call.run, call.base_model)
     options = options_of(crowd, stops, **choices)
     return names, answers(crowd, prompts, options, call.batch_size, include_agents=include_agents)
+
+
+def _best_of(call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any]) -> int:
+    """Draw several answers to each prompt, and print the one that the rewards of another run find best."""
+    if call.best_of is None or call.reward is None or call.best_of < 2:
+        what, hint = "--best-of N, at least 2, and --reward RUN2 go together", "--best-of 4 --reward RUN2"
+        raise ConfigError(what, where="command line", hint=hint)
+    if odd := [name for name in ("--agents", "--tokens", "--agents-per-prompt") if _is_given(call, name)]:
+        raise ConfigError(f"{odd[0]} is about one answer", where="command line", hint="leave it out with --best-of")
+    asking.require_run(call.reward, None, takes_base=False)
+    choices = {"temperature": 1.0, "seed": 0, **choices, "do_sample": True}
+    crowd, _ = asking.open_run(call.run, call.base_model)
+    judge, _ = asking.open_run(call.reward, None)
+    if not judge.reads_pairs:
+        what, hint = "these agents give no rewards for answers", "take a run of objective=reward"
+        raise ConfigError(what, where=f"--reward {call.reward}", hint=hint)
+    how: Any = {"stop_strings": asking.stop_strings(call), "batch_size": call.batch_size}
+    first = choices.pop("seed")
+    each = [crowd.generate(prompts, seed=seed, **choices, **how) for seed in range(first, first + call.best_of)]
+    for prompt, *answers in zip(prompts, *each, strict=True):
+        scores = judge.score([prompt] * len(answers), answers, batch_size=call.batch_size)
+        best = max(range(len(answers)), key=lambda number: scores[number].mean)
+        if call.json:
+            found = [{"answer": text, "reward": own.mean} for text, own in zip(answers, scores, strict=True)]
+            record = {"prompt": prompt, "answer": answers[best], "reward": scores[best].mean, "answers": found}
+            print(json.dumps(record), flush=True)
+        else:
+            print(answers[best], flush=True)
+    return 0
+
+
+def _is_given(call: argparse.Namespace, option: str) -> bool:
+    return getattr(call, option.removeprefix("--").replace("-", "_")) not in (None, False)
 
 
 def _as_json(answer: Answer, *, tokens: bool) -> str:

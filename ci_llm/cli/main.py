@@ -24,6 +24,7 @@ start here
 after the run
   chat RUN                             talk to the crowd
   serve RUN                            the crowd and its agents by OpenAI's API, with a chat page
+  score RUN "text"                     rewards, classes or numbers of texts, by agents that have heads
   evaluate RUN [--data FILE]           ask agents and crowd the rows of a data set, and score the answers
   report RUN                           write RUN/report.html: scores, curves, what each fault cost
   compare RUN RUN ...                  compare configurations, scores and curves of runs, or the trials of a sweep
@@ -57,6 +58,7 @@ COMMANDS: Final = {
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
     "serve": "ci_llm.cli.serve:serve",
+    "score": "ci_llm.cli.score:score",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
     "push": "ci_llm.cli.export:push",

@@ -95,6 +95,7 @@ DUMPED_IF_SET: Final = (
     *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
     *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
     *("simpo_gamma", "cpo_alpha", "objective"),
+    *("reference", "disable_dropout", "center_rewards_coefficient", "num_labels", "label_names", "label_column"),
     *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
 )
 

@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from ci_llm.core.imports import plugin_names
+from ci_llm.core.scores import GREATER_IS_BETTER
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
@@ -75,7 +76,9 @@ if TYPE_CHECKING:
     Aggregator = str
     Tracker = str
     Backend = str
+    Metric = str
 else:
+    Metric = Literal[tuple(GREATER_IS_BETTER)]
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
     Objective = (
         Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
@@ -203,8 +206,9 @@ class ObjectiveKeys(Keys):
 
     objective: Objective = exact(
         "auto",
-        "what is learned: sft (answers), dpo, orpo or simpo (pairs of answers), kto (rated answers), or module:name;"
-        " auto: by the columns, dpo for prompt, chosen, rejected, and kto for prompt, completion, label"
+        "what is learned: sft (answers), dpo, orpo or simpo (pairs of answers), kto (rated answers), reward (pairs),"
+        " classification or regression (text and label), or module:name; auto: by the columns, dpo for prompt, chosen,"
+        " rejected, kto for prompt, completion, label, and classification or regression for text, label"
         " (docs/objectives.md)",
     )
     beta: Positive = exact(
@@ -223,6 +227,19 @@ class ObjectiveKeys(Keys):
     undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto")
     simpo_gamma: Amount = exact(0.5, "margin of simpo")
     cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
+    reference: Literal["base", "start"] = exact(
+        "base", "what dpo and kto compare agents with: the base without agents, or the adapters of init_from"
+    )
+    disable_dropout: bool = exact(
+        False, "switch off the dropout of the base as well, which most bases do not have; lora_dropout must be 0 then"
+    )
+    center_rewards_coefficient: Amount | None = exact(
+        None, "in reward, weight of the squared sum of a pair's two rewards; null: none"
+    )
+    num_labels: Count | None = exact(
+        None, "classes of classification, where some may be missing in the rows; null: as many as the rows have"
+    )
+    label_names: Names | None = exact(None, "names of the classes, in the order of their numbers; null: by the rows")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, joint (Jensen gap), swd or swd_raw (sliced Wasserstein distance)",
@@ -268,6 +285,7 @@ class DataKeys(Keys):
     answer_column: Text | None = exact(None, "column of the answer; null: found by its name")
     text_column: Text | None = exact(None, "column of plain text to learn; null: found by its name")
     messages_column: Text | None = exact(None, "column of chats; null: found by its name")
+    label_column: Text | None = exact(None, "column of labels, beside text_column; null: found by its name")
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
@@ -368,9 +386,10 @@ class EvaluationKeys(Keys):
         None, "end after n evaluations in a row that did not improve the crowd; null: off"
     )
     early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
-    metric_for_best_model: Literal["nll", "exact_match"] = ending(
+    metric_for_best_model: Metric = ending(
         "nll",
-        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is)",
+        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is); of"
+        " pairs also rewards/accuracies, of classes f1, of numbers mse, and more (docs/objectives.md)",
     )
     load_best_model_at_end: bool = free(
         False, "make final_checkpoint of the best step, and evaluate that one at the end; false: of the last step"

@@ -24,7 +24,7 @@ from ci_llm.config.foreign import ACCEPTED, FIELDS, key_of, normalized
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.problems import Problem, given_twice, unknown
-from ci_llm.config.schema import Count, DataKeys
+from ci_llm.config.schema import Count, DataKeys, Metric
 from ci_llm.config.yaml_file import dump_value, read_flow
 
 #: Which rows are read, and in which order: the same for all trials, so that their scores compare.
@@ -51,9 +51,7 @@ class SweepKeys(BaseModel):
     keep: Annotated[float, Gt(0), Lt(1)] = Field(
         0.25, description="share of the trials that goes on after a rung, and length of a rung compared with the next"
     )
-    metric: Literal["nll", "exact_match"] = Field(
-        "nll", description="measure on the evaluation rows by which trials are compared"
-    )
+    metric: Metric = Field("nll", description="measure on the evaluation rows by which trials are compared")
     sampler: Literal["grid", "random", "tpe"] | None = Field(
         None,
         description="who chooses values: grid, random, or tpe, which learns from earlier trials (needs the extra"

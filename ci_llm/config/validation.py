@@ -9,6 +9,7 @@ from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS, KeysOfEach
 from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
+from ci_llm.core.scores import GREATER_IS_BETTER
 
 #: Below it a learning rate was surely meant for AdamW.
 LEAST_RATE_OF_IVON = 0.05
@@ -61,7 +62,7 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
             yield Clash(
                 (key, "eval_steps"), f"{key} compares evaluations, and eval_steps null makes none", "set eval_steps"
             )
-    greater = c.metric_for_best_model == "exact_match"
+    greater = GREATER_IS_BETTER[c.metric_for_best_model]
     if c.without_effect.get("greater_is_better") not in (None, greater):
         yield Clash(
             ("greater_is_better", "metric_for_best_model"),
@@ -159,8 +160,28 @@ def _choice_clashes(c: KeysOfEach) -> Iterator[Clash]:
 
 
 def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """What only next-token prediction has."""
-    if c.objective in ("auto", "sft"):
+    """What only some objectives have."""
+    if c.objective == "auto":
+        return
+    if (metric := c.metric_for_best_model) not in (*_OF_ALL, *METRICS_OF.get(c.objective, _OF_PAIRS)):
+        yield Clash(
+            ("metric_for_best_model", "objective"),
+            f"an evaluation of objective {c.objective} has no {metric}",
+            f"take one of {', '.join((*_OF_ALL, *METRICS_OF.get(c.objective, _OF_PAIRS)))}",
+        )
+    for key in ("num_labels", "label_names"):
+        if getattr(c, key) is not None and c.objective in ("reward", "regression"):
+            yield Clash((key, "objective"), f"{key} is about classes, and this is {c.objective}", f"{key}=null")
+    if c.label_names and c.num_labels not in (None, len(c.label_names)):
+        what = f"num_labels is {c.num_labels}, and label_names has {len(c.label_names)}"
+        yield Clash(("num_labels", "label_names"), what, "leave one of them out")
+    if c.reference == "start" and c.init_from is None:
+        what = "agents begin as the base, unless init_from names adapters to start from"
+        yield Clash(("reference", "init_from"), what, "reference=base, or init_from=FOLDER")
+    if c.disable_dropout and any(own.lora_dropout for own in c.each_agent):
+        what = "disable_dropout switches all dropout off, and lora_dropout is above 0"
+        yield Clash(("disable_dropout", "lora_dropout"), what, "leave one of them out")
+    if c.objective == "sft":
         return
     wrong = {
         "diversity": (c.diversity != "none", "its terms compare how agents predict the same tokens", "none"),
@@ -280,8 +301,21 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
 
 
+_OF_ALL = ("nll", "exact_match")
+_OF_PAIRS = ("rewards/accuracies", "rewards/margins")
+#: What evaluations have beside that, by objective; another one is taken to be of pairs.
+METRICS_OF = {
+    "sft": (),
+    "kto": ("rewards/auroc", "rewards/margins"),
+    "classification": ("f1", "auroc", "calibration_error"),
+    "regression": ("mse", "mae", "r2"),
+}
+
 #: Keys that only objectives of pairs and rated rows read.
-_OF_PREFERENCES = ("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma")
+_OF_PREFERENCES = (
+    *("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
+    *("center_rewards_coefficient", "num_labels", "label_names", "label_column", "reference"),
+)
 
 
 def _changed(c: KeysOfEach, key: str) -> bool:

@@ -5,10 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import stdev
-from typing import Final
+from typing import Any, Final
 
 #: The metrics by which steps and trials are compared, and whether more of them is better.
-GREATER_IS_BETTER: Final[Mapping[str, bool]] = {"nll": False, "exact_match": True}
+GREATER_IS_BETTER: Final[Mapping[str, bool]] = {
+    "nll": False,
+    "exact_match": True,
+    "rewards/accuracies": True,
+    "rewards/auroc": True,
+    "rewards/margins": True,
+    "f1": True,
+    "auroc": True,
+    "calibration_error": False,
+    "mse": False,
+    "mae": False,
+    "r2": True,
+}
+
+
+def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
+    """What an `evaluation.json` says of a metric: `agents` and `crowd`.
+
+    Raises:
+        KeyError: nothing.
+    """
+    if metric in ("nll", "exact_match"):
+        return evaluation[metric]  # type: ignore[no-any-return]
+    kind = "numbers" if metric in ("mse", "mae", "r2") else "classes"
+    kind = "preferences" if metric.startswith("rewards/") else kind
+    return evaluation[kind][metric.removeprefix("rewards/")]  # type: ignore[no-any-return]
 
 
 def place_of_trial(trial: int, scores: Sequence[float | None], metric: str) -> tuple[bool, int, float, int]:

@@ -141,9 +141,10 @@ def options_of(
     """How a crowd answers, from the arguments of `Crowd.generate`.
 
     Raises:
-        ModelError: the crowd has no prompter.
+        ModelError: the crowd has no prompter, or its agents have heads and write nothing.
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
+    require_writers(crowd)
     if choices.get("temperature") == 0:  # the limit of drawing is the most probable token
         choices = {name: value for name, value in choices.items() if name not in (*_DRAWING, "do_sample")}
     decoding = decoding_of(ends_of_answers(crowd, stop_strings), **choices)
@@ -153,6 +154,20 @@ def options_of(
     if abstain_below is not None or agents_per_prompt is not None:
         _require_calibration(crowd, decoding.aggregator, abstains=abstain_below is not None)
     return options
+
+
+def require_writers(crowd: CrowdModel) -> None:
+    """Refuse agents with heads, which were not trained to predict tokens.
+
+    Raises:
+        ModelError: they have heads.
+    """
+    if crowd.settings.outputs:
+        raise ModelError(
+            "these agents have heads: they score texts and write none",
+            where="the crowd",
+            hint="ci-llm score RUN, or Crowd.score",
+        )
 
 
 def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:

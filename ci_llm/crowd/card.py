@@ -41,6 +41,7 @@ class CardFacts:
         trained: how: `for 260 optimizer steps on ...`; "" if it is not known.
         scores: a table for people; "" if nothing was scored.
         opened_with: the class of Transformers that opens the base.
+        num_labels, classes: numbers of each agent's head, and their names; 0: the agents have none.
     """
 
     base: str
@@ -49,6 +50,8 @@ class CardFacts:
     scores: str = ""
     notes: Sequence[str] = field(default=())
     opened_with: str = "AutoModelForCausalLM"
+    num_labels: int = 0
+    classes: Sequence[str] = ()
 
     @property
     def base_name(self) -> str:
@@ -77,8 +80,27 @@ class CardFacts:
         )
 
 
+def _heads_card(facts: CardFacts) -> str:
+    """Of a folder with agents that have heads."""
+    count = len(facts.ranks)
+    return _joined(
+        _front(facts, "peft", "lora", "ensemble"),
+        f"# A crowd of {count} LoRA agents with heads",
+        f"{count} LoRA adapters with a head each, trained together by CI-LLM{facts.trained}, on one frozen base:"
+        f" `{facts.base_name}`. They score texts; the crowd's score is the mean of theirs.",
+        _scores(facts),
+        "Run what follows in this folder. All together:",
+        _block("python", 'from ci_llm import Crowd\n\nprint(Crowd.from_pretrained(".").score(["..."]))'),
+        "Each `agent<k>` is a plain PEFT adapter for sequence classification, with its tokenizer:",
+        _peft(facts, "agent0"),
+        *facts.notes,
+    )
+
+
 def crowd_card(facts: CardFacts) -> str:
     """Of a folder with all agents, each a PEFT folder `agent<k>`."""
+    if facts.num_labels:
+        return _heads_card(facts)
     count = len(facts.ranks)
     return _joined(
         _front(facts, "peft", "lora", "ensemble"),
@@ -118,15 +140,15 @@ def adapter_card(facts: CardFacts, title: str, what: str) -> str:
         _scores(facts),
         "Run what follows in this folder. Transformers and PEFT:",
         _peft(facts, "."),
-        "vLLM:",
-        _block(
-            "bash",
-            f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-lora-rank {allowed_rank(facts.ranks)}"
-            " --lora-modules adapter=$PWD",
-        ),
-        _GGUF,
+        *(() if facts.num_labels else _served(facts)),
         *facts.notes,
     )
+
+
+def _served(facts: CardFacts) -> tuple[str, ...]:
+    """How vLLM and llama.cpp serve one adapter."""
+    line = f"vllm serve $BASE --enable-lora --max-lora-rank {allowed_rank(facts.ranks)} --lora-modules adapter=$PWD"
+    return "vLLM:", _block("bash", f"{facts.set_base}\n{line}"), _GGUF
 
 
 def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
@@ -207,7 +229,24 @@ def _scores(facts: CardFacts) -> str:
     return _block("", facts.scores) if facts.scores else ""
 
 
+def _peft_of_head(facts: CardFacts, folder: str) -> str:
+    """With its number of labels, which a PEFT folder does not say, and the pad token, by which Transformers pools."""
+    base = "base" if facts.base_name == "embedded" else _quoted(facts.base_name)
+    named = f"  # {', '.join(facts.classes)}" if facts.classes else ""
+    opened = 'from ci_llm import load_base\n\nbase = load_base("embedded").name\n' if base == "base" else ""
+    return _block(
+        "python",
+        "from peft import PeftModel\nfrom transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
+        f"{opened}\nmodel = AutoModelForSequenceClassification.from_pretrained({base}, num_labels={facts.num_labels})"
+        f"{named}\nagent = PeftModel.from_pretrained(model, {_quoted(folder)})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})\n"
+        "if model.config.pad_token_id is None:\n    model.config.pad_token_id = tokenizer.pad_token_id",
+    )
+
+
 def _peft(facts: CardFacts, folder: str) -> str:
+    if facts.num_labels:
+        return _peft_of_head(facts, folder)
     return _block(
         "python",
         f"from peft import PeftModel\nfrom transformers import AutoTokenizer\n{facts.open_base}\n"

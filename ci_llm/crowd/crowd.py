@@ -15,6 +15,7 @@ from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, te
 from ci_llm.crowd.likelihood import TokenBatch
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
+from ci_llm.crowd.text_scores import TextScore, score_texts
 from ci_llm.data.prompts import Prompt, prompts_of
 from ci_llm.errors import ModelError
 from ci_llm.lora.adapters import peft_model
@@ -44,6 +45,9 @@ class Crowd(CrowdModel):
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
         names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
             for a base alone.
+        classes: the names of the classes, of agents that classify texts.
+        reads_pairs: whether heads were trained on pairs, and judge answers.
+        start: [K, P] the weights that agents are compared with in training; None: the base alone.
 
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
@@ -74,6 +78,7 @@ class Crowd(CrowdModel):
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
         crowd.calibration, crowd.learned = saved.calibration, saved.learned
+        crowd.know_heads(saved.meta.get("head", {}))
         for k, tensors in enumerate(saved.agents):
             crowd.agents.load_agent(k, tensors, saved.source)
         return crowd.eval()
@@ -90,7 +95,8 @@ class Crowd(CrowdModel):
         save_crowd(self, Path(folder))
 
     def __getitem__(self, agent: int) -> PeftModel:
-        """One agent as a plain model of PEFT, which generates and computes logits as that agent alone.
+        """One agent as a plain model of PEFT, which generates and computes logits as that agent alone; with a head one
+        for sequence classification.
 
         It shares the base's weights with the crowd. Its adapter is a copy of the agent as it is now: what either of
         them learns later, the other does not. A negative number counts from the last agent.
@@ -134,6 +140,34 @@ class Crowd(CrowdModel):
             ModelError: this crowd has no `prompter`.
         """
         return likelihood.log_probs(self, prompts, answers, batch_size)
+
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        answers: str | Sequence[str] | None = None,
+        *,
+        spreads: float = 1.0,
+        abstain_below: float | None = None,
+        batch_size: int = 16,
+    ) -> list[TextScore]:
+        """What the heads of the agents say about texts: rewards, classes or numbers, by their objective.
+
+        Args:
+            texts: a text or a chat, or a list of N of them; with `answers` the prompts.
+            answers: of rewards, N answers to these prompts.
+            spreads: `lower` is the mean minus so many standard deviations of the agents.
+            abstain_below: a class that is less probable is marked as `abstained`.
+            batch_size: texts at a time.
+
+        Returns:
+            for each text a `ci_llm.crowd.text_scores.TextScore`: `scores` of the agents, `mean`, `std`, `lower`; of
+            classes also `label` and `probabilities`.
+
+        Raises:
+            ModelError: these agents have no heads, or the crowd has no `prompter`.
+            BadInput: not one answer for each prompt, or a text that cannot be used.
+        """
+        return score_texts(self, texts, answers, spreads=spreads, abstain_below=abstain_below, batch_size=batch_size)
 
     def disagreement(
         self,

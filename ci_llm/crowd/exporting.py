@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import safetensors.torch
 import torch
 from transformers import PreTrainedModel
@@ -36,16 +37,20 @@ from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.gguf_adapter import write_gguf_adapter
 from ci_llm.crowd.merge_methods import DISTILLED, Distillation, Merge
 from ci_llm.crowd.merging import Adapter, merge_into_base, merged
-from ci_llm.crowd.model import default_names
+from ci_llm.crowd.model import class_names, default_names
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.batches import Batch, pack
+from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.units import unit_of, without_end
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
+from ci_llm.lora.heads import how_tokenized, pad_of, require_class
 from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.passes import distance, tolerance
 
 #: What was written, among the names of scores.
 FOLDER: Final = "the folder"
@@ -60,16 +65,18 @@ class Comparison:
         trained_on: whether none, some or all of them were trained on.
         exact_match: share of rows whose whole solution greedy decoding reproduces.
         nll: nats per target token.
+        of_heads: `exact_match` is then the share of right classes or pairs, and `nll` what a row costs.
     """
 
     rows: int
     trained_on: str
     exact_match: Mapping[str, float]
     nll: Mapping[str, float]
+    of_heads: bool = False
 
     def table(self) -> str:
         """For people; the agents' mean stands before the crowd."""
-        lines = [f"{'':<16}{'exact match':>12}{'nll':>10}"]
+        lines = [f"{'':<16}{'accuracy' if self.of_heads else 'exact match':>12}{'nll':>10}"]
         agents = [name for name in self.nll if name.startswith("agent")]
         for name in self.nll:
             if name == "crowd":
@@ -77,7 +84,8 @@ class Comparison:
                 lines.append(_line("agents, mean", *means))
             lines.append(_line(name, self.exact_match[name], self.nll[name]))
         but = "" if self.trained_on == "none" else f", of which {self.trained_on} were trained on"
-        lines.append(f"{self.rows} rows of the run's evaluation{but}: whole solutions, teacher-forced")
+        measured = "scored by heads" if self.of_heads else "whole solutions, teacher-forced"
+        lines.append(f"{self.rows} rows of the run's evaluation{but}: {measured}")
         if CONTROL in self.nll and self.nll[DISTILLED] >= self.nll[CONTROL]:
             lines.append(f"{DISTILLED} is not better than its control, {CONTROL}: it gains nothing from the crowd")
         return "\n".join(lines)
@@ -126,7 +134,7 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
         alone.agents.load_agent(0, merge.tensors, name)
         one = _score(alone, rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
-    return Comparison(len(rows), rows.rows.trained_on, exact, nll)
+    return Comparison(len(rows), rows.rows.trained_on, exact, nll, of_heads=bool(saved.settings.outputs))
 
 
 def settings_of(adapter: Adapter) -> LoraSettings:
@@ -145,7 +153,11 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
     try:
         rows = load_rows(config, "eval")
         return tokenize(
-            rows, saved.prompter.tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows
+            rows,
+            saved.prompter.tokenizer,
+            max_seq_length=config.max_seq_length,
+            long_rows=config.long_rows,
+            **how_tokenized(config, saved.base.model.config, saved.prompter.tokenizer),
         )
     except DataError as error:
         hint = "--no-score exports without the scores"
@@ -228,10 +240,12 @@ class Export:
             CheckpointError: it cannot be written.
         """
         require_free(target)
+        if self.saved.settings.outputs:
+            _require_same_scores(self.saved)
+        if (into_base or as_gguf) and (self.adapter is None or self.saved.settings.outputs):
+            what = "one adapter without a head can be merged into the base or be a GGUF file, and not a crowd"
+            raise ModelError(what, where="into_base, as_gguf", hint="give an agent or a merge")
         if self.adapter is None:
-            if into_base or as_gguf:
-                what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
-                raise ModelError(what, where="into_base, as_gguf", hint="give an agent or a merge")
             self._write_agents(target, scores)
             return scores
         if as_gguf:
@@ -337,6 +351,8 @@ class Export:
             scores=scores.table() if scores else "",
             notes=[_note(saved.calibration)] if saved.calibration and self.adapter is None else [],
             opened_with=auto_class(saved.base.model.config).__name__,
+            num_labels=saved.settings.outputs,
+            classes=class_names(saved.meta.get("head", {})),
         )
 
 
@@ -345,6 +361,41 @@ def _note(calibration: Calibration) -> str:
         f"`calibration.json` says how probably an answer is right, after {calibration.rows} rows of {calibration.data}:"
         " `generate(..., details=True)` has it as `probability_right`, and `abstain_below=0.5` gives no other answer."
     )
+
+
+#: Of a text that both are given: any will do.
+_TOKENS: Final = 12
+
+
+@torch.no_grad()
+def _require_same_scores(saved: Pretrained) -> None:
+    """Refuse agents that plain PEFT would score otherwise than the crowd does; a row is scored both ways.
+
+    Raises:
+        ModelError: its family has no class for sequences, or an agent's scores differ.
+    """
+    require_class(saved.base.model)
+    if stored_quantization(saved.base.model.config):
+        return  # its layers cannot be given to PEFT; where Transformers pools does not depend on them
+    crowd = Crowd.of(saved)
+    crowd.choose_route()
+    try:
+        vocabulary = saved.base.model.get_input_embeddings().weight.shape[0]
+        pad = pad_of(saved.base.model.config, saved.prompter.tokenizer)
+        ids = torch.randint(0, vocabulary, (_TOKENS,), generator=torch.Generator().manual_seed(0))
+        row = without_end(Example(ids.numpy().astype(np.int32), np.zeros(_TOKENS, bool)), pad)
+        batch = pack([unit_of([row])], [0]).to(crowd.device)
+        values = crowd(batch).values
+        for k, name in enumerate(crowd.names):
+            plain = crowd[k](input_ids=batch.input_ids[None]).logits
+            if distance(values[k], plain) > tolerance(saved.base.model.dtype, plain.dtype):
+                raise ModelError(
+                    f"plain PEFT would score texts otherwise than {name}: {plain.tolist()}, not {values[k].tolist()}",
+                    where=saved.source,
+                    hint="use the run by ci-llm score and Crowd.score",
+                )
+    finally:
+        crowd.detach()
 
 
 def prepare(
@@ -368,6 +419,12 @@ def prepare(
     if agent is not None and merge is not None:
         raise BadInput("one agent alone cannot be merged", where=f"agent {agent}", hint="leave agent out, or merge")
     saved = open_pretrained(source, device, base_model)
+    if saved.settings.outputs and merge is not None:
+        raise ModelError(
+            "agents with heads are not merged: the mean of their scores is none of one head",
+            where="--merge",
+            hint="export all of them, or one by --agent",
+        )
     agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
     count = len(agents)
     if isinstance(merge, Distillation):

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.answers import decompose
-from ci_llm.crowd.asking import GenerationOptions, prompter_of
+from ci_llm.crowd.asking import GenerationOptions, prompter_of, require_writers
 from ci_llm.crowd.decoding import free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import score, targets_of
@@ -105,6 +105,7 @@ def disagreement(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] |
 
 
 def _rows(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | None) -> Sequence[Packable]:
+    require_writers(crowd)
     if is_tokens(asked):
         if answers is not None:
             raise BadInput("a batch of tensors has its answers in labels", where="answers", hint="leave answers out")

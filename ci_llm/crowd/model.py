@@ -11,7 +11,7 @@ Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -38,6 +38,12 @@ Route = Literal["packed", "padded"]
 def default_names(num_agents: int) -> list[str]:
     """The folders of the agents of a crowd that no run has changed: agent0, agent1, ..."""
     return [f"agent{k}" for k in range(num_agents)]
+
+
+def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes in the order of their numbers, from what `meta` says about heads; empty for none."""
+    named = facts.get("id2label", {})
+    return tuple(named[str(number)] for number in range(len(named)))
 
 
 def choose_route(crowd: CrowdModel) -> str | None:
@@ -149,10 +155,13 @@ class CrowdOutput:
     Attributes:
         log_probs: [K, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
         states: [K, N, D] final hidden states, in packed order.
+        values: [K, R, n] the numbers of the agents' heads for each row, if they have heads and the rows are units;
+            `log_probs` then is [K, 0].
     """
 
     log_probs: Tensor
     states: Tensor
+    values: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -192,6 +201,10 @@ class CrowdModel(nn.Module):
         first = layer_list(model)[1][min(numbers)] if numbers else model
         self._kinds = {type(module) for module in first.modules()}
         self.names = default_names(settings.num_agents)
+        self.heads = self.agents.heads
+        self.classes: tuple[str, ...] = ()
+        self.reads_pairs = False
+        self.start: Tensor | None = None
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
@@ -229,7 +242,12 @@ class CrowdModel(nn.Module):
     def replace_agents(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
         """Go on with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
         self.agents = self.agents.with_agents_from(settings, sources)
-        self.settings, self.names = settings, [*names]
+        self.settings, self.names, self.heads = settings, [*names], self.agents.heads
+        if (old := self.start) is not None:
+            self.start = self.agents.weights.clone()
+            for own, size, source in zip(self.start, self.agents.sizes, sources, strict=True):
+                if source is not None:
+                    own[:size] = old[source, :size]
 
     @property
     def head(self) -> passes.Head:
@@ -259,9 +277,9 @@ class CrowdModel(nn.Module):
         if self.training:
             self.agents.draw_masks_of_pass()
         if isinstance(batch, Batch):
-            return self._output(self.states(batch), batch)
-        found = zip(self._passes.states_of_each(batch), batch.each, strict=True)
-        return AgentOutputs(tuple(None if own is None else self._output(states, own) for states, own in found))
+            return self._output(self.states(batch), batch, self.agents.reading.agent or 0)
+        found = enumerate(zip(self._passes.states_of_each(batch), batch.each, strict=True))
+        return AgentOutputs(tuple(None if own is None else self._output(states, own, k) for k, (states, own) in found))
 
     def parts(self, batch: Batch | AgentBatches) -> list[passes.Part]:
         """The passes that a micro-batch takes: one for all agents, or one for each (`agents.pass_per_agent`).
@@ -270,7 +288,11 @@ class CrowdModel(nn.Module):
         """
         return self._passes.parts(batch)
 
-    def _output(self, states: Tensor, batch: Batch) -> CrowdOutput:
+    def _output(self, states: Tensor, batch: Batch, first: int) -> CrowdOutput:
+        """What agents `first`, `first + 1`, ... make of their states."""
+        if self.settings.outputs and batch.labels is not None:
+            values = self.agents.values(states[:, batch.last_tokens], first, training=self.training)
+            return CrowdOutput(states[:, :0, 0].float(), states, values)
         head = self._passes.cast_head(states)
         return CrowdOutput(self._log_probs(states, batch, head), states)
 
@@ -279,8 +301,15 @@ class CrowdModel(nn.Module):
         return passes.target_log_probs(states[:, batch.predict_from], batch.targets, head, of_chunk)
 
     @torch.no_grad()
-    def reference(self, batch: Batch) -> Tensor:
-        """[1, S] log-probability of every target under the base without agents, once for the passes of all of them."""
+    def reference(self, batch: Batch, agent: int | None = None) -> Tensor:
+        """Log-probability of every target under what the agents are compared with.
+
+        Returns:
+            [1, S] under the base without agents, once for the passes of all of them; or where agents are compared with
+            their `start`, under that of each, [K, S], or of the one that the rows are of.
+        """
+        if self.start is not None:
+            return self._under_start(self.start, batch, agent)
         shared = self.agents.reading.shared
         if shared is not None and shared.same_rows and shared.reference is not None:
             return shared.reference
@@ -289,6 +318,20 @@ class CrowdModel(nn.Module):
         if shared is not None:
             shared.reference = found
         return found
+
+    def _under_start(self, start: Tensor, batch: Batch, agent: int | None) -> Tensor:
+        """[K, S], or [1, S] of one agent, under the weights with which agents began, without dropout and noise."""
+        weights, training = self.agents.weights.data, self.training  # autograd shall not see that they change
+        own = weights.clone()
+        self.eval()
+        try:
+            weights.copy_(start)
+            with self.agents.reading.of(self.agents.reading.agent if agent is None else agent):
+                states = self.states(batch)
+            return passes.target_log_probs(states[:, batch.predict_from], batch.targets, self.head)
+        finally:
+            weights.copy_(own)
+            self.train(training)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
@@ -351,10 +394,21 @@ class CrowdModel(nn.Module):
             "prompt_form": self.prompter.form if self.prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
+            **({"head": self._head_facts} if self.settings.outputs else {}),
             **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if stored is None else {"quantization": stored}),
         }
+
+    @property
+    def _head_facts(self) -> dict[str, Any]:
+        """What the heads read, and the names of the classes, as Transformers writes them."""
+        named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
+        return {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
+
+    def know_heads(self, facts: Mapping[str, Any]) -> None:
+        """Take what `meta` says about the heads of a saved crowd; nothing, if it has none."""
+        self.classes, self.reads_pairs = class_names(facts), facts.get("reads") == "pairs"
 
     def adapter_files(self) -> dict[str, Any]:
         """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""

@@ -1,6 +1,7 @@
-"""The loss of a micro-batch of pairs or rated rows: what the passes of agents and base found, given to an objective.
+"""The loss of a micro-batch of pairs, rated or labelled rows: what the passes of agents and base found, given to an
+objective.
 
-As in `ci_llm.crowd.objective`, losses are SUMS, here over units (pairs, or rated rows), and nothing is communicated.
+As in `ci_llm.crowd.objective`, losses are SUMS, here over units (pairs, or rows), and nothing is communicated.
 What concerns the whole step is given: `StepFacts`. So a mean does not depend on micro-batches, accumulation or
 processes.
 
@@ -26,6 +27,7 @@ from ci_llm.objectives import Evidence, Metrics, Objective, RowKind, for_agent, 
 _NAMES: Final[dict[RowKind, tuple[str, ...]]] = {
     "pairs": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
     "rated": ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
+    "labelled": (),
 }
 
 
@@ -48,7 +50,7 @@ class Preferences:
 
     Args:
         objective: with the settings of all agents.
-        crowd: its base alone is the reference.
+        crowd: its base alone is the reference, or its start.
         bootstrap: see `ci_llm.crowd.objective.Objective`.
         facts: of the step.
     """
@@ -60,7 +62,9 @@ class Preferences:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return (*_NAMES[self.objective.needs.rows], *self.objective.metric_names)
+        needs = self.objective.needs
+        names = (name for name in _NAMES[needs.rows] if not (needs.head and name.startswith("logps")))
+        return (*names, *self.objective.metric_names)
 
     @staticmethod
     def count(batch: Batch | AgentBatches) -> int:
@@ -102,41 +106,47 @@ class Preferences:
     def _loss(self, output: CrowdOutput, batch: Batch, agent: int | None) -> StepLoss:
         """The loss of a pass of all agents, or of one."""
         objective = self.objective if agent is None else for_agent(self.objective, agent)
-        evidence = self.evidence(output.log_probs, batch, agent)
+        evidence = self.evidence(output, batch, agent)
         losses = objective.losses(evidence)
         keys = self.bootstrap if agent is None else self.bootstrap[agent : agent + 1]
         weighted = losses * bootstrap_weights(keys, batch.sample_ids).to(losses) if any(keys) else losses
         with torch.no_grad():
             measured = _measured(objective, evidence)
-            rows = [torch.stack([total, torch.zeros_like(total) + count], -1) for total, count in measured.values()]
+            found = [torch.stack([total, torch.zeros_like(total) + count], -1) for total, count in measured.values()]
+            metrics = torch.stack(found, 1) if found else losses.new_zeros(len(losses), 0, 2)
         return StepLoss(
             total=weighted.sum(),
             task=losses.detach().sum(1),
             diversity=losses.new_zeros(()),
             targets=(batch.num_units,) * len(losses),
-            metrics=torch.stack(rows, 1),
+            metrics=metrics,
         )
 
-    def evidence(self, log_probs: Tensor, batch: Batch, agent: int | None = None) -> Evidence:
+    def evidence(self, output: CrowdOutput, batch: Batch, agent: int | None = None) -> Evidence:
         """What was found about the rows of a micro-batch.
 
         Args:
-            log_probs: [K, S] of all agents, or [1, S] of one.
+            output: of all agents, or of one.
         """
         needs, part = self.objective.needs, slice(None) if agent is None else slice(agent, agent + 1)
+        log_probs, labels = output.log_probs, batch.labels
         assert batch.answered is not None
+        assert labels is not None
+        if output.values is not None:
+            counts = torch.tensor(batch.target_counts, device=labels.device)
+            return Evidence(log_probs.double()[:, :0], counts, labels=labels, values=output.values.double())
         answers = log_probs.where(batch.answered, 0.0) if needs.nll == "rows" else log_probs
         ones = batch.answered.double()[None]
         found = Evidence(
             sums=row_sums(answers, batch),
             lengths=row_sums(ones, batch)[0],
-            labels=batch.labels if needs.rows == "rated" else None,
+            labels=labels > 0 if needs.rows == "rated" else None,
             kl=None if self.facts.kl is None else self.facts.kl[part],
         )
         if needs.reference:
-            base = self.crowd.reference(batch)
+            base = self.crowd.reference(batch, agent)
             base = base.where(batch.answered, 0.0) if needs.nll == "rows" else base
-            found = replace(found, reference=row_sums(base, batch)[0])
+            found = replace(found, reference=row_sums(base, batch))
         if needs.nll != "none":
             counts = torch.tensor(batch.target_counts, device=log_probs.device)
             shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[part, None]
@@ -156,17 +166,20 @@ def row_sums(values: Tensor, batch: Batch) -> Tensor:
 
 def _measured(objective: Objective, e: Evidence) -> Metrics:
     """Sum [K] and count of what is measured, by the names of `Preferences.metric_names`."""
+    if objective.needs.rows == "labelled":
+        return objective.metrics(e)
     rewards = objective.rewards(e)
-    if e.labels is None:
-        (better, worse), (chosen, rejected) = pairs(rewards), pairs(e.sums)
+    if e.values is not None or e.labels is None:
+        better, worse = pairs(rewards)
         units = float(better.shape[1])
         found: Metrics = {
             "rewards/chosen": (better.sum(1), units),
             "rewards/rejected": (worse.sum(1), units),
             "rewards/accuracies": ((better > worse).double().sum(1), units),
-            "logps/chosen": (chosen.sum(1), units),
-            "logps/rejected": (rejected.sum(1), units),
         }
+        if e.values is None:
+            logps = zip(("logps/chosen", "logps/rejected"), pairs(e.sums), strict=True)
+            found = {**found, **{name: (values.sum(1), units) for name, values in logps}}
     else:
         sides = {"chosen": e.labels, "rejected": ~e.labels}
         found = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Ranking:
 
     rewards: Tensor
     good: Tensor
+    key: ClassVar = "preferences"
 
     @classmethod
     def joined(cls, parts: Iterable[Ranking]) -> Ranking:
@@ -136,9 +137,9 @@ def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bo
             if stop():
                 return None
             batch = batch.to(crowd.device)
-            rewards = objective.objective.rewards(objective.evidence(crowd(batch).log_probs, batch))
+            rewards = objective.objective.rewards(objective.evidence(crowd(batch), batch))
             assert batch.labels is not None
-            parts.append(Ranking(rewards.unflatten(1, (batch.num_units, -1)).cpu(), batch.labels.cpu()))
+            parts.append(Ranking(rewards.unflatten(1, (batch.num_units, -1)).cpu(), (batch.labels > 0).cpu()))
     finally:
         crowd.train(training)
     return parts[0] if len(parts) == 1 else Ranking.joined(parts)

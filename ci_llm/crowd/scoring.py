@@ -1,4 +1,4 @@
-"""The scores of each agent and of the crowd: of whole solutions by teacher forcing, and of generated final answers.
+"""The scores of each agent and of the crowd: of whole solutions by teacher forcing, of heads, and of generated answers.
 
 In teacher forcing, exact match means that every token of the reference solution is the most probable one given the
 tokens before it. Greedy decoding would then reproduce the whole solution. For the crowd, the most probable token is
@@ -26,13 +26,14 @@ from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
 from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.generation import Wanted, generate_each
+from ci_llm.crowd.judging import Judged, joined, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.ranking import Ranking
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.data.rows import TrainedOn
+from ci_llm.data.units import Unit
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class Scores:
     """What each of n rows scored; index K stands for the crowd.
 
     Attributes:
-        right: [K+1, n] bool, exact match.
-        nll: [K+1, n] fp64, nats summed over the targets of the row.
-        tokens: [n] int64, targets of the row.
+        right: [K+1, n] bool, exact match; of heads the right class, or the right order of a pair.
+        nll: [K+1, n] fp64, nats summed over the targets of the row; of heads what the row costs.
+        tokens: [n] int64, targets of the row; of heads 1.
         own: per agent the rows that score it, if agents are evaluated on rows of their own; empty: all rows. The crowd
             is scored by all rows.
-        ranking: what pairs or rated rows of the same data were worth; None: an objective of single rows.
+        judged: what was found about pairs, rated or labelled rows of the same data; None: an objective of single rows.
     """
 
     right: Tensor
     nll: Tensor
     tokens: Tensor
     own: tuple[slice, ...] = ()
-    ranking: Ranking | None = None
+    judged: Judged | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[Scores]) -> Scores:
@@ -62,6 +63,7 @@ class Scores:
             torch.cat([p.right for p in listed], dim=1),
             torch.cat([p.nll for p in listed], dim=1),
             torch.cat([p.tokens for p in listed]),
+            judged=joined(p.judged for p in listed if p.judged is not None),
         )
 
     @classmethod
@@ -166,6 +168,9 @@ SCORED_AT_ONCE: Final = 8
 
 
 def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
+    if crowd.settings.outputs:
+        right, costs, judged = judge(crowd, batch)
+        return Scores(right, costs, torch.ones(batch.num_units, dtype=torch.long), judged=judged)
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
@@ -251,13 +256,16 @@ JudgedBy = Literal["exact_match", "nll"]
 MOST_WORDS: Final = 8
 
 
-def judged_by(rows: Examples, prompter: Prompter, metric: str = "exact_match") -> JudgedBy:
-    """What judges agents and crowd on these rows: whether an answer is right, or for free text its NLL.
+def judged_by(rows: Examples, prompter: Prompter, metric: str = "exact_match", heads: int = 0) -> JudgedBy:
+    """What judges agents and crowd on these rows: whether an answer is right, or for free text its NLL. Of heads the
+    class, or which of a pair is better; a number that is predicted is neither right nor wrong.
 
     Rows are free text if at least half of them ask nothing, as plain text, or have answers in several turns, or if
     their right answers have more than `MOST_WORDS` words in the median. 64 rows are looked at, evenly spread.
     """
     looked = [rows[number] for number in _spread(range(len(rows)), 64)]
+    if heads:
+        return "nll" if heads == 1 and isinstance(looked[0], Unit) and len(looked[0].spans) == 1 else "exact_match"
     asked = [row for row in looked if _has_question(row) and last_answer(row).start == int(row.supervised.argmax())]
     if 2 * len(asked) <= len(looked):
         return "nll"
@@ -547,13 +555,16 @@ def rows_record(scores: Scores, answers: AnswerScores | None) -> dict[str, list[
     return {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
 
 
-def merge_records(teacher_forced: dict[str, Any], generated: AnswerScores | None) -> dict[str, Any]:
+def merge_records(
+    teacher_forced: dict[str, Any], generated: AnswerScores | None, *, heads: bool = False
+) -> dict[str, Any]:
     """The content of `evaluation.json`, with the scores of generated answers if there are any.
 
     `n` and `exact_match` are then about generated final answers, `measured_by` is "generation", and the teacher-forced
-    figures, about whole solutions, are under `teacher_forced` with their own `n`. `nll` is always teacher-forced.
+    figures, about whole solutions, are under `teacher_forced` with their own `n`. `nll` is always teacher-forced. Of
+    heads, "measured_by" is "heads": `exact_match` then is about classes or pairs, and `nll` what a row costs.
     """
     if generated is None:
-        return {**teacher_forced, "measured_by": "teacher_forcing"}
+        return {**teacher_forced, "measured_by": "heads" if heads else "teacher_forcing"}
     solutions = {key: teacher_forced[key] for key in ("n", "exact_match")}
     return {**teacher_forced, **generated.record(), "measured_by": "generation", "teacher_forced": solutions}

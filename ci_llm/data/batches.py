@@ -60,9 +60,9 @@ class Batch:
         target_rows: int64 [S], the row (0..B-1) each target belongs to.
         last_tokens: int64 [B], the packed position of each row's last token.
         sample_ids: the dataset rows, B ints; of pairs B / 2, as each has two rows, chosen before rejected.
-        target_counts: B ints, the targets of each row; of pairs and rated rows, as all that follows.
+        target_counts: B ints, the targets of each row; of `Unit`s, as all that follows.
         answered: bool [S], whether a target belongs to the answer of its row.
-        labels: bool, for each of `sample_ids` whether it is rated and good.
+        labels: fp64, for each of `sample_ids`; see `Unit.label`.
     """
 
     input_ids: Tensor
@@ -196,7 +196,7 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         answers = starts + [length for unit in units for length in unit.prompts]
         judged["target_counts"] = tuple(np.bincount(rows, minlength=len(ends)).tolist())
         judged["answered"] = torch.from_numpy(at >= answers[rows])
-        judged["labels"] = torch.tensor([unit.label > 0 for unit in units])
+        judged["labels"] = torch.tensor([unit.label for unit in units], dtype=torch.float64)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(starts, lengths)),

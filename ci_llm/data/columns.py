@@ -13,6 +13,7 @@ prompt + chosen +       two answers, strings or lists of messages; the    Pair
 rejected                prompt may be the turns that both begin with
 prompt + completion +   as prompt + completion; label: good or not        Rated
 label
+text + label            a text or a chat; label: a class, or a number     Labelled
 
 The forms of `_EXACT` come first, by these very names; then names in any case and the other names of `_ANY_CASE`.
 """
@@ -31,6 +32,7 @@ from ci_llm.data.rows import (
     Chat,
     Completion,
     Form,
+    Labelled,
     Message,
     Pair,
     Rated,
@@ -148,6 +150,21 @@ def _read_rated(row: RawRow) -> Row | None:
     if label not in _GOOD:
         raise ValueError(f"expected a label that is true or false, found {str(label)[:60]!r}")
     return Rated(found, _GOOD[label])  # type: ignore[arg-type]
+
+
+def _read_labelled(row: RawRow) -> Row | None:
+    text, label = row["text"], row["label"]
+    found: Chat | Completion = (
+        Chat(messages_of(text), tools=tools_of(row.get("tools")))
+        if isinstance(text, list)
+        else Completion(None, text_of(text))
+    )
+    said = found.messages if isinstance(found, Chat) else found.completion.strip()
+    if not said or label is None or label == "" or label != label:
+        return None
+    if not isinstance(label, str | int | float):
+        raise ValueError(f"expected one label, found {str(label)[:60]}")
+    return Labelled(found, label)
 
 
 #: Labels of rated rows; 1 and 0 are equal to true and false.
@@ -284,6 +301,21 @@ _RATED_FORM: Final = _Pattern(
     "rated",
 )
 
+_LABELLED_FORM: Final = _Pattern(
+    "",
+    _read_labelled,
+    {"text": ("text", "sentence", "messages"), "label": ("label", "labels")},
+    {"tools": ("tools",)},
+    "labelled",
+)
+
+#: The forms of rows that are not answers to learn, and the columns that each takes.
+_JUDGED: Final[Mapping[RowKind, tuple[_Pattern, str]]] = {
+    "pairs": (_PAIRS_FORM, "prompt, chosen and rejected"),
+    "rated": (_RATED_FORM, "prompt, completion and label"),
+    "labelled": (_LABELLED_FORM, "text and label"),
+}
+
 #: What the error lists when nothing fits.
 _WANTED: Final = (
     "input_ids; messages; conversations; prompt, completion; question, answer; instruction, output; "
@@ -299,6 +331,7 @@ class NamedColumns:
     answer: str | None = None
     text: str | None = None
     messages: str | None = None
+    label: str | None = None
 
     def given(self) -> dict[str, str]:
         """The names by part."""
@@ -325,8 +358,8 @@ _NOT_ANSWERS: Final = (
     ({"question", "choices"}, "questions with choices"),
     ({"question", "options"}, "questions with choices"),
     ({"ctx", "endings"}, "beginnings with a choice of endings"),
-    ({"text", "label"}, "texts with a class each"),
-    ({"text", "labels"}, "texts with a class each"),
+    ({"text", "label"}, "texts with a class or a number each, which objective=classification and regression take"),
+    ({"text", "labels"}, "texts with a class or a number each, which objective=classification and regression take"),
     *(({name}, "pictures or sounds") for name in ("image", "images", "audio", "audios", "video", "videos")),
 )
 
@@ -355,8 +388,11 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str, wan
         DataError: a named column is not there, no form fits, or the rows are meant for another objective.
     """
     given = named.given()
-    if wanted in ("pairs", "rated"):
+    if wanted is not None and wanted in _JUDGED:
         return _judged_form(columns, given, where, wanted)
+    if "label" in given and wanted is None:
+        return _judged_form(columns, given, where, "labelled")
+    given.pop("label", None)
     if given:
         return _named_form(columns, given, where)
     if wanted is None and (judged := _unless_answers(columns)):
@@ -380,27 +416,29 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str, wan
 
 
 def _unless_answers(columns: Sequence[str]) -> Form | None:
-    """The form of pairs or rated rows, where single rows would be refused."""
-    if rated := _RATED_FORM.found_in(columns, any_case=True):
-        return None if "input_ids" in map(str.lower, columns) else rated
+    """The form of pairs, rated or labelled rows, where single rows would be refused."""
+    for pattern in (_RATED_FORM, _LABELLED_FORM):
+        if labelled := pattern.found_in(columns, any_case=True):
+            return None if "input_ids" in map(str.lower, columns) else labelled
     exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
     return None if any(exact) else _PAIRS_FORM.found_in(columns, any_case=True)
 
 
 def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, wanted: RowKind) -> Form:
-    """The form of pairs or rated rows, whose prompt may be named."""
-    pattern, prompt = _PAIRS_FORM if wanted == "pairs" else _RATED_FORM, given.get("prompt")
-    if prompt is not None:
-        others = {part: names for part, names in pattern.may_have.items() if part != "prompt"}
-        pattern = replace(pattern, needs={**pattern.needs, "prompt": (prompt.lower(),)}, may_have=others)
-    form = None if {*given} - {"prompt"} else pattern.found_in(columns, any_case=True)
+    """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
+    pattern, wants = _JUDGED[wanted]
+    parts = {"text" if part == "messages" and wanted == "labelled" else part: name for part, name in given.items()}
+    known = {part: (name.lower(),) for part, name in parts.items()}
+    others = {part: names for part, names in pattern.may_have.items() if part not in known}
+    form = None
+    if known.keys() <= {*pattern.needs, *pattern.may_have}:
+        form = replace(pattern, needs={**pattern.needs, **known}, may_have=others).found_in(columns, any_case=True)
     if form is None or any(name.lower() in ("image", "images") for name in columns):
-        wants = "prompt, chosen and rejected" if wanted == "pairs" else "prompt, completion and label"
         raise DataError(
             f"The objective takes {wants}, and the data set has: {shown(columns)}.",
             where=where,
-            hint="take objective=auto, which goes by the columns, or rename them; prompt_column= names that of the"
-            " prompt; answers to pictures are not learned here",
+            hint="take objective=auto, which goes by the columns, or rename them; prompt_column=, text_column= and"
+            " label_column= name others; pictures are not learned here",
         )
     return form
 

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Message, Row, SingleRow, Tokens
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Message, Row, SingleRow, Tokens
 from ci_llm.errors import DataError, ModelError
 
 #: For a tokenizer without a chat template: BOS if it has one, what the user says and a line break, what the
@@ -189,10 +189,22 @@ class Encoder:
             return _example(example.input_ids, learned)
         return example
 
+    def text(self, row: Chat | Completion) -> Example:
+        """A text as the tokenizer alone makes it, or a chat by the template; nothing of it is learned.
+
+        Raises:
+            RefusedRowError: the chat template fails on it.
+        """
+        if isinstance(row, Chat):
+            return self._tokenized(self._render(row), [])
+        ids = self._tokenizer(row.completion, verbose=False)["input_ids"]
+        return _example(ids, [False] * len(ids))
+
     def describe(self, row: Row | None) -> str:
         """Which template makes this row, in words."""
         if isinstance(row, Tokens):
             return "no chat template: the rows are tokens already"
+        row = row.row if isinstance(row, Labelled) else row
         if isinstance(row, Completion):
             return "no chat template: the text as it is"
         if not self._tokenizer.chat_template:

@@ -106,6 +106,29 @@ class Prompter:
         except RefusedRowError as error:
             raise _unusable(messages, error) from error
 
+    def read(self, text: Prompt, *, is_answer: bool) -> Example:
+        """A text or a chat that a head reads, encoded as in training; of a chat all turns, the last answer included.
+
+        Args:
+            is_answer: it ends as an answer does: the head was trained on pairs.
+
+        Raises:
+            DataError: it is neither, the template fails on it, or a text stands without the prompt that it answers.
+        """
+        if isinstance(text, str):
+            if is_answer and self.form == "chat":
+                hint = "give the prompts, and answers beside them; or chats that end with the answer"
+                raise DataError("these heads judge answers, and a text has no prompt", where=text[:80], hint=hint)
+            row = Completion(None, text)
+            return self._encoder.encode(row) if is_answer else self._encoder.text(row)
+        try:
+            chat = Chat(messages_of(list(text)))
+            return self._encoder.text(chat)
+        except (ValueError, TypeError) as error:
+            raise _no_prompt(text) from error
+        except RefusedRowError as error:
+            raise _unusable(chat.messages, error) from error
+
     def text(self, ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

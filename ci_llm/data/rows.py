@@ -1,4 +1,5 @@
-"""Canonical rows, made of the cells of a data set: a chat, text with its completion, token ids, a pair, or a rated row.
+"""Canonical rows, made of the cells of a data set: a chat, text with its completion, token ids, a pair, or a row with
+a rating or a label.
 
 A cell may hold messages under OpenAI's or ShareGPT's keys, content in parts, JSON as a string, and calls of tools.
 """
@@ -130,8 +131,20 @@ class Rated:
         return self.row.question
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A text or a chat with the name or number of its class, or with a number that is to be predicted."""
+
+    row: Chat | Completion
+    label: str | float
+
+    @property
+    def question(self) -> str | None:
+        return None
+
+
 SingleRow = Chat | Completion | Tokens
-Row = SingleRow | Pair | Rated
+Row = SingleRow | Pair | Rated | Labelled
 TrainedOn = Literal["none", "some", "all"]
 
 
@@ -214,7 +227,7 @@ class Form:
 
     Attributes:
         name: the form in words, such as `question + answer`.
-        kind: what the rows are: single ones, pairs, or rated ones.
+        kind: what the rows are: single ones, pairs, rated or labelled ones.
         columns: the column of the data for each part that `reader` knows.
         reader: makes the canonical row of the parts; returns None for a row in which there is nothing to learn,
             and raises ValueError for a bad one.
@@ -332,7 +345,9 @@ class Rows:
 
 
 def preferred(row: Row | None) -> Row | None:
-    """The row with the answer that is preferred; None for a rated row that is not good."""
+    """The row with the answer that is preferred; None for a rated row that is not good, and for one with a label."""
+    if isinstance(row, Labelled):
+        return None
     if isinstance(row, Rated):
         return row.row if row.good else None
     return row.chosen if isinstance(row, Pair) else row

@@ -197,7 +197,7 @@ def _choose(num_rows: int, count: int, seed: int, number: int) -> Iterator[int]:
 HELD_OUT_AT_MOST = 400
 
 
-#: Rows to train on; answers to evaluate on, whatever is trained; or to evaluate on as they are trained on.
+#: Rows to train on; to evaluate on: answers, whatever is trained, but for heads; or as they are trained on.
 Part = Literal["train", "eval", "judged"]
 
 
@@ -235,7 +235,7 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
     """
     if split != "train" and config.eval_dataset_names:
         found = _joined([_validation_rows(config, name) for name in config.eval_dataset_names], config)
-        return [replace(found, are_answers=split == "eval")] * config.num_agents
+        return [replace(found, are_answers=_are_answers(config, split))] * config.num_agents
     known: dict[Hashable, Rows] = {}
     each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
     for key, own in each:
@@ -248,7 +248,7 @@ def _rows_of(config: Config, split: Part) -> Rows:
     """The rows of a configuration without own data sets of agents."""
     if split != "train":
         found = _joined([_evaluation_rows(config, name) for name in config.dataset_names], config)
-        return replace(found, are_answers=split == "eval")
+        return replace(found, are_answers=_are_answers(config, split))
     parts = [_training_rows(config, name) for name in config.dataset_names]
     return parts[0] if len(parts) == 1 else mix(parts, config.dataset_weights, config.seed)
 
@@ -430,7 +430,9 @@ def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tu
 
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
-    named = NamedColumns(config.prompt_column, config.answer_column, config.text_column, config.messages_column)
+    named = NamedColumns(
+        config.prompt_column, config.answer_column, config.text_column, config.messages_column, config.label_column
+    )
     wanted = row_kind(config)
     if len(numbers) == len(data):
         return recognised(data, where, notes, named=named, wanted=wanted)
@@ -448,6 +450,15 @@ def row_kind(config: Config) -> RowKind | None:
     from ci_llm.objectives import objective_of  # with torch, which other rows do not need
 
     return objective_of(config.objective, [config]).needs.rows
+
+
+def _are_answers(config: Config, split: Part) -> bool:
+    """Whether answers alone are evaluated: heads are scored by pairs and labels, as they are trained."""
+    if split != "eval" or config.objective in ("auto", "sft"):
+        return split == "eval"
+    from ci_llm.objectives import head_size  # with torch, as above
+
+    return not head_size(config)
 
 
 def _settled(config: Config, name: str) -> Config:

@@ -12,13 +12,15 @@ import io
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count, groupby, islice
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -29,8 +31,9 @@ from transformers import PreTrainedTokenizerBase
 from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
-from ci_llm.data.rows import Chat, Completion, Pair, Rated, Row, Rows
-from ci_llm.data.units import UNRATED, Unit, branches_of, label_of, unit_of
+from ci_llm.data.labels import number_of
+from ci_llm.data.rows import Chat, Completion, Labelled, Pair, Rated, Row, Rows
+from ci_llm.data.units import UNRATED, Unit, branches_of, label_of, unit_of, without_end
 from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -66,32 +69,43 @@ class Tally:
     rated: bool = False
     good: int = 0
     learn_prompt: bool = False
+    classes: tuple[str, ...] = ()
+    pad: int | None = None
+    labels: Counter[float] = field(default_factory=Counter)
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
         if "text" in rows.form.columns:  # plain text has no answers
             self.lacking = "empty"
         self.rated = rows.form.kind == "rated" and not rows.are_answers
-        if rows.form.kind == "pairs":
-            self.lacking = "without two different answers"
+        if rows.form.kind in _LACKING:
+            self.lacking = _LACKING[rows.form.kind]
         for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
             self.rows += 1
             try:
                 branches = branches_of(row) if row else []
-                wholes = [encoder.encode(branch) for branch in branches]
+                encode: Any = encoder.text if isinstance(row, Labelled) else encoder.encode
+                wholes = [encode(branch) for branch in branches]
             except RefusedRowError as error:
                 if not any(isinstance(branch, Chat) and branch.uses_tools for branch in branches):
                     raise _refusal(error, branches[0], rows.place(number)) from error
                 self.hidden_tools += 1
                 continue
-            if row is None or not wholes or not all(whole.supervised.any() for whole in wholes):
+            is_labelled = isinstance(row, Labelled)
+            if row is None or not all(
+                len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes
+            ):
                 is_marked = row is None and rows.is_marked(number)
                 self.unlearned, self.without_answer = self.unlearned + is_marked, self.without_answer + (not is_marked)
                 continue
-            self._look_at(branches[0], wholes[0], encoder)
+            if not is_labelled:
+                self._look_at(branches[0], wholes[0], encoder)
             self.longest = max(self.longest, *(len(whole.input_ids) for whole in wholes))
-            single = not isinstance(row, Pair | Rated)
-            for example in self._within(row, wholes[0]) if single else self._unit(row, wholes):
+            label = (
+                number_of(row.label, self.classes, rows.place(number)) if isinstance(row, Labelled) else label_of(row)
+            )
+            single = not isinstance(row, Pair | Rated | Labelled)
+            for example in self._within(row, wholes[0]) if single else self._unit(wholes, label, is_labelled):
                 self.kept_rows += 1
                 self.tokens += len(example.input_ids)
                 self.targets += int(example.supervised.sum())
@@ -117,21 +131,22 @@ class Tally:
         else:
             self.answer_too_far += 1
 
-    def _unit(self, row: Row, wholes: Sequence[Example]) -> Iterator[Unit]:
-        """A pair or a rated row, whose branches are cut, or left out together."""
+    def _unit(self, wholes: Sequence[Example], label: float, is_labelled: bool) -> Iterator[Unit]:
+        """A pair, a rated or a labelled row, whose branches are cut, or left out together."""
         limit, longest = self.max_seq_length, max(len(whole.input_ids) for whole in wholes)
-        cut = [_part(whole, 0, limit) for whole in wholes]
+        cut = [without_end(_part(whole, 0, limit), self.pad) for whole in wholes]
         if longest > limit and self.long_rows == "drop":
             self.too_long += 1
-        elif not all(part.supervised.any() for part in cut):
+        elif not (is_labelled or all(part.supervised.any() for part in cut)):
             self.answer_too_far += 1
         elif len(cut) == 2 and np.array_equal(cut[0].input_ids, cut[1].input_ids):
             self.without_answer += 1  # they differ after the cut, or not at all as tokens
         else:
             self.cut += longest > limit
             self.lost += sum(max(0, len(whole.input_ids) - limit) for whole in wholes)
-            self.good += label_of(row) == 1
-            yield unit_of(cut, label_of(row), learn_prompt=self.learn_prompt)
+            self.good += label == 1
+            self.labels[label] += is_labelled
+            yield unit_of(cut, label, learn_prompt=self.learn_prompt)
 
     def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
         """Count answers that are marked, and chats that the template makes hard to learn."""
@@ -142,6 +157,12 @@ class Tally:
             self.end = self.end or end
 
     def lines(self) -> Iterator[str]:
+        if self.classes:
+            shown = [f"{name} {self.labels[number]}" for number, name in enumerate(self.classes[:20])]
+            yield f"rows of each class: {', '.join(shown)}{', ...' if len(self.classes) > 20 else ''}"
+        elif +self.labels:
+            numbers = sorted(self.labels.elements())
+            yield f"labels from {numbers[0]:g} to {numbers[-1]:g}, in the mean {fmean(numbers):g}"
         if self.rated:
             yield f"{self.good} rows are good, and {self.kept_rows - self.good} are bad"
         yield (
@@ -213,6 +234,10 @@ class Tally:
         return f"{self._num_left_out} of {self.rows} rows: {told}"
 
 
+#: What a row lacks that is left out, where it is not an answer.
+_LACKING: Final = {"pairs": "without two different answers", "labelled": "without a text or a label"}
+
+
 def _part(whole: Example, start: int, end: int) -> Example:
     """Some tokens of a row, of which the first is not learned."""
     learned = whole.supervised[start:end].copy()
@@ -241,8 +266,8 @@ SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
         ("supervised", pa.list_(pa.bool_())),
-        ("spans", pa.list_(pa.int32())),  # of a pair or a rated row; see `Unit`
-        ("label", pa.int8()),
+        ("spans", pa.list_(pa.int32())),  # of a pair, a rated or a labelled row; see `Unit`
+        ("label", pa.float64()),
         ("row", pa.int64()),
         ("digest", pa.uint64()),  # xxh3-64 of the token ids, of a pair those of the chosen row
         ("check", pa.uint64()),  # xxh3-64 of the token ids, the loss mask, spans and label
@@ -420,6 +445,8 @@ def tokenize(
     train_on_prompt: bool = False,
     long_rows: str = "truncate",
     learn_preferred: bool = False,
+    classes: Sequence[str] = (),
+    pad: int | None = None,
     evaluated: bool = False,
     main_process_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
@@ -432,6 +459,8 @@ def tokenize(
         train_on_prompt: learn every token of a row, and not only what the assistant says.
         long_rows: what becomes of longer rows: truncate, drop or split; see the key of this name.
         learn_preferred: of a pair, learn every token of the chosen row.
+        classes: of labelled rows, their names in the order of their numbers; without any, labels are numbers.
+        pad: of pairs, rated and labelled rows, leave out this token at the end.
         evaluated: the rows are to evaluate on, for messages.
         main_process_first: a context that the main process enters and leaves before the others enter it.
 
@@ -449,11 +478,12 @@ def tokenize(
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
     content += [*["train_on_prompt"] * train_on_prompt, *["learn_preferred"] * learn_preferred, long_rows]
+    content += [*classes, *([] if pad is None else [pad])]
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
     with main_process_first or nullcontext():
         if not _is_whole(path):
-            tally = Tally(max_seq_length, long_rows, learn_prompt=learn_preferred)
+            tally = Tally(max_seq_length, long_rows, learn_prompt=learn_preferred, classes=(*classes,), pad=pad)
             _write(path, rows, encoder, tally, evaluated=evaluated)
     return TokenizedRows(rows, path)
 
@@ -481,7 +511,10 @@ def _is_whole(path: Path) -> bool:
 
 def _content(example: Example) -> bytes:
     content = example.input_ids.tobytes() + example.supervised.tobytes()
-    return content + repr((example.spans, example.label)).encode() if isinstance(example, Unit) else content
+    if not isinstance(example, Unit):
+        return content
+    label = int(example.label) if float(example.label).is_integer() else example.label
+    return content + repr((example.spans, label)).encode()
 
 
 def _write(path: Path, rows: Rows, encoder: Encoder, tally: Tally, *, evaluated: bool) -> None:
@@ -544,7 +577,7 @@ def _batches(
     lines = [
         encoder.describe(rows[first[0]]),
         *tally.lines(),
-        f"first row, learned in ⟦ ⟧: {_shown(first[1], encoder)}",
+        f"first row, {_SHOWN_AS.get(rows.form.kind, 'learned in ⟦ ⟧')}: {_shown(first[1], encoder, tally.classes)}",
     ]
     facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
     facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length)}
@@ -573,11 +606,20 @@ def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[An
         yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
 
 
-def _shown(example: Example, encoder: Encoder) -> str:
-    """The row as text in one line, what is learned in brackets; of a pair both rows, of a rated one its label."""
+#: How the first row is shown, where nothing of it is learned.
+_SHOWN_AS: Final = {"labelled": "with its label"}
+
+
+def _shown(example: Example, encoder: Encoder, classes: Sequence[str] = ()) -> str:
+    """The row as text in one line, what is learned in brackets; of a pair both rows, of others the label."""
     if isinstance(example, Unit):
         texts = [_shown(branch, encoder) for branch in example.branches]
-        return f"{'good' if example.label else 'bad'}: {texts[0]}" if len(texts) == 1 else " | rejected: ".join(texts)
+        if len(texts) == 2:
+            return " | rejected: ".join(texts)
+        label = "good" if example.label else "bad"
+        if not example.supervised.any():
+            label = classes[int(example.label)] if classes else f"{example.label:g}"
+        return f"{label}: {texts[0]}"
     parts = []
     for learned, run in groupby(range(len(example.input_ids)), key=lambda at: bool(example.supervised[at])):
         text = encoder.decode(example.input_ids[list(run)])

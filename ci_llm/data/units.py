@@ -1,6 +1,7 @@
-"""Pairs and rated rows: in canonical form, and as token ids whose branches lie end to end.
+"""Pairs, rated and labelled rows: in canonical form, and as token ids whose branches lie end to end.
 
-A branch is a prompt with one of its answers: a pair has two, the chosen one first, and a rated row has one.
+A branch is a prompt with one of its answers: a pair has two, the chosen one first, and a rated row has one. A labelled
+row has one as well, in which nothing is learned.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from typing import Final
 import numpy as np
 
 from ci_llm.data.encoder import Example
-from ci_llm.data.rows import Pair, Rated, Row, SingleRow
+from ci_llm.data.rows import Labelled, Pair, Rated, Row, SingleRow
 
 UNRATED: Final = -1  # the label of a pair
 
 
 @dataclass(frozen=True)
 class Unit(Example):
-    """One tokenised pair or rated row: `input_ids` and `supervised` [n] are those of its branches, end to end.
+    """A tokenised pair, rated or labelled row: `input_ids` and `supervised` [n] are those of its branches, end to end.
 
     Attributes:
         spans: of each branch where it begins, and where its answer begins.
-        label: of a rated row 1 if it is good, else 0; `UNRATED` for a pair.
+        label: of a rated row 1 if it is good, else 0; of a labelled one the number of its class, or what is to be
+            predicted; `UNRATED` for a pair.
     """
 
     spans: tuple[tuple[int, int], ...]
-    label: int = UNRATED
+    label: float = UNRATED
 
     @cached_property
     def branches(self) -> list[Example]:
@@ -55,8 +57,8 @@ class Unit(Example):
         return Unit(ids, learned, self.spans, self.label)
 
 
-def unit_of(branches: Sequence[Example], label: int = UNRATED, *, learn_prompt: bool = False) -> Unit:
-    """The unit of these branches, in each of which a token is learned.
+def unit_of(branches: Sequence[Example], label: float = UNRATED, *, learn_prompt: bool = False) -> Unit:
+    """The unit of these branches, in each of which a token is learned, unless it is a labelled row.
 
     Args:
         learn_prompt: learn all tokens of the first branch; where its answer begins stays known.
@@ -74,9 +76,22 @@ def branches_of(row: Row) -> list[SingleRow]:
     """The rows that are encoded for a row: itself, unless it is a pair."""
     if isinstance(row, Pair):
         return [row.chosen, row.rejected]
-    return [row.row] if isinstance(row, Rated) else [row]
+    return [row.row] if isinstance(row, Rated | Labelled) else [row]
 
 
 def label_of(row: Row) -> int:
-    """See `Unit.label`."""
+    """See `Unit.label`, of a row without classes."""
     return int(row.good) if isinstance(row, Rated) else UNRATED
+
+
+def without_end(example: Example, token: int | None) -> Example:
+    """The row up to its last token that is another one; a row of nothing else keeps its first.
+
+    The classes of Transformers for sequences pool at the last token that is not the pad token, and padding may be done
+    with the token that ends a row.
+    """
+    if token is None:
+        return example
+    others = np.flatnonzero(example.input_ids != token)
+    end = int(others[-1]) + 1 if len(others) else 1
+    return Example(example.input_ids[:end], example.supervised[:end])

@@ -27,6 +27,7 @@ from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_
 from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
+from ci_llm.lora.heads import how_tokenized
 from ci_llm.run.start import cost_model
 from ci_llm.run.start.counting import eval_samples_of, steps_of
 from ci_llm.run.start.loading import learns_preferred, objective_by_rows
@@ -141,6 +142,7 @@ def tokenized(
         max_seq_length=max_seq_length or context.config.max_seq_length,
         train_on_prompt=context.config.train_on_prompt,
         learn_preferred=learns_preferred(context.config, rows),
+        **how_tokenized(context.config, context.shape.config, tokenizer),
         long_rows=context.config.long_rows,
         evaluated=evaluated,
         cache_folder=context.scratch / "tokens",

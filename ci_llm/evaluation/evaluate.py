@@ -31,7 +31,9 @@ from ci_llm.crowd.card import public_name
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
+from ci_llm.crowd.preferences import Preferences
 from ci_llm.crowd.pretrained import located
+from ci_llm.crowd.ranking import Ranking, rank
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
@@ -41,6 +43,7 @@ from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
 from ci_llm.evaluation.sureness import LEAST_OF_EACH, sureness_record
 from ci_llm.lora.layer import NOBODY
+from ci_llm.objectives import objective_of
 from ci_llm.report.scores import surest_first
 from ci_llm.report.scores import table as table_of
 
@@ -123,7 +126,8 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
                 job.crowd.calibration = _calibration(job, rows)
                 write_json(calibrated, job.crowd.calibration.record())
         else:
-            loading.refuse_unanswerable(job)
+            if not job.crowd.settings.outputs:
+                loading.refuse_unanswerable(job)
             resumed, rows = 0, []
             scores, base = _fitting(job, lambda job: _score(job, progress))
     return Evaluation(
@@ -175,8 +179,9 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
     """
     scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
-    if not job.names:
+    if not job.names or job.crowd.settings.outputs:
         return scores, scores
+    scores = replace(scores, judged=_ranking(job))
     with job.crowd.without_agents():
         base = scoring.score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
     assert base is not None, "nobody asks to stop"
@@ -188,6 +193,17 @@ def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> 
     for part in share(range(total), 0, 1, 4 * job.batch_size):
         progress(phase, part[0], total)
         yield pack([job.tokenized[number] for number in part], part)
+
+
+def _ranking(job: loading.Job) -> Ranking | None:
+    """How well the agents tell better answers from worse ones, where they were trained for that."""
+    if (rows := job.judged) is None:
+        return None
+    each = job.config.each_agent  # of a crowd that has changed these are others
+    own = each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
+    objective = Preferences(objective_of(job.config.objective, own, job.crowd.device), job.crowd)
+    parts = share(range(len(rows)), 0, 1, 2 * job.batch_size)
+    return rank(objective, (pack([rows[number] for number in part], part) for part in parts))
 
 
 def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> None:
@@ -314,12 +330,14 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
     config, (right, base_right) = job.config, _judged(job, rows)
     task = job.request.choice.data or config.task
     forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
+    heads = bool(job.crowd.settings.outputs)
     record = {
-        **scoring.merge_records(forced, right),
+        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
+        **scoring.merge_records(forced, right, heads=heads),
         "step": job.saved.step,
         "data": [job.tokenized.rows.where],
         "judged_by": job.judged_by,
-        "base": scoring.base_record(base, base_right),
+        **({} if heads else {"base": scoring.base_record(base, base_right)}),
     }
     if not job.names:
         record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
@@ -344,6 +362,8 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
             names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
+    if heads:
+        return {**record, "left_out": 0}
     return {**record, "left_out": job.questions.left_out, **_text_figures(job, scores, base)}
 
 

@@ -25,6 +25,8 @@ from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, ConfigError, DataError
 from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
+from ci_llm.lora.heads import how_tokenized
+from ci_llm.objectives import SFT, head_size
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ KEYS: Final = (
     "answer_column",
     "text_column",
     "messages_column",
+    "label_column",
     "dataset_subset",
 )
 _COLUMNS: Final = tuple(key for key in KEYS if key.endswith("_column"))
@@ -189,6 +192,7 @@ class Job:
     Attributes:
         names: of the agents, for people; empty for a base alone.
         judged_by: see `ci_llm.crowd.scoring.judged_by`.
+        judged: the same rows as pairs or rated rows, for agents that were trained on these; None for others.
     """
 
     request: Request
@@ -201,6 +205,7 @@ class Job:
     questions: Questions
     batch_size: int
     judged_by: JudgedBy
+    judged: TokenizedRows | None = None
 
 
 def default_output(checkpoint: Path | None) -> Path:
@@ -226,20 +231,26 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     if choice.data is not None and "max_seq_length" not in choice.keys:
         # What the run had place for in training says nothing about other rows: the base's positions do.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
-    tokenized = _tokenized(rows, prompter, config)
+    tokenized = _tokenized(rows, crowd, config)
+    if heads := crowd.settings.outputs:
+        _require_no_answers(request)
     count = config.generation_eval_samples if choice.is_own else 0
     questions = Questions.of(
-        tokenized,
+        [] if heads else tokenized,
         prompter,
         crowd,
         count or len(tokenized),
         tokenized.whole_below(config.max_seq_length),
         metric=request.metric or "exact_match",
-        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 else None,
+        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 and not heads else None,
     )
-    judge: JudgedBy = "exact_match" if request.metric and len(questions) else judged_by(tokenized, prompter)
+    asked = request.metric and len(questions)
+    judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, prompter, heads=heads)
     batch_size = request.batch_size or config.batch_size
-    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge)
+    judged = None
+    if config.objective not in ("auto", SFT) and not heads and config.reference == "base":
+        judged = _tokenized(load_rows(config, "judged"), crowd, config)
+    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge, judged)
 
 
 def _sets(tokenized: TokenizedRows) -> list[range]:
@@ -253,7 +264,7 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
     if trained is None or rows.num_trained_on:
         return rows
     try:
-        training = replace(load_rows(trained, "train"), are_answers=True)
+        training = replace(load_rows(trained, "train"), are_answers=not head_size(trained))
         if len(training) > COMPARED_AT_MOST:
             logger.warning(f"whether rows are copies of the {len(training)} rows to train on is not looked up")
             return rows
@@ -263,9 +274,24 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
         return rows
 
 
-def _tokenized(rows: Rows, prompter: Prompter, config: Config) -> TokenizedRows:
+def _require_no_answers(request: Request) -> None:
+    """Refuse what is about answers, for agents that have heads and give none."""
+    given = {"--metric": request.metric, "--output": request.output, "--abstain-below": request.abstain_below}
+    given |= {"--calibrate": request.calibrate}
+    if odd := [option for option, value in given.items() if value not in (None, False)]:
+        raise BadInput(
+            "these agents have heads, and write no answers",
+            where=", ".join(odd),
+            hint="leave it out; ci-llm score RUN --file F writes what they say about every text",
+        )
+
+
+def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
+    assert crowd.prompter is not None, "a crowd that was opened has one"
+    tokenizer = crowd.prompter.tokenizer
+    heads = how_tokenized(config, crowd.model.config, tokenizer)
     try:
-        return tokenize(rows, prompter.tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows)
+        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows, **heads)
     except DataError as error:
         if any(row is not None for row in rows):
             what = error.what.replace("to learn from", "to evaluate")

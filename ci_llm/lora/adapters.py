@@ -26,6 +26,7 @@ from ci_llm.base.quantized import replace_quantized_layers
 from ci_llm.base.targets import find_targets, peft_targets, trunk_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ForeignCheckpoint, ModelError
+from ci_llm.lora.heads import SCORE, HeadShape, head_values, with_score
 from ci_llm.lora.layer import AgentGroup, AgentLora, Casts, InputDropout, LoraSettings, Reading, StackedLoRALinear
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class DrawnWeights:
         weights: [K, P] those of the storage.
         sizes: [K] the trainable numbers of each agent; behind them a row is padding.
         on_new_memory: called when masks or noise have got other memory, before anything is drawn into it.
+        num_whole: numbers at the end of each agent's that no mask drops.
 
     Attributes:
         masks: [K, P] 0 where a weight is dropped, and 1 / (1 - share) elsewhere; None: no weight is dropped.
@@ -49,9 +51,14 @@ class DrawnWeights:
     """
 
     def __init__(
-        self, settings: LoraSettings, weights: Tensor, sizes: Sequence[int], on_new_memory: Callable[[], None]
+        self,
+        settings: LoraSettings,
+        weights: Tensor,
+        sizes: Sequence[int],
+        on_new_memory: Callable[[], None],
+        num_whole: int = 0,
     ) -> None:
-        self._settings, self._weights, self._sizes = settings, weights, sizes
+        self._settings, self._weights, self._sizes, self._num_whole = settings, weights, sizes, num_whole
         self._each, self._on_new_memory = settings.each(), on_new_memory
         self._masks_of_step = False
         self.masks: Tensor | None = None
@@ -69,6 +76,7 @@ class DrawnWeights:
                 keep = 1 - agent.dropconnect
                 generator = generator_for(agent.seed, "dropconnect", step, agent.index)
                 row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep, non_blocking=True)
+                row[len(row) - self._num_whole :] = 1
 
     def draw_masks_of_pass(self) -> None:
         """Draw the masks of one pass from the global generator, as dropout does, unless those of a step are in force.
@@ -82,6 +90,7 @@ class DrawnWeights:
         own = self._own(self.masks) if self._settings.agents else [self.masks]
         for agent, part in zip(self._settings.kinds(), own, strict=True):
             part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
+            part[..., part.shape[-1] - self._num_whole :] = 1
         self._on_new_memory()
 
     def draw_noise(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
@@ -137,6 +146,7 @@ class AgentStorage:
         gradients: [K, P], like `weights`.
         sizes: [K] the trainable numbers of each agent.
         rows: K parameters [sizes[k]], views of the rows of `weights`, for the optimizer.
+        head, heads: the shape of the agents' heads, and of each its parameter [n, D]; empty: they have none.
     """
 
     def __init__(
@@ -148,8 +158,10 @@ class AgentStorage:
         reading: Reading,
         adapted: Sequence[Collection[str]],
         trunk: Sequence[nn.Module],
+        head: HeadShape,
     ) -> None:
-        self.layers, self.settings, self.trunk = dict(layers), settings, trunk
+        self.layers, self.settings, self.trunk, self.head = dict(layers), settings, trunk, head
+        self.heads = nn.ParameterDict()
         self.dropout, self.casts, self.reading = dropout, casts, reading
         self.pass_per_agent = False
         sizes = [self._size_of(agent, names) for agent, names in zip(settings.kinds(), adapted, strict=True)]
@@ -165,14 +177,42 @@ class AgentStorage:
         repeats = settings.num_agents // len(sizes)  # agents without settings of their own are all of one kind
         self.each, self.sizes = settings.each(), sizes * repeats
         self._adapted = [frozenset(names) for names in adapted] * repeats
-        self._drawn = DrawnWeights(settings, self.weights, self.sizes, self._bind_groups)
+        self._drawn = self._draws()
         self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._bind_weights()
         self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
         self._gradient_views = self._views_of_gradients()
 
     def _size_of(self, agent: AgentLora, adapted: Iterable[str]) -> int:
-        return agent.rank * sum(self.layers[name].in_features + self.layers[name].out_features for name in adapted)
+        widths = sum(self.layers[name].in_features + self.layers[name].out_features for name in adapted)
+        return agent.rank * widths + self.head.size
+
+    def _draws(self) -> DrawnWeights:
+        return DrawnWeights(self.settings, self.weights, self.sizes, self._bind_groups, self.head.size)
+
+    def _head(self, storage: Tensor, k: int) -> Tensor:
+        """[n, D] the head of agent k, which is the end of its row, as a view of `storage`."""
+        end = self.sizes[k]
+        return storage[k, end - self.head.size : end].view(self.head.outputs, -1)
+
+    def _heads(self) -> list[int]:
+        """The agents that have a head: all, or none."""
+        return [*range(self.settings.num_agents)] if self.head.size else []
+
+    def values(self, states: Tensor, first: int, *, training: bool) -> Tensor:
+        """The numbers of the heads of agents `first`, `first + 1`, ... for their rows; in training with the noise in
+        force.
+
+        Args:
+            states: [k, R, D] of the last tokens, of k agents.
+
+        Returns:
+            [k, R, n]
+        """
+        heads: list[Tensor] = [self.heads[f"agent{first + at}"] for at in range(len(states))]
+        if training and (noise := self._drawn.noise) is not None:
+            heads = [head + self._head(noise, first + at) for at, head in enumerate(heads)]
+        return head_values(states, heads)
 
     def _own(self, storage: Tensor) -> list[Tensor]:
         """The rows of `storage` [K, P] without their padding."""
@@ -230,11 +270,16 @@ class AgentStorage:
         for k in range(self.settings.num_agents):
             for module, a, b in self._views(self.weights, k):
                 for owner, view in ((module.lora_A, a), (module.lora_B, b)):
-                    name = f"agent{k}"
-                    if name in owner:
-                        owner[name].data = view
-                    else:
-                        owner[name] = nn.Parameter(view)
+                    self._bind(owner, k, view)
+        for k in self._heads():
+            self._bind(self.heads, k, self._head(self.weights, k))
+
+    @staticmethod
+    def _bind(owner: nn.ParameterDict, k: int, view: Tensor) -> None:
+        if (name := f"agent{k}") in owner:
+            owner[name].data = view
+        else:
+            owner[name] = nn.Parameter(view)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -249,8 +294,10 @@ class AgentStorage:
             for module, a, b in self._views(fresh, k):
                 a.copy_(module.lora_A[f"agent{k}"])
                 b.copy_(module.lora_B[f"agent{k}"])
+        for k in self._heads():
+            self._head(fresh, k).copy_(self.heads[f"agent{k}"])
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
-        self._drawn = DrawnWeights(self.settings, self.weights, self.sizes, self._bind_groups)
+        self._drawn = self._draws()
         self._known_limits = None
         self._bind_weights()
         # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
@@ -266,13 +313,15 @@ class AgentStorage:
         """
         self.weights.zero_()
         for k, agent in enumerate(self.each):
-            key = (agent.seed, "adapter", agent.index)
-            if not self.settings.initialize_adapters_rand:
-                key = (self.settings.seed, "adapter", 0)
-            generator = generator_for(*key)
+            seed, index = (
+                (agent.seed, agent.index) if self.settings.initialize_adapters_rand else (self.settings.seed, 0)
+            )
+            generator = generator_for(seed, "adapter", index)
             for module, a, _ in self._views(self.weights, k):
                 bound = 1 / math.sqrt(module.in_features)
                 a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+            if self.head.size:
+                self._head(self.weights, k).copy_(self.head.start(seed, index))
 
     def begin_step(self, step: int) -> None:
         """Zero the gradients, assign them to the parameters, and draw this step's DropConnect masks per agent.
@@ -329,7 +378,7 @@ class AgentStorage:
         for k in range(self.settings.num_agents):
             for module, a, b in self._views(self.gradients, k):
                 views += [(module.lora_A[f"agent{k}"], a), (module.lora_B[f"agent{k}"], b)]
-        return views
+        return views + [(self.heads[f"agent{k}"], self._head(self.gradients, k)) for k in self._heads()]
 
     def draw_masks_of_pass(self) -> None:
         """Draw DropConnect masks for one forward pass, from the global generator as dropout does.
@@ -392,7 +441,8 @@ class AgentStorage:
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         kinds = sources[: len(settings.kinds())]
         adapted = [self._adapted[source or 0] for source in kinds]
-        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.trunk)
+        more = (self.casts, self.reading, adapted, self.trunk, self.head)
+        storage = AgentStorage(self.layers, settings, dropout, *more)
         storage.pass_per_agent = self.pass_per_agent
         if None in sources:
             storage.initialise()
@@ -418,6 +468,8 @@ class AgentStorage:
             module = self.layers[name]
             tensors[f"base_model.model.{name}.lora_A.weight"] = module.lora_A[f"agent{k}"].detach()
             tensors[f"base_model.model.{name}.lora_B.weight"] = module.lora_B[f"agent{k}"].detach()
+        if self.head.size:
+            tensors[SCORE] = self.heads[f"agent{k}"].detach()
         return tensors
 
     @torch.no_grad()
@@ -465,7 +517,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
         layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, reading, name)
         setattr(parent, child, layers[name])
     adapted = [found[agent.target_modules, agent.layers] for agent in kinds]
-    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, trunk_of(model, everything))
+    trunk, head = trunk_of(model, everything), HeadShape.of(model, settings.outputs)
+    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, trunk, head)
     storage.initialise()
     return storage
 
@@ -485,6 +538,8 @@ def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: 
 
     plain = on_same_weights(model, {id(layer): layer.base_layer for layer in agents.layers.values()})
     plain.config.use_cache = True
+    if agents.head.size:
+        plain = with_score(plain, agents.head.outputs)
     found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
     set_peft_model_state_dict(found, agents.agent_tensors(k))
     return found.eval()
@@ -504,7 +559,8 @@ def _lora_config(model: PreTrainedModel, agents: AgentStorage, k: int, base_name
     conv = any(isinstance(agents.layers[name].base_layer, Conv1D) for name in agents.adapted_by(k))
     bias: Literal["none"] = "none"
     return LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=TaskType.SEQ_CLS if agents.head.size else TaskType.CAUSAL_LM,
+        modules_to_save=["score"] if agents.head.size else None,
         base_model_name_or_path=base_name,
         inference_mode=True,
         r=own.rank,

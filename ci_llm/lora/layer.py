@@ -335,6 +335,7 @@ class LoraSettings:
         use_rslora: see `AgentLora.scaling`.
         initialize_adapters_rand: every agent draws its own start; otherwise all start as agent 0.
         seed: of the start and of the DropConnect masks.
+        outputs: numbers of a head that each agent has for rows; 0: it has none, and predicts tokens.
         agents: for each agent what it has of its own: any of rank, alpha, dropout, dropconnect, target_modules,
             layers, use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
 
@@ -357,6 +358,7 @@ class LoraSettings:
     use_rslora: bool = False
     initialize_adapters_rand: bool = True
     seed: int = 42
+    outputs: int = 0
     agents: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -391,6 +393,7 @@ class LoraSettings:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ci_llm_meta_config.json holds them; without `agents` where none has settings of its own."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "agents"}
+        values = {name: value for name, value in values.items() if name != "outputs" or value}
         own = {"agents": [to_plain(agent) for agent in self.agents]} if self.agents else {}
         return to_plain(values) | own
 

@@ -1,4 +1,4 @@
-"""The objectives of a training, one per module of this package: what they read, and the loss of a pair or rated row.
+"""The objectives of a training, one per module of this package: what they read, and the loss of a pair or other unit.
 
 To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass as `Objective` describes it,
 and `objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function
@@ -9,7 +9,8 @@ prediction, has its loss in `ci_llm.crowd.objective`.
 Formulas, names and defaults are those of TRL 1.16. Sums of log-probabilities are fp64, and so are losses. Objectives do
 not communicate, and row k of what they return depends on row k of what they are given.
 
-Legend: K agents, U units (pairs or rated rows) of one micro-batch, R rows: of a pair two, chosen before rejected.
+Legend: K agents, U units (pairs, rated or labelled rows) of one micro-batch, R rows: of a pair two, chosen before
+rejected; n numbers of a head.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from ci_llm.core.imports import load_plugin
 from ci_llm.errors import ConfigError
 
-RowKind = Literal["single", "pairs", "rated"]
+RowKind = Literal["single", "pairs", "rated", "labelled"]
 #: A setting that all agents have, or [K, 1] of agents that differ.
 Number = float | Tensor
 Metrics = Mapping[str, tuple[Tensor, Tensor | float]]
@@ -36,16 +37,18 @@ class Needs:
     """What an objective has to be given.
 
     Attributes:
-        rows: single rows, pairs of a better and a worse answer, or rows that are rated good or bad.
+        rows: single rows, pairs of a better and a worse answer, rows that are rated good or bad, or texts with a label.
         reference: the log-probabilities of the base without agents.
         mismatched: how the agents differ from the reference on answers to other prompts, of the whole step.
         nll: the next-token loss of the preferred rows as well: of their answers, or of all their tokens.
+        head: the numbers of a head for each row, instead of log-probabilities.
     """
 
     rows: RowKind = "pairs"
     reference: bool = False
     mismatched: bool = False
     nll: Literal["none", "answers", "rows"] = "none"
+    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,12 @@ class Evidence:
     """What the passes of one micro-batch have found.
 
     Attributes:
-        sums: [K, R] log-probability of every answer, in nats.
+        sums: [K, R] log-probability of every answer, in nats; [K, 0] with heads, and so is what is made of it.
         lengths: [R] tokens of every answer.
-        reference: [R] the same as `sums` by the base without agents.
-        labels: [U] bool, of rated rows: whether they are good.
+        reference: the same as `sums` by the base without agents, [1, R], or by the starts of the agents, [K, R].
+        labels: [U] of rated rows bool, whether they are good; of labelled ones fp64, the number of the class or what
+            is to be predicted.
+        values: [K, R, n] fp64 the numbers of the heads.
         nll: [K, U] next-token loss of every preferred row, summed; `nll_tokens` [U] has the number of its tokens.
         nll_share: units of the whole step for each of its `nll_tokens`: a number, or [K, 1].
         kl: [K, 1] the mean over the mismatched rows of the step, at least 0.
@@ -66,6 +71,7 @@ class Evidence:
     lengths: Tensor
     reference: Tensor | None = None
     labels: Tensor | None = None
+    values: Tensor | None = None
     nll: Tensor | None = None
     nll_tokens: Tensor | None = None
     nll_share: float | Tensor = 1.0
@@ -95,6 +101,12 @@ class Evidence:
         assert self.nll_tokens is not None
         return self.nll.sum(1), self.nll_tokens.sum()
 
+    @property
+    def outputs(self) -> Tensor:
+        """`values`, of an objective with heads."""
+        assert self.values is not None
+        return self.values
+
 
 def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """[..., R] -> those of the chosen and of the rejected answers, each [..., U]."""
@@ -116,7 +128,8 @@ class Objective(Protocol):
         """[K, U], differentiable in sums and nll; their mean over the units of a whole step is the loss of an agent."""
 
     def rewards(self, e: Evidence) -> Tensor:
-        """[K, R] how good every answer is to an agent: the implicit reward, or what stands for it."""
+        """[K, R] how good every answer is to an agent: the implicit reward, or what stands for it. Of pairs and rated
+        rows only."""
 
     def metrics(self, e: Evidence) -> Metrics:
         """Sum [K] and count of every number of `metric_names`."""
@@ -138,6 +151,8 @@ class OwnLoss:
         return self.loss(e)
 
     def rewards(self, e: Evidence) -> Tensor:
+        if e.values is not None:
+            return e.values[..., 0]
         return e.means if e.reference is None else e.ratios
 
     def metrics(self, e: Evidence) -> Metrics:
@@ -145,7 +160,7 @@ class OwnLoss:
 
 
 #: What the columns of a data set mean where the configuration says auto.
-BY_ROWS: Final[Mapping[RowKind, str]] = {"single": "sft", "pairs": "dpo", "rated": "kto"}
+BY_ROWS: Final[Mapping[RowKind, str]] = {"single": "sft", "pairs": "dpo", "rated": "kto", "labelled": "classification"}
 SFT: Final = "sft"
 
 
@@ -171,6 +186,13 @@ def _value(key: str, each: Sequence[Any], device: torch.device | str) -> Any:
     if all(value == values[0] for value in values):
         return values[0]
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+
+def head_size(config: Any) -> int:
+    """How many numbers each agent's head has by a configuration; 0: the objective has no heads."""
+    if config.objective in ("auto", SFT) or not objective_of(config.objective, [config]).needs.head:
+        return 0
+    return config.num_labels or 1
 
 
 def for_agent(objective: Objective, agent: int) -> Objective:

@@ -13,7 +13,18 @@ from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.text_curves import LETTERS, draw_curves
 from ci_llm.report.facts import Points, RunFacts
-from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, difference, notes, scores
+from ci_llm.report.scores import (
+    LEADING,
+    TOGETHER,
+    Gain,
+    Leaderboard,
+    Score,
+    comparable,
+    difference,
+    measures,
+    notes,
+    scores,
+)
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
@@ -136,7 +147,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     found = [{score.who: score for score in table} for table in tables]
     yield from _table(
         [
-            ("exact match (nats)", *LETTERS[: len(runs)]),
+            (f"{measures(runs[0].evaluation or {})[0]} (nats)", *LETTERS[: len(runs)]),
             *((name, *(_shown(table.get(name)) for table in found)) for name in names),
         ]
     )
@@ -145,7 +156,9 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "agent-steps: " + ", ".join(f"{letter} {taken:,}" for letter, taken in steps)
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
-        yield f"{pair}: {_as_text(gain) if gain else f'not compared ({why})'}"
+        right, loss = measures(runs[number].evaluation or {})
+        shown = _as_text(gain).replace("exact match", right).replace("nats per token", loss) if gain else ""
+        yield f"{pair}: {shown or f'not compared ({why})'}"
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.evaluation:
             rates = ", ".join(f"{rate:g}" for rate in run.evaluation.get("learning_rates", ()))

@@ -17,7 +17,7 @@ from ci_llm.core.quantities import count, duration, size
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
-from ci_llm.report.scores import Leaderboard, gains, is_free_text, notes, read_trials, scores, surest_first
+from ci_llm.report.scores import Leaderboard, gains, is_free_text, measures, notes, read_trials, scores, surest_first
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -157,9 +157,10 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     if facts.evaluation and not facts.has_gone_on:
         crowd = scores(facts.evaluation)[-1]
         note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
+        right, nats = measures(facts.evaluation)
         if crowd.exact_match is not None:
-            yield Tile("crowd, exact match", f"{crowd.exact_match:.3f}", note)
-        yield Tile("crowd, nats per token", number(crowd.nll))
+            yield Tile(f"crowd, {right}", f"{crowd.exact_match:.3f}", note)
+        yield Tile(f"crowd, {nats}", number(crowd.nll))
     elif (loss := facts.metrics.last("train/task_loss")) is not None:
         yield Tile("training loss", number(loss), "nats per token, mean over agents")
     agent_steps = facts.status.agent_steps

@@ -28,7 +28,11 @@ _OVER: Final = {
 }
 BY_OWN_ROWS: Final = "each agent is scored by its own rows; the crowd and the differences are over the rows of all"
 
-HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
+HOW: Final = {
+    "generation": "final answers, generated",
+    "teacher_forcing": "whole solutions, teacher-forced",
+    "heads": "classes, or the better of a pair, by heads",
+}
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,22 @@ def is_free_text(evaluation: Mapping[str, Any]) -> bool:
     return evaluation.get("judged_by") == "nll"
 
 
+def is_of_heads(evaluation: Mapping[str, Any]) -> bool:
+    """Whether heads were scored: what is right is then a class or the order of a pair, and NLL is what a row costs."""
+    return evaluation.get("measured_by") == "heads"
+
+
+#: What an evaluation measures by right or wrong, and in numbers, where no heads are scored.
+_USUAL: Final = ("exact match", "nats per token")
+
+
+def measures(evaluation: Mapping[str, Any]) -> tuple[str, str]:
+    """The words for what is right or wrong in an evaluation, and for its `nll`."""
+    if not is_of_heads(evaluation):
+        return _USUAL
+    return "accuracy", "squared error" if is_free_text(evaluation) else "nats per row"
+
+
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
     """The names of the agents for people: those that the run gave them, or else those of their folders."""
     return [*evaluation.get("names", folders_of(evaluation))]
@@ -167,11 +187,13 @@ def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iter
 
 
 def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
-    """Lines for people: the best agent of those with settings of their own, and where the crowd adds nothing.
+    """Lines for people: figures beside the scores, the best agent of those with settings of their own, and where the
+    crowd adds nothing.
 
     Args:
         run: what `ci-llm export` is to be given.
     """
+    yield from judged_lines(evaluation)
     names = agents_of(evaluation)
     if found := evaluation.get("best_agent"):
         better, worse = found["rows_better"], found["rows_worse"]
@@ -181,6 +203,8 @@ def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         best, why = nothing
         folder = folders_of(evaluation)[best]
         serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
+        for usual, own in zip(_USUAL, measures(evaluation), strict=True):
+            why = why.replace(usual, own)
         yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
 
 
@@ -220,6 +244,26 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
     yield from notes(evaluation, run)
 
 
+#: Figures about pairs, ratings, classes and numbers, by their place in an evaluation.json, and what they are.
+_JUDGED: Final[Mapping[tuple[str, str], str]] = {
+    ("preferences", "accuracies"): "share of {n} pairs ranked right",
+    ("preferences", "auroc"): "AUROC of the ratings",
+    ("classes", "f1"): "F1, mean over classes",
+    ("classes", "auroc"): "AUROC",
+    ("classes", "calibration_error"): "calibration error",
+    ("numbers", "mae"): "mean absolute error",
+    ("numbers", "r2"): "R²",
+}
+
+
+def judged_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """What an evaluation says of pairs, ratings, classes and numbers, a line each."""
+    for (kind, measure), what in _JUDGED.items():
+        if (found := evaluation.get(kind, {}).get(measure)) is not None:
+            agents = ", ".join(f"{own:.3f}" for own in found["agents"])
+            yield f"{what.format(n=evaluation[kind]['n'])}: crowd {found['crowd']:.3f}; agents {agents}"
+
+
 def _columns(
     evaluation: Mapping[str, Any], found: Sequence[Score]
 ) -> Iterator[tuple[str, int, Callable[[Score], str]]]:
@@ -228,20 +272,23 @@ def _columns(
     def shown(number: float | None, form: str, factor: float = 1.0) -> str:
         return "" if number is None else format(number * factor, form)
 
+    right, loss = measures(evaluation)
     if not is_free_text(evaluation):
-        yield "exact match", 12, lambda s: shown(s.exact_match, ".3f")
+        yield right, 12, lambda s: shown(s.exact_match, ".3f")
         yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
     elif "bytes" in evaluation:
         bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
         yield "perplexity", 12, lambda s: shown(s.nll and math.exp(s.nll), ".3f")
         yield "bits per byte", 17, lambda s: shown(s.nll, ".4f", bits)
-    yield "nats per token", 16, lambda s: shown(s.nll, ".4f")
+    yield loss, 16, lambda s: shown(s.nll, ".4f")
     if len({score.learning_rate for score in found} - {None}) > 1:
         yield "learning rate", 15, lambda s: shown(s.learning_rate, "g")
 
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
     """What "right" means in an evaluation, for people."""
+    if is_of_heads(evaluation) and is_free_text(evaluation):
+        return "numbers, by heads"
     return HOW.get(evaluation.get("measured_by", ""), "answers")
 
 
@@ -262,7 +309,8 @@ def rows_evaluated(count: int, trained_on: str) -> str:
 def what_evaluated(evaluation: Mapping[str, Any]) -> str:
     """What the scores of an evaluation.json are of, for people."""
     rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
-    measured = "free text, judged by NLL" if is_free_text(evaluation) else how_measured(evaluation)
+    is_text = is_free_text(evaluation) and not is_of_heads(evaluation)
+    measured = "free text, judged by NLL" if is_text else how_measured(evaluation)
     of = f"{measured}, over {rows}; data set {', '.join(evaluation.get('data', [evaluation['task']]))}"
     if (metric := evaluation.get("metric", "exact_match")) != "exact_match":
         of += f"; right is what {metric} finds equal"

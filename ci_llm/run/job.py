@@ -464,7 +464,7 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     run.log.end_progress()
     if example is not None:
         logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
-    record = _record(run, step, scores, answers) | {"base": base}
+    record = _record(run, step, scores, answers) | ({"base": base} if base else {})
     _write_results(run, step, record)
     run.log.track(run.state.step, latest | evaluation.result_metrics(record, run.state.names))
     return None, record
@@ -488,10 +488,10 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
     config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
     has_best = len(config.agents) > 1 and rows.are_common
-    ranking = {} if scores.ranking is None else {"preferences": scores.ranking.record()}
+    forced = evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on)
     return {
-        **ranking,
-        **merge_records(evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on), answers),
+        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
+        **merge_records(forced, answers, heads=bool(run.crowd.settings.outputs)),
         "data": [part.rows.where for part in rows.sets],
         "judged_by": judged_by,
         "learning_rates": [own.learning_rate for own in config.each_agent],

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
-from ci_llm.base.load import Base
+from ci_llm.base.load import Base, disable_dropout
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
@@ -24,6 +24,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
+from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
@@ -219,6 +220,9 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     agent_settings.require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
     crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
+    if config.objective == "classification":
+        crowd.classes = config.label_names or ()
+    crowd.reads_pairs = row_kind(config) == "pairs"
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
@@ -226,6 +230,10 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         logger.info(f"model     rows are padded, not packed: {reason}")
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
+    if config.reference == "start":
+        crowd.start = crowd.agents.weights.clone()
+    if config.disable_dropout:
+        disable_dropout(base.model)
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",

@@ -358,7 +358,8 @@ class SweepRunner:
 def _of_rows(sweep: Sweep, trial: Trial) -> Any:
     """What each row adds to the score of a trial, in the segment that it was trained in last."""
     text = (sweep.segment_folder(trial.segment or 0) / "evaluation.json").read_text(encoding="utf-8")
-    return json.loads(text)["of_rows"][sweep.standings.plan.metric][trial.place]
+    metric = sweep.standings.plan.metric
+    return json.loads(text)["of_rows"]["nll" if metric == "mse" else metric][trial.place]
 
 
 class _Follow:

@@ -26,6 +26,7 @@ from ci_llm.config.own_keys import AUTO, NAME, SHAPE_KEYS, from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
+from ci_llm.core.scores import figures
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
 from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
 
@@ -186,7 +187,7 @@ class Pack:
     def scores(self, evaluation: Mapping[str, Any]) -> list[float]:
         """The score of every trial, from an `evaluation.json`; NaN for one that was dropped from the run."""
         dropped = evaluation.get("dropped", ())
-        scores = evaluation[self.metric]["agents"]
+        scores = figures(evaluation, self.metric)["agents"]
         return [math.nan if k in dropped or score is None else score for k, score in enumerate(scores)]
 
 

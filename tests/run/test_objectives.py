@@ -20,12 +20,13 @@ pytestmark = pytest.mark.slow
 #: Epochs of 5 steps, the last of which has one row.
 ROWS, EVALUATED = 17, 6
 CELL: Final = Cell(accumulation=2)
+KILLED: Final = ("dpo", "kto", "reward", "classification")
 #: Agents with a setting of the objective of their own; all take rows that are common, in passes of their own.
 ENTRIES: Final = ("{name: near, seed: 1, beta: 0.5}", "{name: far, seed: 2, beta: 0.1, desirable_weight: 1.5}")
 
 
 def write(folder: Path, kind: str) -> Path:
-    """Pairs or rated rows about the embedded stories, with rows to evaluate on."""
+    """Pairs, rated or labelled rows about the embedded stories, with rows to evaluate on."""
     for split, count in (("train", ROWS), ("test", EVALUATED)):
         rows = []
         for number, story in enumerate(embedded.rows("train")[300 : 300 + count]):
@@ -36,6 +37,8 @@ def write(folder: Path, kind: str) -> Path:
                 rows.append(
                     {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
                 )
+            if kind == "labelled":
+                rows[-1] = {"text": story["question"], "label": ("even", "odd")[number % 2]}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -43,8 +46,9 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
     """Keys of a run, by its objective."""
-    pairs, rated = (write(tmp_path_factory.mktemp(kind), kind) for kind in ("pairs", "rated"))
-    names = {"dpo": pairs, "orpo": pairs, "kto": rated}
+    kinds = ("pairs", "rated", "labelled")
+    pairs, rated, labelled = (write(tmp_path_factory.mktemp(kind), kind) for kind in kinds)
+    names = {"dpo": pairs, "orpo": pairs, "kto": rated, "reward": pairs, "classification": labelled}
     return {
         name: {"objective": name, "dataset_name": folder, "max_train_samples": "null", "generation_eval_samples": 0}
         for name, folder in names.items()
@@ -54,7 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any
 @pytest.fixture(scope="module")
 def undisturbed(trials: Trials, data: Mapping[str, dict[str, Any]]) -> dict[str, Path]:
     """The folders of runs of two agents."""
-    return {name: complete(trials, CELL, **keys(*ENTRIES), **data[name]) for name in ("dpo", "kto")}
+    return {name: complete(trials, CELL, **keys(*ENTRIES), **data[name]) for name in KILLED}
 
 
 def complete(trials: Trials, cell: Cell, **more: Any) -> Path:
@@ -63,7 +67,7 @@ def complete(trials: Trials, cell: Cell, **more: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", KILLED)
 def test_killed_and_resumed(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
@@ -75,13 +79,16 @@ def test_killed_and_resumed(
     assert not differences(account(undisturbed[name]), account(folder))
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", KILLED)
 def test_an_agent_ends_as_it_would_alone(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
     alone = facts_of(complete(trials, CELL, **keys(ENTRIES[1]), **data[name]), "agent0")
     assert not differences(alone, facts_of(undisturbed[name], "agent1"))
-    for part in ("lora_B", "train/loss at 12", "train/rewards/margins at 12", "eval/nll at 8", "eval/rewards"):
+    parts = ("lora_B", "train/loss at 12", "train/rewards/margins at 12", "eval/nll at 8", "eval/rewards")
+    if name == "classification":
+        parts = ("lora_B", "score.weight", "train/loss at 12", "train/accuracy at 12", "eval/nll at 8", "eval/f1")
+    for part in parts:
         assert any(part in fact for fact in alone), part
 
 
@@ -92,6 +99,9 @@ def test_an_agent_ends_as_it_would_alone(
         ("kto", Cell(accumulation=4), {"batch_size": 1}),
         ("orpo", Cell(accumulation=4), {"batch_size": 1}),
         ("orpo", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
+        ("reward", Cell(accumulation=1, ranks=2), {}),
+        ("reward", Cell(accumulation=4), {"batch_size": 1}),
+        ("classification", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
     ],
     ids=str,
 )
@@ -103,7 +113,8 @@ def test_a_step_does_not_depend_on_who_computes_it(
     one, other = complete(trials, CELL, **own), complete(trials, cell, **own | more)
     wanted, found = (trained(folder) for folder in (one, other))
     assert {*found} == {*wanted}
-    assert any("/rewards/chosen" in metric for _, metric in wanted)
+    measured = "/accuracy" if name == "classification" else "/rewards/chosen"
+    assert any(measured in metric for _, metric in wanted)
     for key, value in wanted.items():
         # Adam turns a rounded sign of a gradient near 0 into a whole step: only then the second step can tell.
         assert found[key] == pytest.approx(value, rel=1e-12 if key[0] == 1 else 1e-6, abs=1e-12), key
@@ -128,4 +139,12 @@ def test_what_a_run_leaves_says_how_pairs_are_ranked(undisturbed: dict[str, Path
     assert ranked["n"] == 4  # eval_samples of a cell
     assert len(ranked["accuracies"]["agents"]) == 2
     assert record["nll"]["crowd"] < record["base"]["nll"]
+    ranked = json.loads((undisturbed["reward"] / "run/evaluation.json").read_text())
+    assert ranked["measured_by"] == "heads"
+    assert ranked["preferences"]["accuracies"]["crowd"] == ranked["exact_match"]["crowd"]
+    assert "base" not in ranked
+    classes = json.loads((undisturbed["classification"] / "run/evaluation.json").read_text())["classes"]
+    assert {"accuracy", "f1", "calibration_error"} <= {*classes}
+    meta = json.loads((undisturbed["classification"] / "run/final_checkpoint/ci_llm_meta_config.json").read_text())
+    assert meta["head"] == {"reads": "texts", "num_labels": 2, "id2label": {"0": "even", "1": "odd"}}
     assert "auroc" in json.loads((undisturbed["kto"] / "run/evaluation.json").read_text())["preferences"]

@@ -18,6 +18,7 @@ from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.core.run_folder import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
+from ci_llm.objectives import head_size
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import agents_of, table
 from ci_llm.run.end.shutdown import command_line, described
@@ -35,11 +36,6 @@ logger = logging.getLogger(__name__)
 def score_table(record: Mapping[str, Any], run: Path | str) -> str:
     """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
     lines = [*table(record, run)]
-    if ranked := record.get("preferences"):
-        found = ranked.get("accuracies") or ranked["auroc"]
-        what = f"share of {ranked['n']} pairs ranked right" if "accuracies" in ranked else "AUROC of the ratings"
-        agents = ", ".join(f"{own:.3f}" for own in found["agents"])
-        lines.append(f"{what}: crowd {found['crowd']:.3f}; agents {agents}")
     if record.get("choice"):
         lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
@@ -69,6 +65,8 @@ def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str],
         scores=score_table({**record, "data": [*map(public_name, record["data"])]}, "."),
         notes=[_GOES_ON],
         opened_with=auto_class(crowd.model.config).__name__,
+        num_labels=crowd.settings.outputs,
+        classes=crowd.classes,
     )
     return crowd_card(facts)
 
@@ -109,11 +107,16 @@ def next_steps(
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
+    heads = head_size(config)
     return [
-        f"ask        ci-llm chat {shlex.quote(str(folder))}",
+        f"ask        ci-llm {'score' if heads else 'chat'} {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
-        *([f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"] if config.num_agents > 1 else []),
+        *(
+            [f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"]
+            if config.num_agents > 1 and not heads
+            else []
+        ),
         f"longer     {command(to_go_on)}   goes on from here",
         *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
     ]

@@ -39,6 +39,7 @@ def lora_settings(config: Config) -> LoraSettings:
         use_rslora=config.use_rslora,
         initialize_adapters_rand=config.initialize_adapters_rand,
         seed=config.seed,
+        outputs=objectives.head_size(config),
         agents=tuple(own),
     )
 
@@ -91,10 +92,11 @@ def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[d
         each = rows.each if isinstance(rows, AgentRows) else [rows] * crowd.num_agents
         for group, own_rows in zip(groups, each, strict=True):
             group["ess"] = config.ivon_ess
+            examples = len(own_rows) if crowd.settings.outputs else own_rows.num_targets
             if config.ivon_ess is None or config.is_open("ivon_ess"):
                 (row,) = group["params"]
                 least = row.numel() // NUMBERS_PER_EXAMPLE if config.is_open("ivon_ess") else 0
-                group["ess"] = max(own_rows.num_targets, least)
+                group["ess"] = max(examples, least)
     return groups
 
 

@@ -15,6 +15,7 @@ from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
+from ci_llm.data.labels import Label, are_numbers, class_names, labels_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.prompts import PromptForm, form_of
 from ci_llm.data.rows import Rows
@@ -23,7 +24,8 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, ConfigError, DataError
-from ci_llm.objectives import BY_ROWS, SFT, RowKind, objective_of
+from ci_llm.lora.heads import how_tokenized, require_class
+from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
 from ci_llm.run.start.counting import LEAST, eval_samples_of, num_tokens, tokens_of_evaluation
 from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.state import TrainState
@@ -93,7 +95,9 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
         eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
         if not _narrowed(settled, config, rows, eval_rows, per_step, before):
             judged = []
-            if config.objective != SFT:
+            if head_size(config):
+                require_class(base.model)
+            elif config.objective != SFT:
                 asked = load_rows_of_each(config, "judged")
                 judged = _tokenized(config, base, processes, asked, evaluated=True)
             return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
@@ -113,12 +117,14 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
             where="agents, dataset_name",
             hint="one run has one objective: train on one kind at a time",
         )
-    settled = config.with_objective(BY_ROWS[kinds.pop()]) if config.is_open("objective") else {}
+    labels = [*labels_of(each)]
+    by_rows = "regression" if are_numbers(labels) else BY_ROWS[kinds.pop()]
+    settled = config.with_objective(by_rows) if config.is_open("objective") else {}
     config = config.model_copy(update=settled)
-    if config.objective == SFT:
-        return settled
     for clash in objective_clashes(config):
         raise ConfigError(clash.what, where=", ".join(clash.keys), hint=clash.hint)
+    if config.objective == SFT:
+        return settled
     if settled:
         logger.info(f"data      objective {config.objective}, by the columns; objective=sft would refuse them")
     needs = objective_of(config.objective, config.each_agent).needs
@@ -128,7 +134,17 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
             where="global_batch_size, batch_size",
             hint="batch_size=4, or loss_type=apo_zero_unpaired",
         )
-    return settled
+    return settled | (_about_labels(config, labels, each[0].where) if needs.rows == "labelled" else {})
+
+
+def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[str, Any]:
+    """The classes of these labels. Labels that are to be predicted as numbers are looked at when they are tokenised."""
+    if config.objective == "regression":
+        if len({*labels}) < 2:
+            raise DataError("all rows have the same label", where=f"{where}, label", hint="give rows of several")
+        return {}
+    names = config.label_names or class_names(labels, config.num_labels, where)
+    return {"label_names": names, "num_labels": len(names)}
 
 
 def _narrowed(
@@ -302,6 +318,7 @@ def _tokenized(
             long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
             learn_preferred=learns_preferred(config, rows),
+            **how_tokenized(config, base.model.config, base.tokenizer),
             evaluated=evaluated,
             main_process_first=processes.main_process_first(),
         )

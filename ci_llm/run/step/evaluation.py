@@ -8,6 +8,7 @@ The checkpoint of the best step is kept, and its weights can be the result of th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.judging import joined
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
 from ci_llm.crowd.ranking import Ranking, rank
@@ -130,7 +132,7 @@ def validation_after(
     """
     validation = state.validation
     names = [*state.names, "crowd"]
-    values = [float(metrics[f"eval/{name}/{validation.metric}"]) for name in names]
+    values = [float(metrics.get(f"eval/{name}/{validation.metric}", math.nan)) for name in names]  # NaN is never best
     *agents, crowd = processes.broadcast_object(values)
     return validation if validation.step == state.step else validation.after(state.step, crowd, agents, threshold)
 
@@ -224,14 +226,14 @@ class Evaluator:
             if (found := self._scores_on(rows, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
-        ranking = None
+        judged = sets[0].judged if len(sets) == 1 else joined(own.judged for own in sets if own.judged is not None)
         if isinstance(self.objective, Preferences) and self.judged:
             parts = [self._ranking_on(self.objective, rows, step, micro_batch_size) for rows in self.judged]
             if None in parts:
                 return None
-            ranking = Ranking.joined(part for part in parts if part is not None)
+            judged = Ranking.joined(part for part in parts if part is not None)
         scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
-        return replace(scores, ranking=ranking)
+        return replace(scores, judged=judged)
 
     def _ranking_on(
         self, objective: Preferences, rows: TokenizedRows, step: int, micro_batch_size: int
@@ -265,12 +267,14 @@ class Evaluator:
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
-        """Scores of generated answers; None if any set of rows asks nothing, for free text, or if a stop was asked for.
-        A collective.
+        """Scores of generated answers; None if any set of rows asks nothing, for free text, of heads, or if a stop was
+        asked for. A collective.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
+        if self._crowd.settings.outputs:
+            return None
         of_sets = self._asked
         if self._config.generation_eval_samples:
             self._tell_too_long(of_sets)
@@ -284,8 +288,8 @@ class Evaluator:
         return self._answers(step, micro_batch_size)
 
     def base(self, step: int, micro_batch_size: int, *, answers: bool) -> dict[str, float] | None:
-        """`base` of evaluation.json, by a pass without agents over the same rows; None if a stop was asked for. A
-        collective.
+        """`base` of evaluation.json, by a pass without agents over the same rows; empty of heads, which a base has not;
+        None if a stop was asked for. A collective.
 
         Args:
             answers: whether answers are generated.
@@ -293,6 +297,8 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
+        if self._crowd.settings.outputs:
+            return {}
         logger.info("evaluate  the base alone, on the same rows")
         own, self._config = self._config, self._config.model_copy(update={"aggregator": "probability"})
         try:
@@ -307,7 +313,8 @@ class Evaluator:
     def judged_by(self) -> JudgedBy:
         """What judges the rows: that of the sets if they have one in common, else the NLL."""
         assert self._crowd.prompter is not None
-        found = {scoring.judged_by(rows, self._crowd.prompter) for rows in self.rows.sets}
+        heads = self._crowd.settings.outputs
+        found = {scoring.judged_by(rows, self._crowd.prompter, heads=heads) for rows in self.rows.sets}
         return found.pop() if len(found) == 1 else "nll"
 
     @cached_property
@@ -340,12 +347,14 @@ class Evaluator:
             )
 
     def example(self, step: int) -> Solved | None:
-        """The answer to one question, the same in every evaluation; None if there is none, or a stop was asked for. A
-        collective.
+        """The answer to one question, the same in every evaluation; None if there is none, of heads, or if a stop was
+        asked for. A collective.
 
         Raises:
             OutOfMemory: on every process.
         """
+        if self._crowd.settings.outputs:
+            return None
         asked = self._example_asked
         limit = self._config.answer_tokens(asked.longest)
         answers = self._score_answers(asked, step, 1, limit) if len(asked) else None
@@ -407,8 +416,10 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     *agents_nll, nll = scores.mean_nll
     rows = scores.right.shape[1]
     where = f"evaluate  step {step}{f', on {rows} rows' if rows < LEAST_ROWS else ''}:"
-    if scores.ranking is not None:
-        return f"{where} {scores.ranking}; of the better answers crowd nll {nll:.3f}"
+    if scores.judged is not None:
+        # Heads cost a row what they cost; next tokens are those of the better answers.
+        of_answers = ", of the better answers" if int(scores.tokens.max()) > 1 else ""
+        return f"{where} {scores.judged}; crowd nll {nll:.3f}{of_answers}"
     if judged_by == "nll":
         return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
@@ -445,7 +456,7 @@ def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]
     for name, exact, nll in zip([*names, "crowd"], scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
-    return metrics if scores.ranking is None else metrics | scores.ranking.metrics(names)
+    return metrics if scores.judged is None else metrics | scores.judged.metrics(names)
 
 
 def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:

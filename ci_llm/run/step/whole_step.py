@@ -110,8 +110,9 @@ class WholeStep:
         outputs = found.each if isinstance(rows, AgentBatches) else [found]
         for place, (output, own) in enumerate(zip(outputs, _agents_of(rows), strict=True)):
             if output is not None and own is not None:
-                gained = output.log_probs.double().sum(1) - self.crowd.reference(own).double().sum(1)
                 first = place if agent is None else agent
+                alone = first if isinstance(rows, AgentBatches) else agent
+                gained = output.log_probs.double().sum(1) - self.crowd.reference(own, alone).double().sum(1)
                 sums[first : first + len(gained)] += gained
 
 

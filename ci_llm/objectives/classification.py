@@ -1,0 +1,37 @@
+"""Classification: cross-entropy of a head's numbers, one for each class, as in the SEQ_CLS models of Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ci_llm.objectives import Evidence, Metrics, Needs
+
+
+@dataclass(frozen=True)
+class Classification:
+    """It has no keys; `num_labels` and `label_names` are about the rows."""
+
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
+    needs: ClassVar[Needs] = Needs("labelled", head=True)
+
+    def losses(self, e: Evidence) -> Tensor:
+        return -e.outputs.log_softmax(-1).gather(-1, _classes(e)[..., None]).squeeze(-1)
+
+    def rewards(self, e: Evidence) -> Tensor:
+        raise NotImplementedError("a class is not better than another")
+
+    def metrics(self, e: Evidence) -> Metrics:
+        right = e.outputs.argmax(-1) == _classes(e)
+        return {"accuracy": (right.double().sum(1), float(right.shape[1]))}
+
+
+def _classes(e: Evidence) -> Tensor:
+    """[K, U] the number of every row's class."""
+    assert e.labels is not None
+    return e.labels.long().expand(len(e.outputs), -1)
+
+
+objective = Classification

@@ -1,0 +1,39 @@
+"""Reward: a head's number for the better answer shall be above that for the worse one (Bradley and Terry, 1952).
+
+As in TRL, `center_rewards_coefficient` draws the two numbers of a pair towards a sum of 0 (Eisenstein et al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ci_llm.objectives import Evidence, Metrics, Needs, pairs
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Keys: center_rewards_coefficient."""
+
+    center_rewards_coefficient: float | None
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[Needs] = Needs("pairs", head=True)
+
+    def losses(self, e: Evidence) -> Tensor:
+        chosen, rejected = pairs(self.rewards(e))
+        losses = -F.logsigmoid(chosen - rejected)
+        if self.center_rewards_coefficient is None:
+            return losses
+        return losses + self.center_rewards_coefficient * (chosen + rejected) ** 2
+
+    def rewards(self, e: Evidence) -> Tensor:
+        return e.outputs[..., 0]
+
+    def metrics(self, e: Evidence) -> Metrics:
+        return {}
+
+
+objective = Reward

@@ -1,0 +1,350 @@
+"""Heads: losses and gradients are those of TRL and Transformers, and an agent's head goes where its row goes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from ci_llm.base.load import load_base
+from ci_llm.config import Config
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.preferences import Preferences
+from ci_llm.data.batches import AgentBatches, pack
+from ci_llm.data.prompts import Prompter
+from ci_llm.data.units import Unit, unit_of
+from ci_llm.embedded import BASE_FOLDER
+from ci_llm.errors import BadInput, ModelError
+from ci_llm.lora.heads import SCORE, require_class
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.objectives import objective_of
+from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # of trl, peft, and of what they load
+]
+
+CLASSES: Final = 3
+RATE: Final = 0.002
+TEXTS: Final = ("Ann has 3 pens.", "Ben has 9 hats, and Zoe has 12 hats.", "Tom", "Zoe breaks 5 of 12. How many?")
+
+
+def crowd_of(outputs: int, dtype: torch.dtype = torch.float32, count: int = K, **settings: Any) -> Crowd:
+    """Agents that differ from the base, with heads that differ from their start."""
+    base = load_base("embedded", "fp64" if dtype == torch.float64 else "fp32")
+    own = LoraSettings(num_agents=count, rank=RANK, alpha=ALPHA, outputs=outputs, **settings)
+    crowd = Crowd(base.model, own, "embedded", base.pad_id)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        crowd.agents.weights.add_(torch.randn(crowd.agents.weights.shape, generator=generator, dtype=dtype) * 0.03)
+    return crowd.train()
+
+
+def ours(name: str, **keys: Any) -> Any:
+    return objective_of(name, [Config(objective=name, **keys)] * K)
+
+
+def pairs() -> list[Unit]:
+    ids = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    return [
+        unit_of([example(ids(prompt)["input_ids"], ids(answer)["input_ids"]) for answer in answers])
+        for prompt, *answers in ROWS
+    ]
+
+
+def texts(labels: Sequence[float] = (0, 2, 1, 2)) -> list[Unit]:
+    ids = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    return [unit_of([example(ids(text)["input_ids"], [])], label) for text, label in zip(TEXTS, labels, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------ the others' side
+
+
+def plain_model(outputs: int, dtype: torch.dtype) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(BASE_FOLDER, num_labels=outputs, dtype=dtype)
+
+
+@pytest.fixture
+def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of the base compute in fp32 whatever it is; where two sides differ by 1e-16, that makes it 1e-8."""
+
+    def forward(self: Any, states: Tensor) -> Tensor:
+        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", forward)
+
+
+def lora_config() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="SEQ_CLS")
+
+
+def compare(crowd: Crowd, objective: Any, units: Sequence[Unit], model: Any, loss_of: Any, atol: float) -> None:
+    """Three steps of gradient descent, with the losses and gradients of both sides."""
+    batch, head_moved = pack(units, range(len(units))), crowd.agents.agent_tensors(0)[SCORE].clone()
+    for _ in range(STEPS):
+        losses, gradients, _ = step_of(crowd, Preferences(objective, crowd), [batch])
+        for k in range(K):
+            load(model, crowd.agents.agent_tensors(k))
+            theirs = loss_of()
+            theirs.backward()
+            assert float(losses[k]) / len(units) == pytest.approx(float(theirs), rel=0, abs=atol)
+            wanted = {
+                name.replace(".default", "").replace(".modules_to_save", ""): parameter.grad
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+            found = gradients_of(crowd, k)
+            assert {*found} == {*wanted}
+            assert float(found[SCORE].abs().max()) > 1e-3
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor / len(units), wanted[name], rtol=0, atol=atol)
+        with torch.no_grad():
+            crowd.agents.weights.sub_(RATE / len(units) * gradients)
+    assert not torch.equal(head_moved, crowd.agents.agent_tensors(0)[SCORE])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize(
+    ("dtype", "center"), [(torch.float32, None), (torch.float32, 0.3), (torch.float64, 0.3)], ids=str
+)
+def test_rewards_are_learned_as_by_trl(dtype: torch.dtype, center: float | None, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    trainer = RewardTrainer(
+        plain_model(1, dtype),
+        args=RewardConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            gradient_checkpointing=False,
+            center_rewards_coefficient=center,
+            per_device_train_batch_size=len(ROWS),
+        ),
+        train_dataset=Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ROWS]),
+        processing_class=AutoTokenizer.from_pretrained(BASE_FOLDER),
+        peft_config=lora_config(),
+    )
+    units = [
+        unit_of([example(row[f"{side}_ids"][:2], row[f"{side}_ids"][2:]) for side in ("chosen", "rejected")])
+        for row in trainer.train_dataset
+    ]
+    inputs = trainer._prepare_inputs(trainer.data_collator([*trainer.train_dataset]))
+    trainer.model.train()
+    crowd = crowd_of(1, dtype)
+    crowd.agents.pass_per_agent = dtype == torch.float64
+    atol = 1e-5 if dtype == torch.float32 else 1e-9
+    compare(
+        crowd,
+        ours("reward", center_rewards_coefficient=center),
+        units,
+        trainer.model,
+        lambda: trainer.compute_loss(trainer.model, copy.copy(inputs)),
+        atol,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "labels"), [("classification", (0, 2, 1, 2)), ("regression", (0.5, -2, 1, 3.25))])
+def test_labels_are_learned_as_by_transformers(name: str, labels: tuple[float, ...], dtype: torch.dtype) -> None:
+    from peft import get_peft_model
+
+    outputs = CLASSES if name == "classification" else 1
+    model = get_peft_model(plain_model(outputs, dtype), lora_config()).train()
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER, padding_side="right")  # rotary angles are in fp32
+    rows = tokenizer([*TEXTS], padding=True, return_tensors="pt")
+    given = torch.tensor(labels).long() if outputs > 1 else torch.tensor(labels, dtype=dtype)
+    inputs = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"], "labels": given}
+    atol = 1e-5 if dtype == torch.float32 else 1e-9
+    compare(crowd_of(outputs, dtype), ours(name), texts(labels), model, lambda: model(**inputs).loss, atol)
+
+
+# ------------------------------------------------------------------------------------------ heads in a crowd
+
+
+def test_an_agent_has_the_bits_that_it_has_alone() -> None:
+    crowd, batch = crowd_of(CLASSES), pack(texts(), range(4))
+    crowd.agents.pass_per_agent = True
+    losses, gradients, metrics = step_of(crowd, Preferences(ours("classification"), crowd), [batch])
+    alone = crowd_of(CLASSES, count=1)
+    for k in range(K):
+        alone.agents.weights.copy_(crowd.agents.weights[k : k + 1])
+        found = step_of(alone, Preferences(ours("classification"), alone), [batch])
+        for one, other in zip(found, (losses, gradients, metrics), strict=True):
+            assert torch.equal(one, other[k : k + 1])
+    assert not torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize(("name", "outputs", "units"), [("reward", 1, pairs), ("regression", 1, texts)])
+def test_the_loss_of_a_step_does_not_depend_on_micro_batches(name: str, outputs: int, units: Any) -> None:
+    crowd, rows = crowd_of(outputs, torch.float64), units()
+    objective = Preferences(ours(name), crowd)
+    whole = step_of(crowd, objective, [pack(rows, range(4))])
+    parts = step_of(crowd, objective, [pack(rows[:3], range(3)), pack(rows[3:], [3])])
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_agents_with_rows_of_their_own_have_heads_of_their_own() -> None:
+    crowd, rows = crowd_of(CLASSES), texts()
+    each = [pack(rows[:1], [0]), pack(rows[1:], [1, 2, 3])]
+    values = crowd(AgentBatches(tuple(each))).each
+    for k, batch in enumerate(each):
+        torch.testing.assert_close(values[k].values, crowd(batch).values[k : k + 1], rtol=0, atol=1e-5)
+
+
+def head_of(crowd: Crowd, storage: Tensor) -> Tensor:
+    return storage[:, -crowd.agents.head.size :]
+
+
+def test_masks_leave_heads_alone_and_noise_does_not() -> None:
+    crowd, batch = crowd_of(CLASSES, dropconnect=0.5), pack(texts(), range(4))
+    agents = crowd.agents
+    agents.begin_step(1)
+    assert agents._drawn.masks is not None
+    assert (head_of(crowd, agents._drawn.masks) == 1).all()
+    assert (agents._drawn.masks == 0).any()
+    states = torch.ones(K, 1, agents.head.width)
+    before = agents.values(states, 0, training=True)
+    agents.perturb(1, [torch.full((size,), 0.1) for size in agents.sizes])
+    moved = agents.values(states, 0, training=True) - before
+    noise = head_of(crowd, agents._drawn.noise).view(K, CLASSES, -1).sum(-1)[:, None]
+    torch.testing.assert_close(moved, noise, rtol=0, atol=1e-5)
+    assert float(noise.abs().min()) > 0
+    assert torch.equal(agents.values(states, 0, training=False), before)
+    assert crowd(batch).values.shape == (K, 4, CLASSES)
+
+
+def test_heads_follow_their_agents_into_another_crowd_and_precision() -> None:
+    crowd, batch = crowd_of(CLASSES).eval(), pack(texts(), range(4))
+    values = crowd(batch).values
+    twin = copy.deepcopy(crowd)
+    with torch.no_grad():
+        twin.agents.rows[0].zero_()
+        assert torch.equal(crowd(batch).values, values)
+        assert not twin(batch).values[0].any()
+    assert {f"heads.agent{k}" for k in range(K)} <= {name for name, _ in crowd.named_parameters()}
+    wide = crowd.double()(batch).values
+    torch.testing.assert_close(wide, values.double(), rtol=0, atol=1e-5)
+    settings = LoraSettings(num_agents=3, rank=RANK, alpha=ALPHA, outputs=CLASSES)
+    crowd.replace_agents(settings, [1, 1, None], ["agent1", "agent2", "agent3"])
+    found = crowd.eval()(batch).values
+    for k in (0, 1):
+        torch.testing.assert_close(found[k], wide[1], rtol=0, atol=1e-12)
+    assert found[2].abs().sum() > 0
+    assert [*crowd.heads] == ["agent0", "agent1", "agent2"]
+
+
+def test_next_tokens_are_predicted_by_a_crowd_with_heads_as_without() -> None:
+    assert crowd_of(CLASSES).choose_route() is None
+
+
+# ------------------------------------------------------------------------------------------ files and questions
+
+
+def saved(folder: Path, classes: Sequence[str] = ("a", "b", "c"), **facts: Any) -> Crowd:
+    crowd = crowd_of(len(classes) or 1).eval()
+    crowd.prompter, crowd.classes = Prompter(AutoTokenizer.from_pretrained(BASE_FOLDER), "text"), tuple(classes)
+    for name, value in facts.items():
+        setattr(crowd, name, value)
+    crowd.base_name = str(BASE_FOLDER)
+    crowd.save_pretrained(folder)
+    return crowd
+
+
+def test_plain_peft_scores_texts_alike(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    crowd = saved(tmp_path / "crowd")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "crowd/agent1")
+    rows = tokenizer([*TEXTS], padding=True, return_tensors="pt")
+    rows.pop("token_type_ids", None)
+    wanted = torch.stack([torch.tensor([*own.probabilities.values()]) for own in crowd.score([*TEXTS])])
+    bases = [plain_model(CLASSES, torch.float32) for _ in range(K)]
+    plain = [PeftModel.from_pretrained(base, tmp_path / f"crowd/agent{k}") for k, base in enumerate(bases)]
+    plain.append(AutoModelForSequenceClassification.from_pretrained(tmp_path / "crowd/agent1", num_labels=CLASSES))
+    for each in plain:
+        each.eval()
+    with torch.no_grad():
+        found = [model(**rows).logits.softmax(-1) for model in plain]
+    torch.testing.assert_close((found[0] + found[1]) / 2, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], found[2], rtol=0, atol=1e-6)
+    torch.testing.assert_close(crowd[1](**rows).logits.softmax(-1), found[1], rtol=0, atol=1e-5)
+
+
+def test_a_crowd_that_was_saved_knows_its_classes_in_order(tmp_path: Path) -> None:
+    names = [f"class {number}" for number in range(12)]
+    one = saved(tmp_path / "crowd", names).score("Ann has 3 pens.", abstain_below=0.99)
+    crowd = Crowd.from_pretrained(tmp_path / "crowd")
+    other = crowd.score("Ann has 3 pens.", abstain_below=0.99)
+    assert one == other
+    assert crowd.classes == tuple(names)
+    [found] = one
+    assert found.label == max(found.probabilities, key=found.probabilities.get)  # type: ignore[arg-type, union-attr]
+    assert found.abstained
+    assert found.mean == pytest.approx(sum(found.scores) / K)
+    assert found.lower == pytest.approx(found.mean - found.std)
+
+
+def test_rewards_are_of_answers(tmp_path: Path) -> None:
+    crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
+    apart = crowd.score(["2 + 2?\n", "2 + 3?\n"], ["4", "5"], spreads=2, batch_size=1)
+    whole = Crowd.from_pretrained(tmp_path / "crowd").score(["2 + 2?\n4", "2 + 3?\n5"])
+    for one, other in zip(apart, whole, strict=True):
+        assert one.scores == pytest.approx(other.scores)
+    assert apart[0].lower == pytest.approx(apart[0].mean - 2 * apart[0].std)
+    assert apart[0].label is None
+    crowd.prompter.form = "chat"  # type: ignore[union-attr]
+    [chat] = crowd.score([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])
+    [asked] = crowd.score("2 + 2?", "4")
+    assert chat.scores == pytest.approx(asked.scores)
+    with pytest.raises(BadInput, match="no prompt"):
+        crowd.score("4")
+    with pytest.raises(BadInput, match="2 prompts and 1 answers"):
+        crowd.score(["2?", "3?"], ["4"])
+
+
+def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> None:
+    """As Transformers pools before it."""
+    crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
+    crowd.model.config.pad_token_id = crowd.prompter.tokenizer.eos_token_id  # type: ignore[union-attr]
+    ids = torch.tensor([crowd.prompter.row("2 + 2?\n", "4").input_ids]).long()  # type: ignore[union-attr]
+    assert int(ids[0, -1]) == crowd.model.config.pad_token_id
+    [found] = crowd.score("2 + 2?\n", "4")
+    for k, score in enumerate(found.scores):
+        plain = crowd[k](input_ids=ids.expand(2, -1)).logits
+        assert score == pytest.approx(float(plain[0, 0]), abs=1e-5)
+    crowd.model.config.pad_token_id = 0
+    assert crowd.score("2 + 2?\n", "4")[0].scores != pytest.approx(found.scores)
+
+
+def test_what_has_a_head_writes_nothing_and_what_writes_has_no_score(tmp_path: Path) -> None:
+    crowd = saved(tmp_path / "crowd")
+    for ask in (lambda: crowd.generate("2 + 2?"), lambda: crowd.log_probs("2 + 2?", "4")):
+        with pytest.raises(ModelError, match="these agents have heads"):
+            ask()
+    base = load_base("embedded")
+    with pytest.raises(ModelError, match="no heads"):
+        Crowd(base.model, LoraSettings(num_agents=1), "embedded").score("2 + 2?")
+
+
+def test_a_family_without_a_class_for_sequences_is_named() -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = GraniteForCausalLM(GraniteConfig(vocab_size=16, num_key_value_heads=1, **small))
+    with pytest.raises(ModelError, match="granite has no class for sequence classification"):
+        require_class(model)
