@@ -28,7 +28,8 @@ from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora import passes
 from ci_llm.lora.adapters import adapter_config, attach
-from ci_llm.lora.layer import NOBODY, LoraSettings
+from ci_llm.lora.attention import Way, choose_way, name_of
+from ci_llm.lora.layer import NOBODY, LoraSettings, compute_dtype
 
 Route = Literal["packed", "padded"]
 
@@ -189,6 +190,7 @@ class CrowdModel(nn.Module):
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
+        self.attention: Way = "rows"
         self.route = "packed"
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
@@ -211,7 +213,19 @@ class CrowdModel(nn.Module):
         # The setting outlives the forward pass, because activation checkpointing runs the layers again in the
         # backward pass, and they must then take the same attention.
         self._route = route
-        self.model.config._attn_implementation = passes.PACKED if route == "packed" else self._native_attention
+        self.model.config._attn_implementation = name_of(self.attention) if self.is_packed else self._native_attention
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows lie end to end."""
+        return self._route == "packed"
+
+    def choose_attention(self) -> str:
+        """On a GPU, take the way of attention that is right and fastest there; returns a line about it."""
+        config, like = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
+        self.attention, said = choose_way(config, self.device, compute_dtype(like))
+        self.route = self._route
+        return said
 
     @property
     def num_agents(self) -> int:
@@ -284,7 +298,7 @@ class CrowdModel(nn.Module):
 
     @property
     def _passes(self) -> passes.Passes:
-        return passes.Passes(self.model, self.agents, self.pad_id, packed=self.route == "packed")
+        return passes.Passes(self.model, self.agents, self.pad_id, packed=self.is_packed)
 
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""

@@ -148,16 +148,18 @@ def score(
     training = crowd.training
     crowd.eval()
     lines = crowd.num_agents + 1
-    nothing = torch.zeros(lines, 0, dtype=torch.float64)
-    parts = [Scores(nothing.bool(), nothing, nothing[0].long())]  # a process may have no row at all
+    found = [torch.zeros(2, lines, 0, dtype=torch.float64, device=crowd.device)]  # a process may have no row at all
+    tokens = [torch.zeros(0, dtype=torch.int64)]
     try:
         for batch in batches:
             if stop():
                 return None
-            parts.append(_score_batch(crowd, batch.to(crowd.device), aggregator))
+            tokens.append(torch.bincount(batch.target_rows, minlength=batch.num_rows).cpu())
+            found.append(_score_batch(crowd, batch.to(crowd.device), aggregator))
     finally:
         crowd.train(training)
-    return Scores.joined(parts)
+    wrong, nll = torch.cat(found, dim=-1).cpu()  # a GPU is waited for here alone, after the last batch
+    return Scores(wrong == 0, nll, torch.cat(tokens))
 
 
 #: Scores are computed in chunks small enough for the logits of so many agents. The number is fixed, so that an agent is
@@ -165,7 +167,8 @@ def score(
 SCORED_AT_ONCE: Final = 8
 
 
-def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
+def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Tensor:
+    """[2, K + 1, B] of every line and row: how many targets it has wrong, and the NLL of all of them."""
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
@@ -179,8 +182,7 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
         wrong.index_add_(1, rows, (everyone.argmax(-1) != targets).double())
         picked = everyone.gather(-1, targets.expand(lines, -1)[..., None]).squeeze(-1)
         nll.index_add_(1, rows, -picked.double())
-    tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
-    return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
+    return torch.stack([wrong, nll])
 
 
 def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:

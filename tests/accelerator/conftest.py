@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Simulated:
 
     folder: Path
     base: str
+    environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *words: str, options: Sequence[str] = (), fails: bool = False) -> Ran:
         """Run a command of ours, or several with `then` between them."""
@@ -97,13 +98,19 @@ class Simulated:
         return subprocess.run(
             [sys.executable, *words],
             cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
+
+
+@pytest.fixture(scope="module")
+def simulated_in(device: Path, tmp_path_factory: pytest.TempPathFactory, narrow_base: str) -> Simulated:
+    """For what several tests of a file look at."""
+    return Simulated(tmp_path_factory.mktemp("simulated"), narrow_base)
 
 
 @pytest.fixture
