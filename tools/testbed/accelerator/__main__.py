@@ -29,7 +29,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--memory-mb-of", nargs=2, type=float, metavar=("RANK", "MB"), help="of one process alone")
     parser.add_argument("--capability", type=int, nargs=2, default=face.HOPPER)
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="break one thing of ours, which a test then finds")
-    parser.add_argument("--program", type=Path)
+    parser.add_argument("--program", nargs=argparse.REMAINDER, default=[], metavar="FILE [WORDS]")
     parser.add_argument("words", nargs=argparse.REMAINDER)
     return parser
 
@@ -90,8 +90,8 @@ def main() -> int:
         MUTANTS[options.mutant]()
     try:
         if options.program:
-            sys.argv = [str(options.program), *options.words]
-            runpy.run_path(str(options.program), run_name="__main__")
+            sys.argv = options.program
+            runpy.run_path(options.program[0], run_name="__main__")
             return 0
         return _commands(options.words)
     finally:
