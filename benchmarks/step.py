@@ -45,7 +45,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.loop import apply_gradients, compute_gradients
+from ci_llm.run.loop import Sums, apply_gradients, compute_gradients
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
 
@@ -87,6 +87,11 @@ class Ours:
         self.max_grad_norms = [MAX_NORM] * agents
 
     def step(self, batch: Batch) -> float:
+        sums, agents = self.move(batch).sums, self.crowd.num_agents
+        return float(sums[:agents].sum()) / agents / batch.num_targets
+
+    def move(self, batch: Batch) -> Sums:
+        """The step; what it returns is on the device, and not waited for."""
         run: Any = self
         sums = compute_gradients(run, self.state.step, [batch])
         ballot = Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums)
@@ -94,8 +99,7 @@ class Ours:
         left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
         apply_gradients(run, self.state.step, verdict, left_out)
         self.state = self.state.advance(batch.num_rows, batch.num_tokens, left_out)
-        agents = self.crowd.num_agents
-        return float(sums.sums[:agents].sum()) / agents / batch.num_targets
+        return sums
 
 
 class OriginalsWay:

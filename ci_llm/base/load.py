@@ -131,6 +131,8 @@ def load_base(
     how = quantized_loading(quantization, stored, model_name, device)
     if layers is not None:
         how["distributed_config"] = {}
+    elif torch.device(device).type == "cuda":  # each weight goes there as it is read, and never are all on the host
+        how.setdefault("device_map", {"": device})
     try:
         with weights_counted():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

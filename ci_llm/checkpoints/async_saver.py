@@ -139,7 +139,8 @@ class Copy:
         for device, event in self._begun:
             stream = self._arena.side_stream(device)
             stream.wait_event(event)
-            with torch.cuda.stream(stream):
+            # On another current device, the way out of `stream` would make a context there: half a GB of that GPU.
+            with torch.cuda.device(device), torch.cuda.stream(stream):
                 self._copy_where([tensor.device == device for tensor in self._tensors])
             stream.synchronize()
 

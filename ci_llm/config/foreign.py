@@ -318,7 +318,6 @@ UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
     "label_smoothing_factor": ("a softer loss", _ONE_LOSS),
     "neftune_noise_alpha": ("noise on embeddings", "lora_dropout=0.1 or dropconnect_p=0.1 regularise an agent"),
     "precision": ("a precision", "mixed_precision=bf16, fp16 or no; model_dtype=... for the base itself"),
-    "tf32": ("a precision of products on a GPU", "leave it out: torch decides"),
     "auto_find_batch_size": (
         "a switch for smaller batches after running out of memory",
         "leave it out: the micro-batch always shrinks by itself, and the effective batch holds",

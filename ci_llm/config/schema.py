@@ -444,6 +444,9 @@ class CheckpointKeys(Keys):
         False, "resume with a changed configuration or data, although the run will not be the same"
     )
     deterministic: bool | Literal["auto"] = rounding("auto", "deterministic algorithms; auto: wherever they exist")
+    tf32: bool = rounding(
+        False, "on a GPU, multiply fp32 as TF32: several times faster, with 10 bits of mantissa in place of 23"
+    )
     async_save: bool = free(True, "write checkpoints while training goes on")
     checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Messages of RuntimeErrors: of PyTorch on the CPU, C++, the libraries of CUDA, and Metal.
+#: Messages of RuntimeErrors: of PyTorch on the CPU, C++, the libraries of CUDA and ROCm, and Metal. cuBLAS says that it
+#: is not initialised when it finds no memory for its handle.
 _MESSAGES: Final = re.compile(
     r"DefaultCPUAllocator|not enough memory: you tried to allocate|std::bad_alloc|CUDA error: out of memory"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|MPS backend out of memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_ALLOC_FAILED|MPS backend out of memory"
+    r"|HIP error: out of memory|HIPBLAS_STATUS_ALLOC_FAILED"
     r"|Cuda failure (\d+ )?'out of memory'"
 )
 

@@ -30,7 +30,8 @@ from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.adapters import adapter_config, attach
-from ci_llm.lora.layer import NOBODY, LoraSettings
+from ci_llm.lora.attention import Way, choose_way, name_of
+from ci_llm.lora.layer import NOBODY, LoraSettings, compute_dtype
 
 Route = Literal["packed", "padded"]
 
@@ -208,6 +209,7 @@ class CrowdModel(nn.Module):
         self.model = model
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
+        self.attention: Way = "rows"
         self.route = "packed"
         # Whether `ci_llm.crowd.decoder` writes the texts, or Transformers' `generate`: tried before the first text.
         self.decodes: bool | None = False if os.environ.get("CI_LLM_GENERATE") == "transformers" else None
@@ -233,7 +235,19 @@ class CrowdModel(nn.Module):
         # The setting outlives the forward pass, because activation checkpointing runs the layers again in the
         # backward pass, and they must then take the same attention.
         self._route = route
-        self.model.config._attn_implementation = passes.PACKED if route == "packed" else self._native_attention
+        self.model.config._attn_implementation = name_of(self.attention) if self.is_packed else self._native_attention
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows lie end to end."""
+        return self._route == "packed"
+
+    def choose_attention(self) -> str:
+        """On a GPU, take the way of attention that is right and fastest there; returns a line about it."""
+        config, like = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
+        self.attention, said = choose_way(config, self.device, compute_dtype(like))
+        self.route = self._route
+        return said
 
     @property
     def num_agents(self) -> int:
@@ -340,7 +354,7 @@ class CrowdModel(nn.Module):
     @property
     def _passes(self) -> passes.Passes:
         own_precision = "precision" in self.fast
-        return passes.Passes(self.model, self.agents, self.pad_id, self.route == "packed", own_precision)
+        return passes.Passes(self.model, self.agents, self.pad_id, self.is_packed, own_precision)
 
     def compute_fast(self, parts: Sequence[str]) -> None:
         """Let these parts of `ci_llm.lora.kernels` be computed fast, and no others.

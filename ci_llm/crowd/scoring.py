@@ -60,8 +60,8 @@ class Scores:
         """The rows of all parts, in order."""
         listed = list(parts)
         return cls(
-            torch.cat([p.right for p in listed], dim=1),
-            torch.cat([p.nll for p in listed], dim=1),
+            torch.cat([p.right for p in listed], dim=1).cpu(),
+            torch.cat([p.nll for p in listed], dim=1).cpu(),
             torch.cat([p.tokens for p in listed]),
             judged=joined(p.judged for p in listed if p.judged is not None),
         )
@@ -149,17 +149,16 @@ def score(
     """
     training = crowd.training
     crowd.eval()
-    lines = crowd.num_agents + 1
-    nothing = torch.zeros(lines, 0, dtype=torch.float64)
-    parts = [Scores(nothing.bool(), nothing, nothing[0].long())]  # a process may have no row at all
+    nothing = torch.zeros(crowd.num_agents + 1, 0, dtype=torch.float64)
+    parts = list[Scores]()
     try:
         for batch in batches:
             if stop():
                 return None
-            parts.append(_score_batch(crowd, batch.to(crowd.device), aggregator))
+            parts.append(_score_batch(crowd, batch, aggregator))
     finally:
         crowd.train(training)
-    return Scores.joined(parts)
+    return Scores.joined(parts or [Scores(nothing.bool(), nothing, nothing[0].long())])  # a process may have no row
 
 
 #: Scores are computed in chunks small enough for the logits of so many agents. The number is fixed, so that an agent is
@@ -168,6 +167,9 @@ SCORED_AT_ONCE: Final = 8
 
 
 def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
+    """The scores of a batch, `right` and `nll` on the crowd's device: a GPU is waited for after the last batch alone."""
+    tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
+    batch = batch.to(crowd.device)
     if crowd.settings.outputs:
         right, costs, judged = judge(crowd, batch)
         return Scores(right, costs, torch.ones(batch.num_units, dtype=torch.long), judged=judged)
@@ -184,8 +186,7 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
         wrong.index_add_(1, rows, (everyone.argmax(-1) != targets).double())
         picked = everyone.gather(-1, targets.expand(lines, -1)[..., None]).squeeze(-1)
         nll.index_add_(1, rows, -picked.double())
-    tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
-    return Scores((wrong == 0).cpu(), nll.cpu(), tokens.cpu())
+    return Scores(wrong == 0, nll, tokens)
 
 
 def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:

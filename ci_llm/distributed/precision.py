@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 
 from ci_llm.config.own_keys import AUTO
-from ci_llm.errors import ModelError
+from ci_llm.errors import LaunchError, ModelError
 
 #: What `auto` becomes, by key: where bf16 is faster, and elsewhere.
 CHOICES: Final = {"mixed_precision": ("bf16", "no"), "model_dtype": ("bf16", "fp32")}
@@ -41,9 +41,29 @@ class Speed:
 
 
 def runs_on_cpu() -> bool:
-    """Whether processes of this machine compute on the CPU: there is no GPU, or ACCELERATE_USE_CPU is set."""
+    """Whether processes of this machine compute on the CPU: there is no GPU, or the environment says so."""
+    return _cpu_is_wanted() or not torch.cuda.is_available()
+
+
+def _cpu_is_wanted() -> bool:
     wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    return wanted or not torch.cuda.is_available()
+    return wanted or os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cpu")
+
+
+def require_known_device() -> None:
+    """Refuse an accelerator that this package does not run on, rather than to compute on the CPU beside it.
+
+    Raises:
+        LaunchError: it is Apple's (mps), Intel's (xpu) or any other that is not CUDA, and the CPU was not asked for.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", found.type if found is not None and runs_on_cpu() else "cuda")
+    if wanted.partition(":")[0] not in ("cuda", "cpu") and not _cpu_is_wanted():
+        raise LaunchError(
+            f"this package runs on CUDA or on a CPU, and not on the device {wanted} (mps is Apple's, xpu Intel's)",
+            where="this machine" if "ACCELERATE_TORCH_DEVICE" not in os.environ else "ACCELERATE_TORCH_DEVICE",
+            hint="export ACCELERATE_USE_CPU=true to compute on the CPU, or take a machine with an NVIDIA GPU",
+        )
 
 
 def speed_of_bf16() -> Speed:

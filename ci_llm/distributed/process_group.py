@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from functools import cache
 from typing import Final
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
@@ -25,6 +27,9 @@ from ci_llm.interrupts import Interrupts
 # A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
 # went silent, and for the main process while it works alone (`Processes.main_process_first`).
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+#: The longest that an all-reduce of gradients may take on GPUs. All processes have just voted, so that all begin it.
+REDUCE_BOUND_S: Final = 60.0
+_REDUCE_LOOK_S: Final = 1e-4
 #: A process that is asked to stop waits so long for the others that it has not met yet.
 MEETING_GRACE_S: Final = 5.0
 _LOOK_S: Final = 0.1
@@ -112,6 +117,25 @@ def peer_errors() -> Iterator[None]:
             where=first_line(error),
             hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
         ) from error
+
+
+def reduce_within_bound(tensor: Tensor) -> None:
+    """Add a tensor over all processes, in place, and return when it is done or a peer is gone.
+
+    gloo tells of a dead peer at once. On a GPU the call returns before anything is added, and a kernel without its
+    peer never ends. The optimizer must not move by such a gradient, so the host looks until the kernel has ended.
+
+    Raises:
+        RuntimeError: a peer is gone, or silent for `REDUCE_BOUND_S`.
+    """
+    dist.all_reduce(tensor)
+    if not tensor.is_cuda:
+        return
+    done, until = torch.cuda.current_stream(tensor.device).record_event(), time.monotonic() + REDUCE_BOUND_S
+    while not done.query():
+        if time.monotonic() > until:
+            raise RuntimeError(f"the sum of {tensor.numel():,} gradients has not ended within {REDUCE_BOUND_S:g} s")
+        time.sleep(_REDUCE_LOOK_S)
 
 
 def _is_of_own_device(error: Exception) -> bool:

@@ -34,7 +34,7 @@ from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed import precision
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.distributed.process_group import join, leave, peer_errors, rendezvous_errors
+from ci_llm.distributed.process_group import join, leave, peer_errors, reduce_within_bound, rendezvous_errors
 from ci_llm.errors import CiLlmError, LaunchError, first_line
 
 T = TypeVar("T")
@@ -70,6 +70,7 @@ class Processes:
         launch: Launch | None = None,
     ) -> None:
         self.launch = read_launch() if launch is None else launch
+        precision.require_known_device()
         on_cpu = precision.runs_on_cpu()
         precision.check_precision(config)
         _check_gpus(self.launch, on_cpu)
@@ -87,6 +88,8 @@ class Processes:
                 project_dir=project_dir,
                 kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
             )
+            if self.device.type == "cuda":  # ACCELERATE_TORCH_DEVICE may name another one than torch's current one
+                torch.cuda.set_device(self.device)
             self._meet_on_devices()
         # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
         if self.accelerator.num_processes != self.launch.num_processes:
@@ -206,7 +209,7 @@ class Processes:
         """
         if self.num_processes > 1:
             with peer_errors():
-                dist.all_reduce(tensor)
+                reduce_within_bound(tensor)
         return tensor
 
     def gather_object(self, value: T) -> list[T]:
@@ -371,6 +374,11 @@ def _set_environment(launch: Launch, on_cpu: bool) -> None:
     if not on_cpu:
         # For deterministic products. cuBLAS reads it once, before the first product of the process, in any mode.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Every step has rows of other lengths, which leaves gaps in memory. torch reads it at its first allocation.
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # A process without a peer ends as PeerLost (`reduce_within_bound`), and not by a signal of NCCL's watchdog.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if on_cpu and launch.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Otherwise every process uses all cores, or Accelerate counts those of the machine instead of the job's.
         os.environ["OMP_NUM_THREADS"] = str(launch.threads_per_process)

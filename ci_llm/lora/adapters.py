@@ -74,8 +74,8 @@ class DrawnWeights:
         for agent, row in zip(self._each, self._own(self.masks), strict=True):
             if agent.dropconnect:
                 keep = 1 - agent.dropconnect
-                generator = generator_for(agent.seed, "dropconnect", step, agent.index)
-                row.copy_(torch.empty(row.shape).bernoulli_(keep, generator=generator) / keep, non_blocking=True)
+                generator = generator_for(agent.seed, "dropconnect", step, agent.index, device=row.device)
+                row.copy_(torch.empty(row.shape, device=row.device).bernoulli_(keep, generator=generator) / keep)
                 row[len(row) - self._num_whole :] = 1
 
     def draw_masks_of_pass(self) -> None:

@@ -228,6 +228,9 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         reason = crowd.choose_route()
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
+    elif crowd.device.type == "cuda":
+        with processes.autocast():
+            logger.info(f"attention {crowd.choose_attention()}")
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
     if config.reference == "start":
@@ -262,7 +265,8 @@ def _described(config: Config, crowd: Crowd) -> Iterator[str]:
 
 
 def set_determinism(config: Config) -> None:
-    """Choose deterministic algorithms, as the configuration says; before anything is computed."""
+    """Choose deterministic algorithms and TF32, as the configuration says; before anything is computed."""
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
     if config.deterministic is False:
         return
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")

@@ -23,6 +23,9 @@ def test_what_torch_has_cached_on_a_gpu_is_free_for_this_process(monkeypatch: py
         ("Cuda failure 'out of memory'", True),
         ("Cuda failure 719 'unspecified launch failure'", False),
         ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("HIP error: out of memory", True),
+        ("HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`", True),
         ("shape mismatch", False),
     ],
 )

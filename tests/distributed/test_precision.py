@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ci_llm.config import Config
-from ci_llm.distributed.precision import Speed, chosen, slowest, speed_of_bf16
+from ci_llm.distributed.precision import Speed, chosen, require_known_device, slowest, speed_of_bf16
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import ModelError
+from ci_llm.errors import LaunchError, ModelError
 
 FAST, SLOW = Speed(True, "it is fast"), Speed(False, "it is slow")
 AUTO = Config(mixed_precision="auto", model_dtype="auto")
@@ -86,3 +86,19 @@ def test_the_choice_is_the_precision_of_the_forward_pass() -> None:
             processes.settle_precision(AUTO, Config(mixed_precision="fp16"))
     finally:
         processes.shutdown()
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu"])
+def test_an_accelerator_that_is_not_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(name))
+    with pytest.raises(LaunchError, match=f"not on the device {name}"):
+        require_known_device()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    require_known_device()
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    require_known_device()
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", f"{name}:0")
+    with pytest.raises(LaunchError, match=f"not on the device {name}:0"):
+        require_known_device()

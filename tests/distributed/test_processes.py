@@ -20,10 +20,11 @@ from accelerate.state import AcceleratorState, GradientState
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.core.run_status import pid_space
+from ci_llm.distributed import process_group
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import DataError, LaunchError, ModelError
+from ci_llm.errors import DataError, LaunchError, ModelError, PeerLost
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
 from tools.testbed.forkserver import free_port
 
@@ -301,3 +302,16 @@ def test_a_ballot_is_a_sum_of_votes() -> None:
     assert votes.dtype == torch.float64
     assert decode(votes, 2, []) == Verdict(7, (False, True), (3.5,), True, None, True)
     assert decode(votes, 2, [None, "walltime", "signal:SIGTERM"]).stop == "walltime"
+
+
+def test_a_sum_on_gpus_that_never_ends_means_that_a_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # NCCL's call returns at once; the kernel of a process whose peer died after the ballot waits for it for ever.
+    looks = iter([False, False, True])
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: next(looks, False)))
+    monkeypatch.setattr(process_group.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(process_group, "REDUCE_BOUND_S", 0.01)
+    gradient: Any = SimpleNamespace(is_cuda=True, device="cuda:0", numel=lambda: 8)
+    process_group.reduce_within_bound(gradient)
+    with pytest.raises(PeerLost, match="gone or silent"), process_group.peer_errors():
+        process_group.reduce_within_bound(gradient)

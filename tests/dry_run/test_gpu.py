@@ -16,7 +16,7 @@ from ci_llm.dry_run.checks import Check, Inapplicable, run_checks
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.dry_run.plan import CHECKS
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
-from ci_llm.lora import passes
+from ci_llm.lora import attention
 
 CPU = torch.device("cpu")
 GPU_CHECKS = {check.name: check.run for check in CHECKS if check.name.startswith("gpu ")}
@@ -86,15 +86,15 @@ def test_an_optimizer_that_moves_nobody_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_kernel_that_looks_into_the_next_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "EXPLICIT_UP_TO", 0)  # every row takes the fused kernel, as on a GPU
+    monkeypatch.setattr(attention, "EXPLICIT_UP_TO", 0)  # every row takes the fused kernel, as on a GPU
     assert "within" in gpu.attention(CPU)
-    fused = passes._fused
+    fused = attention._fused
 
     def leaking(q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> torch.Tensor:
         return fused(q, k, v, torch.zeros(q.shape[2], q.shape[2]), *rest)
 
-    monkeypatch.setattr(passes, "_fused", leaking)
-    with pytest.raises(ModelError, match="fused attention kernel of this device differs"):
+    monkeypatch.setattr(attention, "_fused", leaking)
+    with pytest.raises(ModelError, match=r"attention by rows in torch\.float32 differs"):
         gpu.attention(CPU)
 
 

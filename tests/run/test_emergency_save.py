@@ -32,7 +32,7 @@ def emergency_save(manager: CheckpointManager) -> EmergencySave:
     attempt: Any = SimpleNamespace(
         number=1,
         config=SimpleNamespace(interrupted_exit_code=75),
-        processes=SimpleNamespace(is_main_process=True, num_processes=1),
+        processes=SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
         manager=manager,
     )
     other: Any = SimpleNamespace()  # what only a run that trains uses
@@ -90,7 +90,7 @@ def test_the_job_is_put_back_when_everything_is_sent(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "_exit", done.append)
     attempt: Any = SimpleNamespace(
         config=SimpleNamespace(interrupted_exit_code=75),
-        processes=SimpleNamespace(is_main_process=True, num_processes=1),
+        processes=SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
         manager=SimpleNamespace(wait_until_finished=lambda: None),
         interrupted=interrupted,
     )

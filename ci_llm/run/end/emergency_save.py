@@ -17,7 +17,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +59,23 @@ def seconds_left(
     return latest - now if began + upper_quantile(steps_s) <= latest else 0.0
 
 
+@contextmanager
+def beside_the_step(device: torch.device, moved: torch.cuda.Event | None) -> Iterator[None]:
+    """Let this thread use a GPU beside the step that is given up, and not behind all the work that is queued for it.
+
+    Args:
+        moved: the end of the last move of the optimizer, which is waited for; None on a CPU.
+    """
+    if moved is None:
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(moved)
+        with torch.cuda.stream(stream):
+            yield
+
+
 class EmergencySave:
     """Watches a run from the moment it is asked to stop; a context manager around everything that trains.
 
@@ -91,6 +109,7 @@ class EmergencySave:
         self._moving = False
         # One tuple that is replaced: another thread reads the old boundary or the new one, never a mixture.
         self._boundary: tuple[int, dict[str, Any]] = (step(), determinism.capture())
+        self._moved = self._mark_device()
         self._over, self._saving = threading.Event(), threading.Event()
         watch = self._watch if self._processes.is_main_process else self._follow
         self._thread = threading.Thread(target=watch, name="ci_llm emergency save", daemon=True)
@@ -121,7 +140,13 @@ class EmergencySave:
         self._boundary_lock.acquire()
         self._moving = True
 
+    def _mark_device(self) -> torch.cuda.Event | None:
+        """The place in the work of a GPU that is queued so far."""
+        device = self._processes.device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
     def _reach_boundary(self) -> None:
+        self._moved = self._mark_device()
         self._boundary = (self._step(), determinism.capture())
         if self._moving:
             self._moving = False
@@ -138,7 +163,8 @@ class EmergencySave:
         logger.info(f"a process of this run is gone: step {step} is saved without it")
         while step > max(self._attempt.manager.all_steps(), default=0):
             try:
-                self._save(generators)
+                with beside_the_step(self._processes.device, self._moved):
+                    self._save(generators)
                 break
             except WriterBusy as error:  # of another process of the run, which saves it now, or is dead
                 if time.monotonic() > until:
@@ -202,7 +228,8 @@ class EmergencySave:
         logger.info(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
         finish_save_in_flight(self._attempt.manager)
         if step:
-            self._save(self._all_generators())
+            with beside_the_step(self._processes.device, self._moved):
+                self._save(self._all_generators())
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
         """Of every process at the boundary, by index; None where a process has not left them in time."""

@@ -1,0 +1,286 @@
+"""Causal attention inside each row of a packed batch, in the way that a device does best.
+
+It is registered with Transformers' attention interface, once for each way, so that no model code is changed:
+"varlen" is one call for all rows and agents, by flash attention; "rows" a fused call for each row; "explicit" plain
+products, which hold the scores. `choose_way` tries them on a GPU. On a CPU it is "rows", and plain for short ones.
+
+Legend: R rows of the base's input (agents or 1), H heads, G key/value heads, N packed tokens, T tokens of one packed
+row, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Final, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import AttentionInterface
+
+from ci_llm.core.determinism import generator_for
+from ci_llm.core.memory import is_out_of_memory
+from ci_llm.errors import ModelError, first_line
+from ci_llm.lora.layer import compute_dtype
+
+Way = Literal["varlen", "rows", "explicit"]
+
+EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the explicit form up to about here
+HALVES: Final = (torch.bfloat16, torch.float16)
+#: Not cuDNN, which builds a plan for every length that it meets, for a second, and not the one that holds all scores.
+FUSED: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+#: Tokens of the rows of the trial; a long one takes another kernel than short ones.
+TRIAL_LENGTHS: Final = (17, 400, 64)
+
+
+class Segments:
+    """Where the packed rows begin and end, and what attention makes of it, once per pass.
+
+    Args:
+        bounds: 0 and the end of every row, in packed tokens.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self.bounds = list(bounds)
+        self.lengths = [end - start for start, end in pairwise(bounds)]
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._ends: dict[tuple[int, torch.device], Tensor] = {}
+
+    def mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
+        """Additive causal mask [T, T]; with a window, a position attends to itself and `window - 1` before it."""
+        key = (length, window, like.dtype, like.device)
+        if key not in self._masks:
+            mask = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device)
+            visible = torch.ones_like(mask, dtype=torch.bool).tril()
+            if window is not None:
+                visible = visible.triu(1 - window)
+            self._masks[key] = mask.masked_fill(visible, 0.0)
+        return self._masks[key]
+
+    def ends(self, copies: int, device: torch.device) -> Tensor:
+        """[copies * rows + 1] int32: 0 and the ends of the rows of all copies, which lie one after the other."""
+        key = (copies, device)
+        if key not in self._ends:
+            ends = [0, *accumulate(self.lengths * copies)]
+            listed = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._ends[key] = listed.to(device, non_blocking=True)
+        return self._ends[key]
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segments: Segments | None = None,
+    s_aux: Tensor | None = None,
+    way: Way = "rows",
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each row of a packed batch.
+
+    Args:
+        query: [R, H, N, D]; key and value: [R, G, N, D], G dividing H.
+        segments: the packed rows; a keyword argument of the model's forward, which the layers pass on.
+        scaling: of the scores; None: 1/√D.
+        way: "varlen" stands for "rows" in what its kernel does not compute: fp32, a soft cap, dropout.
+
+    Returns:
+        [R, N, H, D], as the interface requires, and None for the attention weights.
+
+    Raises:
+        TypeError: the model does not pass keyword arguments on, limits attention by its mask alone, or uses attention
+            sinks; the trial at the start then takes the padded route.
+    """
+    if segments is None or s_aux is not None:  # without rows or with sinks the result would silently be wrong
+        raise TypeError("packed attention needs `segments` from the model's forward, and supports no attention sinks")
+    if not sliding_window and _needs_window(module):  # the rows of the trial may be shorter than the window
+        raise TypeError(f"{type(module).__name__} has its window in a mask, and packed attention makes no masks")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Cast before the rows are taken apart, and not by autocast for every product of every row.
+    query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        plain = not (softcap or dropout) and query.dtype in HALVES and value.shape[-1] == query.shape[-1]
+        if way == "varlen" and plain:
+            return _together(query, key, value, segments, sliding_window, scale), None
+        parts = []
+        for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
+            length = q.shape[2]
+            window = sliding_window if sliding_window and sliding_window < length else None  # else it hides nothing
+            explicit = softcap or way == "explicit" or _is_faster_explicit(q)
+            mask = segments.mask(length, window, q) if explicit or window else None
+            attend = _explicit if explicit else _fused
+            parts.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
+
+
+def _needs_window(module: torch.nn.Module) -> bool:
+    """Whether this layer attends to a window or a chunk only, by its configuration."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and number is not None:
+        return "sliding" in kinds[number] or "chunked" in kinds[number]
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True) is not False
+
+
+def _is_faster_explicit(query: Tensor) -> bool:
+    """Whether plain products are faster for a row, or there is nothing else: no fused kernel of a GPU knows fp64."""
+    return query.dtype == torch.float64 if query.is_cuda else query.shape[2] <= EXPLICIT_UP_TO
+
+
+def _together(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float
+) -> Tensor:
+    """All rows of all copies by one kernel: [R, H, N, D] and [R, G, N, D] -> [R, N, H, D]."""
+    copies, longest = query.shape[0], max(segments.lengths)
+    ends = segments.ends(copies, query.device)
+    left = window - 1 if window and window < longest else -1
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    heads_differ = query.shape[1] != key.shape[1]
+    more: dict[str, Any] = {"enable_gqa": True} if heads_differ else {}
+    found = varlen.varlen_attn(*flat, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **more)
+    assert isinstance(found, Tensor)
+    return found.unflatten(0, (copies, -1))
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
+) -> Tensor:
+    """One packed row by PyTorch's kernel: q [R, H, T, D], k and v [R, G, T, D] -> [R, H, T, D]."""
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    # Only flash attention knows grouped heads. Where it does not run, PyTorch would take the kernel that holds scores.
+    if mask is not None or q.dtype not in HALVES or torch.cuda.get_device_capability(q.device)[0] < 8:
+        k, v = _repeated(k, v, q.shape[1])
+    with sdpa_kernel(FUSED):
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
+) -> Tensor:
+    """The same by matrix products, which also allows a soft cap, and is faster for short rows on a CPU."""
+    assert mask is not None
+    rows, heads, length, _ = q.shape
+    k, v = _repeated(k, v, heads)
+    q, k, v = (x.reshape(rows * heads, length, -1) for x in (q, k, v))
+    if softcap:
+        scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
+    else:
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    # Its sums are in fp32 for 16 bits as well, and what it returns is all that the backward pass needs.
+    weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
+    return torch.bmm(weights, v).view(rows, heads, length, -1)
+
+
+def _repeated(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for every head of the query."""
+    times = heads // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
+
+
+def name_of(way: Way) -> str:
+    """What a model's configuration calls packed attention in this way."""
+    return f"ci_llm_packed_{way}"
+
+
+# No mask is registered beside them: Transformers then makes none, and does not ask the device where rows begin.
+for _way in get_args(Way):
+    AttentionInterface.register(name_of(_way), partial(packed_attention, way=_way))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Rows of random numbers: two copies, as of two agents.
+
+    Attributes:
+        inputs: query [2, H, N, D], key and value [2, G, N, D].
+        window: None: none.
+    """
+
+    inputs: tuple[Tensor, ...]
+    window: int | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[Trial]:
+        """Those in the heads of a base, with its window and without."""
+        heads = int(config.num_attention_heads)
+        groups = int(getattr(config, "num_key_value_heads", None) or heads)
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        window = getattr(config, "sliding_window", None)
+        windows = (None,) if window is None else (None, min(int(window), max(TRIAL_LENGTHS) // 2))  # a row is longer
+        return [cls.drawn(heads, groups, width, each, device, dtype) for each in windows]
+
+    @classmethod
+    def drawn(
+        cls, heads: int, groups: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype
+    ) -> Trial:
+        """The same numbers at every call."""
+        shapes = [(2, count, sum(TRIAL_LENGTHS), width) for count in (heads, groups, groups)]
+        drawn = [torch.randn(shape, generator=generator_for(n, "attention")) for n, shape in enumerate(shapes)]
+        return cls(tuple(each.to(device, dtype) for each in drawn), window)
+
+    def distance(self, way: Way) -> float:
+        """The largest relative distance of output and gradients from plain products in fp32; NaN if one is NaN."""
+        found = self._with_gradients(way, self.inputs)
+        wanted = self._with_gradients("explicit", [each.float() for each in self.inputs])
+        gaps = [(one.double() - other).norm() / other.norm() for one, other in zip(found, wanted, strict=True)]
+        return float(torch.stack(gaps).max())
+
+    def _with_gradients(self, way: Way, inputs: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        segments = Segments([0, *accumulate(TRIAL_LENGTHS)])
+        with torch.autocast(inputs[0].device.type, enabled=False), torch.enable_grad():
+            module = torch.nn.Identity()
+            out, _ = packed_attention(module, *leaves, None, sliding_window=self.window, segments=segments, way=way)
+            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """The distance within which a way is right: half the digits, and above what TF32 rounds."""
+    return max(1e-3, float(torch.finfo(dtype).eps) ** 0.5)
+
+
+def choose_way(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[Way, str]:
+    """Try the ways on a GPU in the shapes of a base, and take the first that is right.
+
+    Args:
+        config: of the text part of the base.
+        dtype: in which attention is computed.
+
+    Returns:
+        the way, and one line about it.
+
+    Raises:
+        ModelError: none is right.
+    """
+    trials, reasons = Trial.of(config, device, dtype), []
+    ways: tuple[Way, ...] = ("varlen", "rows", "explicit") if dtype in HALVES else ("rows", "explicit")
+    for way in ways:
+        try:
+            gap = max(trial.distance(way) for trial in trials)
+        except (RuntimeError, TypeError, ValueError) as error:  # kernels raise nothing narrower for what they cannot do
+            if is_out_of_memory(error):
+                raise
+            reasons.append(f"{way}: {first_line(error)}")
+            continue
+        if gap <= bound_of(dtype):
+            return way, "; ".join([f"{way}, within {gap:.1e} of plain products", *reasons])
+        reasons.append(f"{way} differs from plain products by {gap:.1e}")
+    raise ModelError(
+        f"attention is wrong on this device: {'; '.join(reasons)}", where=str(device), hint="run `ci-llm check`"
+    )

@@ -1,0 +1,37 @@
+"""An emergency save beside a step that the device has not finished: on which stream, and in which context, it saves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ci_llm.run.end.emergency_save import EmergencySave
+
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+weights = torch.ones(8, device=device)
+processes = SimpleNamespace(is_main_process=True, num_processes=1, device=device)
+attempt = SimpleNamespace(config=None, processes=processes, manager=SimpleNamespace(wait_until_finished=lambda: None))
+saved: list[tuple[int, int]] = []
+
+
+def save(_generators: list[Any]) -> None:
+    stream = torch.cuda.current_stream()
+    saved.append((stream.device_index, stream.stream_id))
+    copy = torch.empty(8, pin_memory=True)
+    copy.copy_(weights, non_blocking=True)
+    stream.synchronize()
+    assert copy.tolist() == [1.0] * 8
+
+
+unused: Any = None
+emergency = EmergencySave(
+    attempt, unused, unused, torch.optim.SGD([weights]), SimpleNamespace(deadline=None), step=lambda: 1, save=save
+)
+weights + 1  # work of the step that is given up, behind the boundary
+emergency._save_boundary()
+((index, stream),) = saved
+assert index == 1
+assert stream != 0, "the save is queued behind the step that is given up"

@@ -1,0 +1,50 @@
+"""What a step of four agents starts on the device: one pass for all, a thin Qwen2 of 24 layers in bf16.
+
+`launches.py VOCABULARY ...` prints it as JSON for each of these vocabularies, with four rows and with eight.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from benchmarks import gsm8k
+from benchmarks.step import Ours
+from tools.testbed.accelerator.face import TRACE
+
+
+def step(vocabulary: int, rows: int, layers: int = 24) -> dict[str, Any]:
+    """What one step starts on the device."""
+    torch.manual_seed(0)
+    shape = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        base = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    base.config.use_cache = False
+    run = Ours(base)
+    if hasattr(run.crowd, "choose_attention"):
+        run.crowd.choose_attention()
+    for batch in gsm8k.batches(None, rows, 2):
+        TRACE.phase = f"{vocabulary} words, {rows} rows, {batch.sample_ids}"
+        run.move(batch.pinned())
+    phase, TRACE.phase = TRACE.phase, "between"
+    own = Counter({what: count for (name, what), count in TRACE.launches.items() if name == phase})
+    waits = [place for (name, _, place), count in TRACE.waits.items() if name == phase for _ in range(count)]
+    return {"launches": own.total(), "waits": waits, "most": own.most_common(12)}
+
+
+found = {f"{words}/{rows}": step(int(words), rows) for words in sys.argv[1:] for rows in (4, 8)}
+print(f"\nlaunches {json.dumps(found)}")

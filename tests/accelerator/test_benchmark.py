@@ -1,0 +1,29 @@
+"""The benchmark of a GPU runs to its table on a simulated one, and goes on where it was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.conftest import Simulated
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = str(Path(__file__).parents[2] / "benchmarks/gpu.py")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_case_ends_in_the_table_and_a_second_call_does_what_is_missing(simulated: Simulated) -> None:
+    first = simulated(options=["--program", PROGRAM, "--tiny", "--to", "gpu"])
+    table = (simulated.folder / "gpu/table.md").read_text()
+    assert "failed" not in table
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if "K=4" in line]
+    assert len(rows) == 6
+    assert all(int(kernels) > 0 and int(waits) > 0 for _, *_, kernels, waits, _ in rows)
+    assert first.said.count(" ...\n") == len(list((simulated.folder / "gpu").glob("*.json")))
+
+    (simulated.folder / "gpu/check_copies.json").unlink()
+    again = simulated(options=["--program", PROGRAM, "--tiny", "--to", "gpu"])
+    assert [line for line in again.said.splitlines() if line.endswith(" ...")] == ["check copies ..."]
+    assert (simulated.folder / "gpu/table.md").read_text() == table

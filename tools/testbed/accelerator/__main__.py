@@ -1,0 +1,105 @@
+"""Run commands of ours on simulated GPUs: `python -m tools.testbed.accelerator [--trace FILE] [...] train key=value`.
+
+Words after `then` are one more command of the same process, and its phases are named "2: step 1" and so on.
+`--program FILE [WORDS]` runs a program instead. The trace is left in FILE, or in FILE.<rank> on several processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.testbed.accelerator import face  # before anything imports torch
+
+from ci_llm.cluster import deadline  # isort: skip
+from ci_llm.distributed import processes  # isort: skip
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.testbed.accelerator", description=__doc__)
+    parser.add_argument("--trace", type=Path, help="where what happened on the device is left, as JSON")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--memory-mb", type=float, default=80 << 10, help="of each device")
+    parser.add_argument("--memory-mb-of", nargs=2, type=float, metavar=("RANK", "MB"), help="of one process alone")
+    parser.add_argument("--capability", type=int, nargs=2, default=face.HOPPER)
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="break one thing of ours, which a test then finds")
+    parser.add_argument("--program", nargs=argparse.REMAINDER, default=[], metavar="FILE [WORDS]")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _no_synchronize() -> None:
+    """Nobody waits for a side stream."""
+    face.Stream.synchronize = lambda self: None
+
+
+def _no_wait_event() -> None:
+    """A side stream does not wait for the work of the default one."""
+    face.Stream.wait_event = lambda self, event: None
+
+
+MUTANTS: dict[str, Callable[[], None]] = {"no_synchronize": _no_synchronize, "no_wait_event": _no_wait_event}
+
+
+def _name_phases() -> None:
+    """Every step of a run is a phase of its own, and so is what lies between two of them."""
+
+    def begin_step(self: deadline.Pace) -> None:
+        face.TRACE.step += 1
+        face.TRACE.phase = f"step {face.TRACE.step}"
+        begin(self)
+
+    def end_step(self: deadline.Pace, *args: object) -> None:
+        end(self, *args)
+        face.TRACE.phase = f"after step {face.TRACE.step}"
+
+    begin, end = deadline.Pace.begin_step, deadline.Pace.end_step
+    deadline.Pace.begin_step = begin_step
+    deadline.Pace.end_step = end_step
+
+
+def _commands(words: list[str]) -> int:
+    """Run one after the other; the code of the first that fails."""
+    from ci_llm.cli.main import main as command
+
+    while words:
+        end = words.index("then") if "then" in words else len(words)
+        own, words = words[:end], words[end + 1 :]
+        face.TRACE.begin_command()
+        if code := command(own):
+            return code
+    return 0
+
+
+def main() -> int:
+    """Install the devices, run, and leave the trace whatever happens."""
+    options = _options().parse_args()
+    memory_mb = options.memory_mb
+    if options.memory_mb_of and int(options.memory_mb_of[0]) == RANK:
+        memory_mb = options.memory_mb_of[1]
+    face.install(options.devices, int(memory_mb * 2**20), tuple(options.capability))
+    processes._backend = lambda on_cpu: "gloo"  # which lends itself the memory of the device
+    _name_phases()
+    if options.mutant:
+        MUTANTS[options.mutant]()
+    try:
+        if options.program:
+            sys.argv = options.program
+            runpy.run_path(options.program[0], run_name="__main__")
+            return 0
+        return _commands(options.words)
+    finally:
+        if options.trace:
+            file = options.trace if "RANK" not in os.environ else options.trace.with_suffix(f".{RANK}")
+            device = face.DEVICE
+            face.TRACE.written(file, contexts=device.contexts(), peak=device.peak(device.current_device()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
