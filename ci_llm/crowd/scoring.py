@@ -167,7 +167,7 @@ SCORED_AT_ONCE: Final = 8
 
 
 def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
-    """The scores of a batch, `right` and `nll` on the crowd's device: a GPU is waited for after the last batch alone."""
+    """The scores of a batch; `right` and `nll` stay on the device, which is waited for after the last batch alone."""
     tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
     batch = batch.to(crowd.device)
     if crowd.settings.outputs:

@@ -9,8 +9,6 @@ import sys
 
 import torch
 
-from ci_llm.checkpoints.async_saver import Arena, Copy
-from ci_llm.checkpoints.state_files import StateEntry
 from tools.testbed.accelerator.__main__ import MUTANTS
 
 device = torch.device("cuda", 0)
