@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ci_llm.config import Config, groups, load_config, parse_config, read_call
-from ci_llm.config.foreign import ALIASES, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
+from ci_llm.config.foreign import ALIASES, ALWAYS, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
 
@@ -176,7 +176,7 @@ def test_the_tables_of_names_do_not_overlap() -> None:
 def test_what_a_translation_means_is_a_key_with_a_value_of_it() -> None:
     for name, values in TRANSLATIONS.items():
         for value, meaning in values.items():
-            assert load_config(None, [f"{name}={value}"]) == load_config(None, [meaning] if meaning else [])
+            assert load_config(None, [f"{name}={value}"]) == load_config(None, [] if meaning == ALWAYS else [meaning])
     for key, words in VALUE_ALIASES.items():
         for value in words.values():
             load_config(None, [f"{key}={value}"])
