@@ -15,7 +15,6 @@ from ci_llm.config.parsing import TRUTH_WORDS, Entry, FlagForm, Items, Scalar, m
 from ci_llm.config.schema import AllKeys
 from ci_llm.config.yaml_file import read_texts
 
-
 _WORDS: Final = read_texts(Path(__file__).with_suffix(".yaml"))
 #: Other names of the same keys, as users of other trainers type them: name -> key.
 ALIASES: Final[dict[str, str]] = {name: key for key, names in _WORDS["aliases"].items() for name in names}
