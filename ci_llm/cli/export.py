@@ -7,7 +7,6 @@ in its base. The hub is that of Hugging Face.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import require_run
 from ci_llm.cli.checkpoints import located
-from ci_llm.cli.command import agent_number, make_parser
+from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
 from ci_llm.crowd.merge_methods import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
-from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
+from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.exporting import Export
@@ -50,11 +49,8 @@ def export(words: Sequence[str]) -> int:
     require_run(call.run, call.base_model, takes_base=False)
     from ci_llm.crowd.exporting import prepare
 
-    try:
+    with whole_checkpoint(call.run):
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
-    except DamagedCheckpoint as damage:
-        hint = f"ci-llm checkpoints list {call.run} says which are whole: give one of them"
-        raise BadInput(damage.what, where=damage.where, hint=hint) from damage
     if as_gguf := call.format == "gguf":
         from ci_llm.crowd.gguf_adapter import require_convertible
 
@@ -69,7 +65,7 @@ def export(words: Sequence[str]) -> int:
     scores = prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf, dtype=call.dtype)
     if call.json:
         told = _record(prepared, call)
-        print(json.dumps({**told, "scores": scores.record() if scores else None}, indent=2))
+        print_json({**told, "scores": scores.record() if scores else None})
     else:
         if scores and (folder := scores.about_folder(prepared.name)):
             print(folder)
@@ -111,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--base-model", metavar="NAME", help="hub id, folder or file of the base, if it is elsewhere now"
     )
     parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    add_json(parser)
     return parser
 
 
@@ -234,7 +230,7 @@ def push(words: Sequence[str]) -> int:
 
     done = publish(call.run, call.to, private=not call.public, merge=merge)
     if call.json:
-        print(json.dumps(asdict(done), indent=2))
+        print_json(asdict(done))
         return 0
     print(f"{done.url}: {done.files} files, {'private' if done.private else 'public'}")
     print(f'Crowd.from_pretrained("{done.repository}").generate("...")')
@@ -247,5 +243,5 @@ def _push_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
     parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
     parser.add_argument("--merge", metavar="HOW", help="also one adapter made of all agents, as in ci-llm export")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    add_json(parser)
     return parser
