@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from ci_llm.core.imports import importing
 from tests.support import campaign, skips
+from tests.support.messages import messages as messages
 from tools.testbed.forkserver import ForkServer
 
 if TYPE_CHECKING:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import agent_number, make_parser
+from ci_llm.cli.command import add_verb, agent_number, make_parser, print_json
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +33,11 @@ def agents(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     call = _parser().parse_args(words)
+    done: int = call.run_verb(call)
+    return done
+
+
+def _ask(call: argparse.Namespace) -> int:
     from ci_llm.core.run_status import read_status
     from ci_llm.run.step.members import ask
 
@@ -54,22 +58,19 @@ def agents(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm agents", _DESCRIPTION, _EXAMPLES)
     verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
-    stopping = verbs.add_parser(
-        "stop",
-        help="an agent leaves the crowd, and the steps get cheaper",
-        description="An agent leaves the crowd. Its adapter stays in the folder stopped/ of the checkpoints.",
-        epilog="example: ci-llm agents stop ci_llm_output 1",
+    example = "ci-llm agents stop ci_llm_output 1"
+    does = "an agent leaves the crowd, and the steps get cheaper"
+    stopping = add_verb(verbs, "stop", _ask, does, example, " Its adapter stays in stopped/ of the checkpoints.")
+    does, example = (
+        "a copy of an agent joins the crowd",
+        "ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5",
     )
-    cloning = verbs.add_parser(
-        "clone",
-        help="a copy of an agent joins the crowd",
-        description="A copy of an agent, with its weights and moments, joins the crowd under a number of its own.",
-        epilog="example: ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5",
+    cloning = add_verb(
+        verbs, "clone", _ask, does, example, " It has the agent's weights and moments, and its own name."
     )
     for each in (stopping, cloning):
         each.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
         each.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
-        each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
         each.add_argument(
             "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
         )
@@ -107,7 +108,7 @@ def _wait(run: Path, request: CrowdRequest, patience_s: float) -> Decision | Non
 def _tell(call: argparse.Namespace, decision: Decision | None, *, is_running: bool) -> None:
     if call.json:
         told = None if decision is None else {"step": decision.step, "refused": decision.refused}
-        print(json.dumps({"verb": call.verb, "agent": call.agent, "decision": told}, indent=2))
+        print_json({"verb": call.verb, "agent": call.agent, "decision": told})
     elif decision is None:
         when = "after the step under way" if is_running else "after its first step, once it goes on"
         print(f"asked to {call.verb} agent{call.agent}: the run does so {when}; its log tells")

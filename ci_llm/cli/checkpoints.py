@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import make_parser
+from ci_llm.cli.command import add_verb, make_parser, print_json
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def run_verb(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     call = _parser().parse_args(words)
-    done: int = call.verb(call)
+    done: int = call.run_verb(call)
     return done
 
 
@@ -149,14 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
-        made = verbs.add_parser(
-            name,
-            help=does,
-            description=does[0].upper() + does[1:] + ".",
-            epilog=f"example: {_EXAMPLES[name]}",
-        )
-        made.set_defaults(verb=run)
-        return made
+        return add_verb(verbs, name, run, does, _EXAMPLES[name])
 
     listing = verb(
         "list", _list, "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
@@ -188,8 +180,6 @@ def _parser() -> argparse.ArgumentParser:
     importing.add_argument(
         "--base-model", metavar="NAME", help="hub id or folder; by default the base that the adapters name"
     )
-    for each in (listing, verifying, diff, prune, pulling, pushing, importing):
-        each.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     return parser
 
 
@@ -200,7 +190,7 @@ def _list(call: argparse.Namespace) -> int:
     is_mirror = isinstance(call.run, str)
     entries = entries_of(call.run, read_all=read_all) if is_mirror else list_checkpoints(call.run, read_all=read_all)
     if call.json:
-        _print_json({"checkpoints": [asdict(entry) for entry in entries]})
+        print_json({"checkpoints": [asdict(entry) for entry in entries]})
         return 0
     if not entries:
         print(f"no checkpoint in {call.run}")
@@ -246,7 +236,7 @@ def _verify(call: argparse.Namespace) -> int:
                 print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
     if call.json:
         verified = [str(folder) for folder in folders if str(folder) not in damage]
-        _print_json({"verified": verified, "damaged": damage, "exactness": foreseen})
+        print_json({"verified": verified, "damaged": damage, "exactness": foreseen})
         return 1 if damage else 0
     print(*dict.fromkeys(foreseen.values()), sep="\n")
     if damage:
@@ -257,7 +247,7 @@ def _verify(call: argparse.Namespace) -> int:
 def _verify_mirror(call: argparse.Namespace) -> int:
     verified, damage = verify(call.path)
     if call.json:
-        _print_json({"verified": verified, "damaged": damage})
+        print_json({"verified": verified, "damaged": damage})
         return 1 if damage else 0
     for name in verified:
         print(f"{name}: verified")
@@ -269,7 +259,7 @@ def _verify_mirror(call: argparse.Namespace) -> int:
 def _pull(call: argparse.Namespace) -> int:
     told = pull(call)
     if call.json:
-        _print_json(told)
+        print_json(told)
     else:
         step = f"step {told['step']}, " if "step" in told else ""
         print(f"{told['folder']}: {step}verified")
@@ -279,7 +269,7 @@ def _pull(call: argparse.Namespace) -> int:
 def _push(call: argparse.Namespace) -> int:
     told = push(call)
     if call.json:
-        _print_json(told)
+        print_json(told)
         return 0
     print(f"{told['url']}: step {told['step']} is the newest, {told['sent_bytes']:,} bytes sent")
     for damage in told["healed"]:
@@ -297,7 +287,7 @@ def _diff(call: argparse.Namespace) -> int:
     if call.json:
         told = [asdict(difference) for difference in found.differences]
         compared = {"tensors": found.num_tensors, "values": found.num_values}
-        _print_json({"identical": found.identical, "compared": compared, "differences": told})
+        print_json({"identical": found.identical, "compared": compared, "differences": told})
         return 0 if found.identical else 1
     verdict = "bit-identical" if found.identical else f"{len(counting)} differences"
     print(f"A {folders[0]}\nB {folders[1]}")
@@ -316,7 +306,7 @@ def _prune(call: argparse.Namespace) -> int:
 
     done = prune(call.run, call.keep, dry_run=call.dry_run)
     if call.json:
-        _print_json({**asdict(done), "dry_run": call.dry_run})
+        print_json({**asdict(done), "dry_run": call.dry_run})
         return 0
     pinned = pinned_steps(call.run)
     removed = ", ".join(map(str, done.removed)) or "none"
@@ -339,7 +329,7 @@ def _import(call: argparse.Namespace) -> int:
     settings, base_model = crowd.settings, short_name(crowd.base_name)
     if call.json:
         told = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
-        _print_json({**told, "lora_rank": settings.rank, "lora_alpha": settings.alpha})
+        print_json({**told, "lora_rank": settings.rank, "lora_alpha": settings.alpha})
         return 0
     places = {"lora_target_modules": settings.target_modules, "agent_layers": settings.layers}
     said = (f"{key}={value if isinstance(value, str) else ','.join(map(str, value))}" for key, value in places.items())
@@ -376,7 +366,3 @@ def _no_checkpoint(path: Path) -> BadInput:
         where=str(path),
         hint="give a folder such as RUN/checkpoint_step_100, or the output_dir of a run",
     )
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2))

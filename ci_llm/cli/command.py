@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import logging
 import os
 import select
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ci_llm.core.help import HelpfulParser
 from ci_llm.core.imports import set_library_defaults
-from ci_llm.errors import BadInput, CiLlmError, ConfigError, first_line
+from ci_llm.errors import BadInput, CiLlmError, ConfigError, DamagedCheckpoint, first_line
 from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 
@@ -80,6 +82,50 @@ def make_parser(command: str, description: str, examples: str, common: Collectio
         common: the options that `--help` shows; None: all of them.
     """
     return Parser(command, description=description, epilog=examples, common=common)
+
+
+def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The option that every command with a result has."""
+    parser.add_argument("--json", action="store_true", help=f"one JSON object, for scripts{more}")
+
+
+def print_json(value: object) -> None:
+    """What a command prints with `--json`."""
+    print(json.dumps(value, indent=2))
+
+
+@contextlib.contextmanager
+def whole_checkpoint(run: str) -> Iterator[None]:
+    """A damaged checkpoint is a bad call where another one can be given.
+
+    Raises:
+        BadInput: instead of DamagedCheckpoint.
+    """
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        hint = f"ci-llm checkpoints list {shlex.quote(run)} shows which checkpoints are whole: give one of them"
+        raise BadInput(damage.what, where=damage.where, hint=hint) from damage
+
+
+def add_verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], does: str, example: str, more: str = ""
+) -> argparse.ArgumentParser:
+    """The parser of a verb such as `list` of `ci-llm checkpoints`; it has `--json`.
+
+    Args:
+        verbs: of the command, from `add_subparsers`.
+        run: takes what was parsed, which has it as `run_verb`, and returns the exit code.
+        does: for the list of verbs, and with `more` for the verb's own help.
+        example: what is typed.
+    """
+    description = f"{does[0].upper()}{does[1:]}.{more}"
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=does, description=description, epilog=f"example: {example}"
+    )
+    add_json(parser)
+    parser.set_defaults(run_verb=run)
+    return parser
 
 
 _LOGGER = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli.checkpoints import located
-from ci_llm.cli.command import make_parser
+from ci_llm.cli.command import add_json, make_parser, print_json, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
-from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint
+from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.evaluation.evaluate import Evaluation, Progress
@@ -60,20 +59,16 @@ def evaluate_run(words: Sequence[str]) -> int:
     with importing():
         from ci_llm.evaluation.evaluate import evaluate
 
-    with _progress(quiet=call.json) as progress:
+    with _progress(quiet=call.json) as progress, whole_checkpoint(call.run):
         try:
             found = evaluate(request, progress)
-        except DamagedCheckpoint as error:
-            raise BadInput(
-                error.what,
-                where=error.where,
-                hint=f"ci-llm checkpoints list {shlex.quote(call.run)} shows which checkpoints are whole",
-            ) from error
         except KeyboardInterrupt:
             print("stopped; the same call goes on after the last row that was answered", file=sys.stderr)
             raise
-    for line in [json.dumps(_as_json(call, found), indent=2)] if call.json else _as_text(call, found):
-        print(line)
+    if call.json:
+        print_json(_as_json(call, found))
+    else:
+        print(*_as_text(call, found), sep="\n")
     return 0
 
 
@@ -110,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--agents-per-prompt", type=float, default=1.6, metavar="N", help="score asking one agent first, at this price"
     )
     parser.add_argument("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    add_json(parser)
     return parser
 
 

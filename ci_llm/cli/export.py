@@ -7,7 +7,6 @@ in its base. The hub is that of Hugging Face.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import require_run
 from ci_llm.cli.checkpoints import located
-from ci_llm.cli.command import agent_number, make_parser
-from ci_llm.crowd.merge_methods import DENSITY, DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
-from ci_llm.errors import BadInput, DamagedCheckpoint, ModelError
+from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
+from ci_llm.crowd.merge_methods import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
+from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.exporting import Export
@@ -50,11 +49,8 @@ def export(words: Sequence[str]) -> int:
     require_run(call.run, call.base_model, takes_base=False)
     from ci_llm.crowd.exporting import prepare
 
-    try:
+    with whole_checkpoint(call.run):
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
-    except DamagedCheckpoint as damage:
-        hint = f"ci-llm checkpoints list {call.run} says which are whole: give one of them"
-        raise BadInput(damage.what, where=damage.where, hint=hint) from damage
     if as_gguf := call.format == "gguf":
         from ci_llm.crowd.gguf_adapter import require_convertible
 
@@ -69,7 +65,7 @@ def export(words: Sequence[str]) -> int:
     scores = prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf, dtype=call.dtype)
     if call.json:
         told = _record(prepared, call)
-        print(json.dumps({**told, "scores": scores.record() if scores else None}, indent=2))
+        print_json({**told, "scores": scores.record() if scores else None})
     else:
         if scores and (folder := scores.about_folder(prepared.name)):
             print(folder)
@@ -86,14 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--agent", type=agent_number, metavar="K", help="this agent alone, counted from 0")
     parser.add_argument("--merge", metavar="HOW", help="one adapter made of all agents, as svd; --help all lists all")
     parser.add_argument("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
-    parser.add_argument(
-        "--density",
-        type=float,
-        metavar="D",
-        help=f"share of values that ties, dare and pruning keep; default {DENSITY}",
-    )
     parser.add_argument("--rank", type=int, metavar="R", help="of the merge; default that of the agents")
-    parser.add_argument("--seed", type=int, default=42, metavar="S", help="of the values that dare drops; default 42")
     distil = parser.add_argument_group("for --merge distilled")
     distil.add_argument("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
     distil.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 120")
@@ -118,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--base-model", metavar="NAME", help="hub id, folder or file of the base, if it is elsewhere now"
     )
     parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    add_json(parser)
     return parser
 
 
@@ -153,13 +142,13 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
         options = ", ".join(f"--{name.replace('_', '-')}" for name, value in _DISTILLING.items() if value in told)
         raise BadInput("only a distillation takes this", where=options, hint=f"--merge {DISTILLED}")
     if call.merge == DISTILLED and call.agent is None:
-        if odd := [f"--{name}" for name in ("weights", "density", "rank") if getattr(call, name) is not None]:
+        if odd := [f"--{name}" for name in ("weights", "rank") if getattr(call, name) is not None]:
             raise BadInput("a distillation does not take this", where=", ".join(odd), hint="ci-llm export --help")
         if call.prompts is not None and not call.prompts.is_file():
             raise BadInput("there is no such file", where=f"--prompts {call.prompts}", hint="one prompt per line")
         return Distillation(**told)
     if call.merge is None:
-        if odd := [f"--{name}" for name in ("weights", "density", "rank") if getattr(call, name) is not None]:
+        if odd := [f"--{name}" for name in ("weights", "rank") if getattr(call, name) is not None]:
             raise BadInput("only a merge takes this", where=", ".join(odd), hint="--merge svd, or one of --help")
         if (call.into_base or call.format == "gguf") and call.agent is None:
             what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
@@ -170,7 +159,7 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
         raise BadInput(
             "a merge is made of all agents", where=f"--agent {call.agent}", hint="leave --agent or --merge out"
         )
-    return merge_of(call.merge, call.weights, call.density, call.rank, call.seed)
+    return merge_of(call.merge, call.weights, call.rank)
 
 
 def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
@@ -230,8 +219,8 @@ def _written_for_llama_cpp(prepared: Export, folder: Path) -> str:
 
 _DOES = """Publish the final_checkpoint of a run on the Hugging Face Hub: its agents, their tokenizers, and the card
 with the figures and the commands that serve them. The repository is private unless --public is given."""
-_PUSHES = """A push that was interrupted goes on when it is called again. The token comes from `hf auth login`, or
-from HF_TOKEN in the environment.
+_PUSHES = """Call a push that was interrupted again: what the hub has got is not sent again. The token comes
+from `hf auth login`, or from HF_TOKEN in the environment.
 
 examples: ci-llm push ci_llm_output --to hub:user/name
           ci-llm push ci_llm_output --to hub:user/name --merge svd
@@ -254,7 +243,7 @@ def push(words: Sequence[str]) -> int:
 
     done = publish(call.run, call.to, private=not call.public, merge=merge)
     if call.json:
-        print(json.dumps(asdict(done), indent=2))
+        print_json(asdict(done))
         return 0
     print(f"{done.url}: {done.files} files, {'private' if done.private else 'public'}")
     print(f'Crowd.from_pretrained("{done.repository}").generate("...")')
@@ -267,5 +256,5 @@ def _push_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
     parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
     parser.add_argument("--merge", metavar="HOW", help="also one adapter made of all agents, as in ci-llm export")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
+    add_json(parser)
     return parser

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.command import make_parser
+from ci_llm.cli.command import add_json, make_parser, print_json
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError
@@ -59,7 +58,7 @@ def compare_runs(words: Sequence[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for scripts; of a sweep its sweep.json")
+    add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
     from ci_llm.core.run_status import read_status
     from ci_llm.core.text_curves import LETTERS
@@ -81,8 +80,10 @@ def compare_runs(words: Sequence[str]) -> int:
         for letter, folder in zip(LETTERS, folders, strict=False):
             print(head(letter, folder, read_status(folder)), flush=True)
     runs = [read_run(folder) for folder in folders]
-    for line in [json.dumps(as_json(runs), indent=2)] if call.json else as_text(runs):
-        print(line)
+    if call.json:
+        print_json(as_json(runs))
+    else:
+        print(*as_text(runs), sep="\n")
     return 0
 
 

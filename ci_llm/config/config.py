@@ -13,10 +13,11 @@ from typing import Any, Final
 from ci_llm.config.agents import own_values, take_own_entries
 from ci_llm.config.auto import FOLLOWED, settled
 from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS, read_without_effect
+from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
-from ci_llm.config.schema import AllKeys, ChangeKind, Keys
+from ci_llm.config.schema import AllKeys, meaning_of, with_trait
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.errors import ConfigError
@@ -57,8 +58,7 @@ def keys_as_markdown() -> str:
 
 def _on_resume(key: str) -> str:
     """A word for what another value means for a resumed run; docs/keys.md explains each."""
-    meaning = FIELDS[key].json_schema_extra
-    assert isinstance(meaning, dict)
+    meaning = meaning_of(FIELDS[key])
     if meaning["kind"] == "free":
         return "free" if meaning["keeps_bits"] else "rounding"
     if meaning["kind"] == "schedule":
@@ -90,14 +90,8 @@ def _described(key: str) -> str:
 IN_PYTHON: Final = "Config(...)"
 AS_BEGUN: Final = "as this run began"
 
-#: Keys that `Config.dump` writes only if they are set: what runs without them have written stays as it is.
-DUMPED_IF_SET: Final = (
-    *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
-    *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
-    *("simpo_gamma", "cpo_alpha", "objective"),
-    *("reference", "disable_dropout", "center_rewards_coefficient", "num_labels", "label_names", "label_column"),
-    *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
-)
+#: Keys that `Config.dump` writes only if they are set.
+DUMPED_IF_SET: Final = tuple(with_trait("if_set"))
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
             unnamed = key == "objective" and {old, new} == {"auto", "sft"}  # of a release without the key
             if old != new and key != "agents" and not unnamed:
-                changes.append(Change(key, old, new, **field.json_schema_extra))  # type: ignore[arg-type]
+                meaning = meaning_of(field)
+                changes.append(Change(key, old, new, meaning["kind"], meaning["keeps_bits"]))
         return changes
 
     def _common_or_list(self, key: str, *both: Config) -> object:

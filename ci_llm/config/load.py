@@ -13,13 +13,14 @@ from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values, strays_of
+from ci_llm.config.schema import with_trait
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
 #: How runs were that began before a key existed.
-BEFORE: Final = {"pass_per_agent": False, "kernels": "plain", "held_out": "spread", "long_rows": "truncate"}
+BEFORE: Final = with_trait("before")
 
 
 @dataclass(frozen=True)

@@ -10,45 +10,30 @@ from pydantic import PrivateAttr
 
 from ci_llm.config import schema
 from ci_llm.config.parsing import STRONGER
+from ci_llm.config.run_keys import EvaluationKeys
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: What an agent may have of its own, beside `name`.
+OWN_KEYS: Final = tuple(key for key, _ in sorted(schema.with_trait("own").items(), key=lambda own: own[1]))
+#: Those that say which shape and scale its adapter has: a copy of an agent has the same.
+SHAPE_KEYS: Final = tuple(key for key in OWN_KEYS if key in schema.with_trait("shape"))
 #: Which rows an agent trains on.
-ROWS_KEYS: Final = ("dataset_name", "dataset_subset", "dataset_split", "max_train_samples")
+ROWS_KEYS: Final = tuple(schema.with_trait("rows"))
 #: Which rows it takes, and in which order.
 ORDER_KEYS: Final = (*ROWS_KEYS, "data_seed")
-#: What an agent may have of its own, beside `name`.
-OWN_KEYS: Final = (
-    *("learning_rate", "lr_scheduler_type", "num_warmup_steps", "num_warmup_steps_ratio", "weight_decay"),
-    *("max_grad_norm", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers"),
-    *("lora_dropout", "dropconnect_p", "seed", "row_weights"),
-    *("beta", "simpo_gamma", "desirable_weight", "undesirable_weight"),
-    *ORDER_KEYS,
-)
 NAME: Final = "name"
 AUTO: Final = "auto"
-#: Those that say which shape and scale its adapter has: a copy of an agent has the same.
-SHAPE_KEYS: Final = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers")
 
-_WHY_COMMON: Final[Mapping[str, str]] = {
-    "num_agents": "it is the length of the list",
-    "initialize_adapters_rand": "an agent's own start is keyed by its seed",
-    "init_from": "it names the folder of all adapters, one for each agent",
-    "max_seq_length": "one length bounds the rows of all agents",
-    "batch_size": "all agents take the same number of rows in a micro-batch",
-    "global_batch_size": "all agents take the same number of rows in a micro-batch",
-    "dataset_weights": "give an agent a data set of its own by dataset_name",
-    "max_train_steps": "all agents take their steps together",
-    "epochs": "all agents take their steps together",
-}
+_WHY_COMMON: Final = schema.with_trait("common")
 _WHY_GROUP: Final[Mapping[type, str]] = {
     schema.BaseModelKeys: "one frozen base carries all agents",
     schema.AgentKeys: "it is about all agents together",
     schema.ObjectiveKeys: "it is about all agents together",
     schema.DataKeys: "the data of all agents are read alike",
     schema.TrainingKeys: "all agents take their steps together, with one optimizer",
-    schema.EvaluationKeys: "all agents are evaluated together",
+    EvaluationKeys: "all agents are evaluated together",
 }
 
 

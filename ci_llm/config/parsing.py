@@ -19,7 +19,8 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from ci_llm.config.schema import DurationMark, SeveralMark
+from ci_llm.config.key import DurationMark, SeveralMark
+from ci_llm.config.schema import with_trait
 
 #: Lowest similarity, 0 to 1: of each part to a part of the other name, of the whole names, and of names without `_`.
 PART: Final = 0.65
@@ -420,14 +421,10 @@ def _take_value(form: FlagForm, words: list[str]) -> Raw:
 Given = Mapping[str, Entry]
 
 #: Two keys for one thing: within one source the first decides, unless it is null.
-STRONGER: Mapping[str, str] = {
-    "max_train_steps": "epochs",
-    "global_batch_size": "gradient_accumulation_steps",
-    "num_warmup_steps": "num_warmup_steps_ratio",
-}
+STRONGER: Mapping[str, str] = with_trait("stronger_than")
 
 #: Two ways to the same thing, of which one source may name one.
-RIVALS: tuple[tuple[str, str], ...] = (("val_set_size", "eval_dataset_name"), ("val_set_size", "eval_split"))
+RIVALS: Final = tuple((key, other) for key, others in with_trait("rivals").items() for other in others)
 
 
 def merge_sources(launcher: Given, file: Given, line: Given) -> dict[str, Entry]:

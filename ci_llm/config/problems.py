@@ -86,7 +86,7 @@ def unknown(entry: Entry) -> Problem:
         return Problem(entry.where, f"{entry.name} is no key here{value}; it is {is_there}", instead)
     if name in foreign.TRANSLATIONS:
         values = foreign.TRANSLATIONS[name]
-        means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning)
+        means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning != foreign.ALWAYS)
         return Problem(entry.where, f"{entry.name} is {entry.raw}, but takes {' | '.join(values)}", means)
     if entry.raw == NESTED_MAPPING:
         return Problem(

@@ -21,10 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ci_llm.config import parsing
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import ACCEPTED, FIELDS, key_of, normalized
+from ci_llm.config.key import Count, Metric
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.problems import Problem, given_twice, unknown
-from ci_llm.config.schema import Count, DataKeys, Metric
+from ci_llm.config.schema import DataKeys, with_trait
 from ci_llm.config.yaml_file import dump_value, read_flow
 
 #: Which rows are read, and in which order: the same for all trials, so that their scores compare.
@@ -343,23 +344,7 @@ def _decided(
 
 
 #: Keys of a run that a sweep cannot take, with the reason and what to do.
-_UNFIT: Final[Mapping[str, tuple[str, str]]] = {
-    "num_agents": ("a sweep has as many agents as trials", "write agents_per_pass=N for those of one pass"),
-    "diversity": ("it couples the agents, and trials must not depend on each other", "leave it out"),
-    "early_stopping_patience": ("it looks at the crowd, and trials are single agents", "rungs end the losers"),
-    "load_best_model_at_end": ("it looks at the crowd, and trials are single agents", "leave it out"),
-    "resume_from_checkpoint": (
-        "trials go on from where the sweep has left them",
-        "leave it out; init_from=FOLDER starts all trials from adapters",
-    ),
-    "restart_from": ("trials go on from where the sweep has left them", "leave it out"),
-    "overwrite_output_dir": ("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
-    "schedule_steps": ("every trial follows the schedule of the whole length", "leave it out"),
-    "branch_at": ("branches are copies of one agent, and trials must not depend on each other", "leave it out"),
-    "crowd": ("it decides about the agents together, and trials must not depend on each other", "leave it out"),
-    "mirror": ("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
-    "push_to_hub": ("a sweep has many runs", "leave it out, and push the best one afterwards"),
-}
+_UNFIT: Final[Mapping[str, tuple[str, str]]] = with_trait("no_sweep")
 
 
 def _unfit(config: Config, entries: Sequence[parsing.Entry]) -> Iterator[Problem]:

@@ -473,8 +473,6 @@ def _details(merge: Merge, count: int) -> str:
     parts = [merge.method.does]
     if merge.weights:
         parts.append("with the weights " + ", ".join(f"{share:.3g}" for share in merge.shares(count)))
-    if merge.density:
-        parts.append(f"density {merge.density:g}")
     return ", ".join(parts)
 
 

@@ -3,8 +3,6 @@
 A merge works on the agents' products B A, or on their factors A and B. Agents with random starts lie in different
 subspaces: there the mean of their factors is meaningless, and only the products can be combined. This file loads no
 torch.
-
-    TIES: Yadav et al., "TIES-Merging", 2023.  DARE: Yu et al., "Language Models are Super Mario", 2023.
 """
 
 from __future__ import annotations
@@ -26,39 +24,27 @@ class Method:
         peft: PEFT's `combination_type`.
         does: what comes out, in a line.
         cut: whether the result is brought to a rank by SVD; otherwise its rank follows from the agents'.
-        sparse: whether it drops a part of the values and so takes a density.
         of_factors: whether A and B are combined separately.
-        averages: whether PEFT divides by the number of agents that agree on a value.
     """
 
     peft: str
     does: str
     cut: bool = False
-    sparse: bool = False
     of_factors: bool = False
-    averages: bool = False
 
 
 METHODS: Final[Mapping[str, Method]] = {
     "cat": Method("cat", "the mean of the agents' products B A, exactly; its rank is the sum of theirs"),
     "svd": Method("cat", "the mean of the products, cut to the rank of the agents by SVD", cut=True),
     "mean": Method("linear", "mean of A and mean of B, for agents with a common start", of_factors=True),
-    "ties": Method("ties_svd", "TIES on the products, cut by SVD", cut=True, sparse=True, averages=True),
-    "dare_linear": Method("dare_linear_svd", "DARE, then the mean of the products, cut by SVD", cut=True, sparse=True),
-    "dare_ties": Method("dare_ties_svd", "DARE, then TIES, cut by SVD", cut=True, sparse=True, averages=True),
-    "magnitude_prune": Method(
-        "magnitude_prune_svd", "the mean of the largest values of the products, cut by SVD", cut=True, sparse=True
-    ),
 }
 #: Names that people know from PEFT and from papers.
 ALIASES: Final[Mapping[str, str]] = {
-    "dare": "dare_linear",
     "soup": "mean",
     "linear": "mean",
-    **{method.peft: name for name, method in METHODS.items() if method.sparse},
 }
-#: Share of the values that is kept: of 0.5 and 0.8 the better one for TIES and DARE on the embedded task.
-DENSITY: Final = 0.8
+#: What PEFT makes of exported agents, and this program does not.
+_OF_PEFT: Final = ("ties", "dare", "magnitude_prune")
 
 
 @dataclass(frozen=True)
@@ -67,16 +53,12 @@ class Merge:
 
     Attributes:
         weights: one per agent, in any unit; None: all alike.
-        density: share of the values that is kept; None where the method keeps all.
         rank: of the result; None: that of the agents.
-        seed: of what DARE drops.
     """
 
     name: str
     weights: tuple[float, ...] | None = None
-    density: float | None = None
     rank: int | None = None
-    seed: int = 42
 
     @property
     def method(self) -> Method:
@@ -98,13 +80,10 @@ class Merge:
     def peft_weights(self, num_agents: int) -> list[float]:
         """The weights with which PEFT gives this merge.
 
-        PEFT puts the root of a weight on each factor, so it is squared here; and what it divides by a number of agents
-        is multiplied by theirs before.
+        PEFT puts the root of a weight on each factor, so it is squared here.
         """
         shares = self.shares(num_agents)
-        if self.method.of_factors:
-            return [share**2 for share in shares]
-        return [share * num_agents for share in shares] if self.method.averages else shares
+        return [share**2 for share in shares] if self.method.of_factors else shares
 
 
 #: The merge that trains: see `ci_llm.crowd.distilling`.
@@ -145,13 +124,7 @@ class Distillation:
             raise BadInput("; ".join(problems), where=f"--merge {DISTILLED}", hint="ci-llm export --help")
 
 
-def merge_of(
-    name: str,
-    weights: Sequence[float] | None = None,
-    density: float | None = None,
-    rank: int | None = None,
-    seed: int = 42,
-) -> Merge:
+def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None = None) -> Merge:
     """The merge that a call asks for.
 
     Raises:
@@ -162,23 +135,17 @@ def merge_of(
     known = ALIASES.get(name, name)
     if known not in METHODS:
         close = nearest(name, [*METHODS, *ALIASES, DISTILLED])
-        mean = f"did you mean {close}? " if close else ""
-        raise BadInput(
-            f"there is no merge {name!r}", where="--merge", hint=f"{mean}one of: {', '.join([*METHODS, DISTILLED])}"
-        )
-    method, wrong = METHODS[known], []
+        hint = f"{f'did you mean {close}? ' if close else ''}one of: {', '.join([*METHODS, DISTILLED])}"
+        if name.startswith(_OF_PEFT):
+            hint = f"{hint}; PEFT makes it of exported agents, as docs/commands.md shows"
+        raise BadInput(f"there is no merge {name!r}", where="--merge", hint=hint)
+    wrong = []
     if weights is not None and not (all(0 <= w < math.inf for w in weights) and 0 < sum(weights) < math.inf):
         wrong.append("--weights: each must be a number of at least 0, and one above 0")
-    if density is not None and not method.sparse:
-        wrong.append(f"--density: {known} keeps all values")
-    elif density is not None and not 0 < density <= 1:
-        wrong.append(f"--density {density:g}: it is a share, above 0 and at most 1")
-    if rank is not None and not method.cut:
+    if rank is not None and not METHODS[known].cut:
         wrong.append(f"--rank: the rank of {known} follows from the agents'; svd cuts it")
     elif rank is not None and rank < 1:
         wrong.append(f"--rank {rank}: it must be at least 1")
     if wrong:
         raise BadInput("; ".join(wrong), where=f"--merge {name}", hint="ci-llm export --help")
-    return Merge(
-        known, tuple(weights) if weights else None, (density or DENSITY) if method.sparse else None, rank, seed
-    )
+    return Merge(known, tuple(weights) if weights else None, rank)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.base.targets import peft_targets
-from ci_llm.core import determinism
 from ci_llm.crowd.merge_methods import Merge
 from ci_llm.errors import BadInput
 
@@ -73,7 +72,7 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
     if rank > most:
         raise BadInput(f"the agents' products have rank {most} together", where=f"--rank {rank}", hint=f"--rank {most}")
     names = [f"agent{k}" for k in range(len(agents))]
-    with _quiet(), _seeded(merge.seed), _attached(base, dict(zip(names, agents, strict=True))) as model:
+    with _quiet(), _attached(base, dict(zip(names, agents, strict=True))) as model:
         model.add_weighted_adapter(
             names,
             weights,
@@ -81,7 +80,6 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
             combination_type=merge.method.peft,
             svd_rank=rank,
             svd_full_matrices=False,
-            density=merge.density,
         )
         tensors = _tensors(model, _MERGED)
     if merge.method.cut:
@@ -149,19 +147,7 @@ def _quiet() -> Iterator[None]:
     """Without warnings of PEFT that say nothing about the call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        warnings.filterwarnings("ignore", "The density", UserWarning)  # of 1, which prunes nothing
         yield
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """PEFT draws from the global generators: the same numbers for the same seed, and nobody else notices."""
-    before = determinism.capture()
-    determinism.seed_everything(seed, "merge")
-    try:
-        yield
-    finally:
-        determinism.restore(before)
 
 
 def _pairwise(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

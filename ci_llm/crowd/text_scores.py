@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.asking import prompter_of
-from ci_llm.crowd.generation import num_positions
+from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Example

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
+from ci_llm.config.schema import with_trait
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
@@ -32,18 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 #: Keys of the configuration that may be changed for an evaluation.
-KEYS: Final = (
-    "aggregator",
-    "dirichlet_alpha_aggregator",
-    "max_new_tokens_eval",
-    "max_seq_length",
-    "prompt_column",
-    "answer_column",
-    "text_column",
-    "messages_column",
-    "label_column",
-    "dataset_subset",
-)
+KEYS: Final = tuple(with_trait("evaluable"))
 _COLUMNS: Final = tuple(key for key in KEYS if key.endswith("_column"))
 _CONFIG: Final = "config.yaml"
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.config.schema import with_trait
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
@@ -27,7 +28,7 @@ from ci_llm.report.scores import (
 )
 
 #: Keys that say where a run lies and not what it is.
-_PLACES: Final = ("output_dir", "experiment_name", "resume_from_checkpoint")
+_PLACES: Final = frozenset(with_trait("place"))
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
 _WIDTH: Final = 80
 _UNPAIRED: Final = "not both have predictions of what was evaluated"

@@ -11,7 +11,7 @@ import uvicorn
 
 from ci_llm.crowd.asking import ends_of_answers, prompter_of
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.generation import num_positions
+from ci_llm.crowd.decoding import num_positions
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.serve.app import Service
 from ci_llm.serve.body import Own

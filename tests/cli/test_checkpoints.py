@@ -32,6 +32,7 @@ from ci_llm.errors import CheckpointError
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.start.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
+from tests.support.messages import Messages
 from tools.testbed.disks import Crash, FailingDisk, MortalDisk
 
 
@@ -362,33 +363,34 @@ def test_a_disk_without_space_for_the_lease_names_what_to_remove(
 
 @pytest.mark.fast_cases(7)
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        ([], "VERB"),
-        (["frobnicate"], "invalid choice"),
-        (["list"], "RUN"),
-        (["list", "NOWHERE"], "no such folder"),
-        (["list", "RUN/checkpoint_step_4"], "this is a checkpoint, and not a run"),
-        (["verify", "NOWHERE"], "no checkpoint here"),
-        (["diff", "RUN"], "required: B"),
-        (["diff", "RUN", "NOWHERE"], "no checkpoint here"),
-        (["prune", "RUN"], "--keep"),
-        (["prune", "RUN", "--keep", "0"], "at least one"),
-        (["prune", "NOWHERE", "--keep", "1"], "no numbered checkpoint"),
-        (["import", "NOWHERE", "--to", "NEW"], "no such folder"),
-        (["import", "RUN", "--to", "NEW"], "no adapter here"),
-        (["import", "RUN", "--to", "RUN"], "exists already"),
+        [],
+        ["frobnicate"],
+        ["list"],
+        ["list", "NOWHERE"],
+        ["list", "RUN/checkpoint_step_4"],
+        ["verify", "NOWHERE"],
+        ["diff", "RUN"],
+        ["diff", "RUN", "NOWHERE"],
+        ["prune", "RUN"],
+        ["prune", "RUN", "--keep", "0"],
+        ["prune", "NOWHERE", "--keep", "1"],
+        ["import", "NOWHERE", "--to", "NEW"],
+        ["import", "RUN", "--to", "NEW"],
+        ["import", "RUN", "--to", "RUN"],
     ],
+    ids=" ".join,
 )
 def test_a_bad_call_is_one_explanation(
-    words: list[str], message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], messages: Messages
 ) -> None:
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere"), "NEW": str(tmp_path / "new")}
     named = {f"RUN/{folder.name}": str(folder) for folder in run.iterdir()}
     assert verb(*({**places, **named}.get(word, word) for word in words)) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
-    assert message in said
+    messages.same(said)
     assert "hint:" in said
     assert "Traceback" not in said
     assert not (tmp_path / "nowhere").exists()

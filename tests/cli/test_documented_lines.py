@@ -16,6 +16,7 @@ from ci_llm.cli import supervise, train
 from ci_llm.config import Config
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.external_script import ExternalScript
+from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -80,28 +81,16 @@ WORK: list[tuple[str, dict[str, Any]]] = [
     ("sbatch slurm/train.sbatch --distributed --timeaware-checkpointing", {"stop_before_walltime": True}),
 ]
 
-#: Lines that are refused, with every way that the one message names.
-REFUSED: list[tuple[str, list[str]]] = [
-    (
-        f"python train.py {LATENTWIRE_OWN} --dataset squad --samples 100 --epochs 1",
-        [
-            "the second of LatentWire's two models",
-            "model_name=NAME",
-            "lora_rank",
-            "every learned token",
-            "docs/own_data.md",
-        ],
-    ),
-    (
-        "python train.py --checkpoint_interval 600 --grace_period 180 --auto_resume --qwen_id Qwen/Qwen2.5-7B",
-        ["grace_s=120", "model_name=NAME"],
-    ),
-    ("python train.py --distributed=all", ["give it to train.py as an option: --distributed"]),
-    ("python train.py --use_flash_attention --profile", ["fused kernel", "profile_steps=10"]),
-    ("sbatch slurm/train.sbatch --use_flash_attention --exp_name=a", ["fused kernel"]),
-    ("sbatch slurm/train.sbatch --profile-nsys", ["profile_steps=10"]),
-    ("python safe_train.py --config-path configs --config-name gsm8k_tiny", ["--config configs/gsm8k_tiny.yaml"]),
-    ("python safe_train.py --config-name config", ["takes no --config-name\n", "--config FILE"]),
+#: Lines that are refused; the one message names every way.
+REFUSED = [
+    f"python train.py {LATENTWIRE_OWN} --dataset squad --samples 100 --epochs 1",
+    "python train.py --checkpoint_interval 600 --grace_period 180 --auto_resume --qwen_id Qwen/Qwen2.5-7B",
+    "python train.py --distributed=all",
+    "python train.py --use_flash_attention --profile",
+    "sbatch slurm/train.sbatch --use_flash_attention --exp_name=a",
+    "sbatch slurm/train.sbatch --profile-nsys",
+    "python safe_train.py --config-path configs --config-name gsm8k_tiny",
+    "python safe_train.py --config-name config",
 ]
 
 #: Lines of safe_train.py over a script of somebody else, which is handed what it knows.
@@ -172,12 +161,12 @@ def test_a_line_works_as_it_stands(line: str, comes_to: dict[str, Any], checkout
     assert {key: getattr(config, key) for key in comes_to} == comes_to
 
 
-@pytest.mark.parametrize(("line", "ways"), REFUSED, ids=lambda value: value[:90] if isinstance(value, str) else "")
-def test_a_line_that_cannot_work_is_one_message_with_every_way(line: str, ways: list[str], checkout: Path) -> None:
+@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:90])
+def test_a_line_that_cannot_work_is_one_message_with_every_way(line: str, checkout: Path, messages: Messages) -> None:
     with pytest.raises(ConfigError) as refusal:
         understood(line, checkout)
-    for way in ways:
-        assert way in str(refusal.value)
+    messages.same(refusal.value)
+    assert refusal.value.exit_code == 2
     assert "did you mean" not in str(refusal.value)
 
 

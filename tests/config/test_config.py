@@ -32,6 +32,7 @@ from ci_llm.config.config import DUMPED_IF_SET
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
 from ci_llm.config.parsing import NULL_WORDS
 from ci_llm.errors import ConfigError
+from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -111,11 +112,15 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "my.yaml"
 
 
-def complaint(path: Path | None, *arguments: str) -> str:
+def refusal(path: Path | None, *arguments: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_config(path, arguments)
     assert caught.value.exit_code == 2
-    return str(caught.value)
+    return caught.value
+
+
+def complaint(path: Path | None, *arguments: str) -> str:
+    return str(refusal(path, *arguments))
 
 
 def changed(config: Config) -> dict[str, Any]:
@@ -485,115 +490,116 @@ def test_a_command_line_without_some_keys() -> None:
 
 @pytest.mark.fast_cases(23)
 @pytest.mark.parametrize(
-    ("line", "words"),
+    "line",
     [
-        ("learning_rte: 1e-3", ["learning_rte is no key", "did you mean learning_rate?"]),
-        ("batchsize: 3", ["batchsize is no key", "batch_size"]),
-        ("learn: 1", ["learn is no key"]),
-        ("debug: true", ["did you mean --debug on the command line?"]),
-        ("zzz: 1", ["zzz is no key", "--help"]),
-        ("Seed: 1", ["Seed is no key", "did you mean seed?"]),
-        ("training: {lr: 1}", ["training is no key", "keys are flat: remove `training:`"]),
-        ("no_async_save: true", ["async_save=false"]),
-        ("training.lr: 1", ["did you mean lr, which is learning_rate?"]),
-        ("? [a, b]\n: 1", ["is no key"]),
-        ("<<: {seed: 1}", ["<< is no key"]),
-        ("seed: {a: 1}", ["seed is a nested mapping", "one value per key"]),
-        ("eval_steps: [1, 2]", ["eval_steps is ['1', '2']", "a whole number", "cannot differ between agents"]),
-        ("seed: !!python/name:os.system x", ["seed is the YAML tag", "os.system"]),
-        ("seed: 0123", ["seed is '0123'", "write 123"]),
-        ("seed: -1", ["seed is '-1'", "of at least 0"]),
-        ("seed: 1e2", ["seed is '1e2'", "write 100"]),
-        ("seed: true", ["seed is 'true'", "a whole number"]),
-        ("seed: 11:55:00", ["seed is '11:55:00'", "a whole number"]),
-        ("batch_size: four", ["batch_size is 'four'", "a whole number of at least 1", "the default is 4"]),
-        ("batch_size: 4.0", ["write 4"]),
-        ("batch_size: '4'", ["write 4 without quotes"]),
-        ("batch_size:", ["batch_size is empty", "a whole number"]),
-        ("batch_size: 1_", ["batch_size is '1_'", "a whole number"]),
-        ("batch_size: 1__0", ["batch_size is '1__0'", "a whole number"]),
-        ("learning_rate: 1_", ["learning_rate is '1_'", "a number"]),
-        ("batch_size: 0x10", ["batch_size is '0x10'"]),
-        ("num_agents: 0", ["num_agents is '0'", "of at least 1"]),
-        ("K: 0", ["num_agents (written K) is '0'"]),
-        ("learning_rate: .nan", ["learning_rate is '.nan'", "a number above 0"]),
-        ("learning_rate: nan", ["learning_rate is 'nan'"]),
-        ("learning_rate: 1e999", ["learning_rate is '1e999'"]),
-        ("learning_rate: 0", ["learning_rate is '0'", "above 0"]),
-        ("lora_dropout: 1.0", ["lora_dropout is '1.0'", "below 1"]),
-        ("num_warmup_steps_ratio: 1.1", ["and at most 1"]),
-        ("mixed_precision: BF16", ["write bf16"]),
-        ("mixed_precision: fp8", ["no | bf16 | fp16"]),
-        ("lr_scheduler_type: cosin", ["did you mean cosine?"]),
-        ("lr_scheduler_type: reduce_lr_on_plateau", ["follows the loss", "cosine"]),
-        ("async_save: 1", ["async_save is '1'", "true | false"]),
-        ("async_save: 'true'", ["write true without quotes"]),
-        ("max_runtime: 11:55", ["max_runtime is '11:55'", "HH:MM:SS"]),
-        ("max_runtime: 0", ["seconds above 0"]),
-        ("max_runtime: 1e12", ["seconds above 0 and at most 1000000000 (or 1h30m, or HH:MM:SS), or null"]),
-        ("save_steps: 0", ["of at least 1, or null"]),
-        ("checkpoint_backend: dcp", ["vanilla", "distributed"]),
-        ("lora_target_modules: []", ["a list of names"]),
-        ("agent_layers: [-1]", ["all | upper_half, or a list, each a whole number of at least 0"]),
-        ("agent_layers: upper_hal", ["did you mean upper_half?"]),
-        ("stop_signals: [[SIGTERM]]", ["stop_signals is [a nested list]"]),
-        ("report_to: [tensorbord]", ["report_to is", "a list of tensorboard | mlflow | trackio | wandb"]),
-        ("report_to: wand", ["did you mean wandb?"]),
-        ("model_name: null", ["model_name is 'null'", "text"]),
-        ("model_name: ''", ["model_name is empty"]),
-        ('model_name: "a\\u0007b"', ["model_name is 'a\\x07b'"]),
-        ("experiment_name: a/b", ["is a path", "output_dir"]),
-        ("experiment_name: ..", ["is a path"]),
-        ("interrupted_exit_code: 256", ["and at most 255"]),
-        ("diversity: joint\nlambda_sw: 1", ["joint needs lambda_sw below 1"]),
-        ("model_dtype: fp64\nmixed_precision: bf16", ["would undo model_dtype fp64"]),
-        ("early_stopping_patience: 2\neval_steps: null", ["set eval_steps"]),
-        ("stop_signals: [SIGTERM, SIGUSR1]", ["SIGUSR1 cannot mean both", "out of save_signals"]),
-        ("save_signals: [SIGKILL]", ["a list of SIGTERM | SIGINT"]),
+        "learning_rte: 1e-3",
+        "batchsize: 3",
+        "learn: 1",
+        "debug: true",
+        "zzz: 1",
+        "Seed: 1",
+        "training: {lr: 1}",
+        "no_async_save: true",
+        "training.lr: 1",
+        "? [a, b]\n: 1",
+        "<<: {seed: 1}",
+        "seed: {a: 1}",
+        "eval_steps: [1, 2]",
+        "seed: !!python/name:os.system x",
+        "seed: 0123",
+        "seed: -1",
+        "seed: 1e2",
+        "seed: true",
+        "seed: 11:55:00",
+        "batch_size: four",
+        "batch_size: 4.0",
+        "batch_size: '4'",
+        "batch_size:",
+        "batch_size: 1_",
+        "batch_size: 1__0",
+        "learning_rate: 1_",
+        "batch_size: 0x10",
+        "num_agents: 0",
+        "K: 0",
+        "learning_rate: .nan",
+        "learning_rate: nan",
+        "learning_rate: 1e999",
+        "learning_rate: 0",
+        "lora_dropout: 1.0",
+        "num_warmup_steps_ratio: 1.1",
+        "mixed_precision: BF16",
+        "mixed_precision: fp8",
+        "lr_scheduler_type: cosin",
+        "lr_scheduler_type: reduce_lr_on_plateau",
+        "async_save: 1",
+        "async_save: 'true'",
+        "max_runtime: 11:55",
+        "max_runtime: 0",
+        "max_runtime: 1e12",
+        "save_steps: 0",
+        "checkpoint_backend: dcp",
+        "lora_target_modules: []",
+        "agent_layers: [-1]",
+        "agent_layers: upper_hal",
+        "stop_signals: [[SIGTERM]]",
+        "report_to: [tensorbord]",
+        "report_to: wand",
+        "model_name: null",
+        "model_name: ''",
+        'model_name: "a\\u0007b"',
+        "experiment_name: a/b",
+        "experiment_name: ..",
+        "interrupted_exit_code: 256",
+        "diversity: joint\nlambda_sw: 1",
+        "model_dtype: fp64\nmixed_precision: bf16",
+        "early_stopping_patience: 2\neval_steps: null",
+        "stop_signals: [SIGTERM, SIGUSR1]",
+        "save_signals: [SIGKILL]",
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_lines(file: Path, line: str, words: list[str]) -> None:
+def test_bad_lines(file: Path, line: str, messages: Messages) -> None:
     file.write_text(f"# a comment\n{line}\n", encoding="utf-8")
-    said = complaint(file)
-    for word in [*words, f"{file}:2", "hint"]:
-        assert word in said, said
+    error = refusal(file)
+    assert f"{file}:2" in str(error)
+    assert error.hint
+    messages.same(error)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "arguments",
     [
-        (["--batch-sise", "3"], ["batch-sise is no key", "did you mean batch_size?"]),
-        (["nope.py"], ["'nope.py' is neither a key nor a value", "safe_train.py --train-script nope.py"]),
-        (["rows.jsonl"], ["'rows.jsonl' stands alone", "write dataset_name=rows.jsonl"]),
-        (["base.gguf"], ["'base.gguf' stands alone", "write model_name=base.gguf"]),
-        (["num_agents", "=", "4"], ["there are spaces around = in num_agents = 4", "write num_agents=4"]),
-        (["learning_rate=1,5e-4"], ["learning_rate is '1,5e-4'", "write 1.5e-4"]),
-        (["..."], ["'...' stands for words that an example leaves out"]),
-        (["device=cuda"], ["device is no key here", "CUDA_VISIBLE_DEVICES"]),
-        (["foo"], ["'foo' is neither a key nor a value", "key=value"]),
-        (["\u2014num_agents"], ["neither a key nor a value", "write --num_agents, with plain - and ="]),
-        (["num_agents\uff1d3"], ["write num_agents=3, with plain - and ="]),
-        (["configs/x.yaml"], ["write --config configs/x.yaml"]),
-        (["-h"], ["'-h' is neither"]),
-        (["--config"], ["--config without a file"]),
-        (["--seed"], ["seed is without a value", "a whole number"]),
-        (["--output_dir", "--seed=1"], ["output_dir is without a value"]),
-        (["--output_dir", "seed=1"], ["output_dir is without a value"]),
-        (["max_train_steps="], ["max_train_steps is without a value"]),
-        (["K=2", "num_agents=2"], ["num_agents (as K and num_agents) is given twice", "keep one"]),
-        (["lr=1", "--learning-rate=2"], ["learning_rate (as lr and learning-rate) is given twice"]),
-        (["learning_rate=0123"], ["learning_rate is '0123'", "write 123"]),
-        (["no_compile=true"], ["compile=false"]),
-        (["output_dir=\udcff"], ["output_dir is"]),
-        (["lambda_sw=1", "diversity=joint"], ["joint needs lambda_sw below 1"]),
+        ["--batch-sise", "3"],
+        ["nope.py"],
+        ["rows.jsonl"],
+        ["base.gguf"],
+        ["num_agents", "=", "4"],
+        ["learning_rate=1,5e-4"],
+        ["..."],
+        ["device=cuda"],
+        ["foo"],
+        ["\u2014num_agents"],
+        ["num_agents\uff1d3"],
+        ["configs/x.yaml"],
+        ["-h"],
+        ["--config"],
+        ["--seed"],
+        ["--output_dir", "--seed=1"],
+        ["--output_dir", "seed=1"],
+        ["max_train_steps="],
+        ["K=2", "num_agents=2"],
+        ["lr=1", "--learning-rate=2"],
+        ["learning_rate=0123"],
+        ["no_compile=true"],
+        ["output_dir=\udcff"],
+        ["lambda_sw=1", "diversity=joint"],
     ],
     ids=lambda value: ascii(" ".join(value)),
 )
-def test_bad_command_lines(arguments: list[str], words: list[str]) -> None:
-    said = complaint(None, *arguments)
-    for word in [*words, "command line", "hint"]:
-        assert word in said, said
+def test_bad_command_lines(arguments: list[str], messages: Messages) -> None:
+    error = refusal(None, *arguments)
+    assert "command line" in str(error)
+    assert error.hint
+    messages.same(error)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ TOKEN = "hf_a_token_that_nobody_may_see"
 
 
 class HubServer:
-    """A context manager. `refuse` holds statuses for the next commits, one each, before they are taken."""
+    """A context manager. `refuse` is the status of every commit while it is set."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, bool] = {}  # and whether each is private
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
-        self.refuse: list[int] = []
+        self.refuse: int | None = None
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,7 +78,7 @@ class HubServer:
 
     def _commit(self, name: str, body: bytes) -> tuple[int, Any]:
         if self.refuse:
-            return self.refuse.pop(0), {"error": "not now"}
+            return self.refuse, {"error": "not now"}
         lines = [json.loads(line) for line in body.splitlines()]
         added = {each["value"]["path"]: each["value"]["content"] for each in lines if each["key"] == "file"}
         files = self.files.setdefault(name, {})

@@ -211,7 +211,7 @@ def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path,
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "ties", "--into-base"]], ids=str
+    "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "cat", "--into-base"]], ids=str
 )
 def test_no_card_names_a_path_of_this_machine(words: list[str], source: Path, tmp_path: Path) -> None:
     assert main(["export", str(source), "--to", str(tmp_path / "out"), *words]) == 0
@@ -271,8 +271,9 @@ def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
     [
         (["--merge", "mean"], ["began with different random weights", "--merge svd"]),
         (["--merge", "tyes"], ["there is no merge 'tyes'", "one of: cat, svd"]),
-        (["--merge", "dare_linaer"], ["did you mean dare_linear?"]),
-        (["--merge", "ties", "--density", "1.5"], ["above 0 and at most 1"]),
+        (["--merge", "distiled"], ["did you mean distilled?"]),
+        (["--merge", "ties"], ["one of: cat, svd, mean, distilled; PEFT makes it of exported agents"]),
+        (["--merge", "svd", "--rank", "0"], ["--rank 0: it must be at least 1"]),
         (["--merge", "cat", "--rank", "4"], ["svd cuts it"]),
         (["--merge", "svd", "--rank", "13"], ["rank 12 together"]),
         (["--merge", "svd", "--weights", "1,2"], ["2 weights for 3 agents"]),
@@ -280,7 +281,7 @@ def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
         (["--merge", "svd", "--agent", "0"], ["a merge is made of all agents"]),
         (["--agent", "3"], ["there is no agent 3", "0 to 2"]),
         (["--agent", "-1"], ["there is no agent -1"]),
-        (["--density", "0.5"], ["only a merge takes this", "--density"]),
+        (["--rank", "3"], ["only a merge takes this", "--rank"]),
         (["--into-base"], ["one adapter can be merged into the base", "--agent K"]),
     ],
     ids=lambda value: " ".join(value),

@@ -69,21 +69,16 @@ def test_agents_and_card_arrive_private_and_open_from_there(
 
 
 @pytest.mark.slow
-def test_an_interrupted_push_goes_on(run: Path, hub: HubServer) -> None:
-    waited: list[float] = []
-    hub.refuse = [500, 503]
-    done = publishing.publish(run, "hub:user/again", sleep=waited.append)
-    assert len(waited) == 2
-    assert hub.commits == [f"run, step {STEP}"]
-    assert (len(hub.files["user/again"]), done.private) == (done.files, True)
-    hub.refuse = [500] * 20
+def test_a_push_that_the_hub_did_not_take_is_called_again(run: Path, hub: HubServer) -> None:
+    hub.refuse = 409
     with pytest.raises(CheckpointError, match="does not take it") as failed:
-        publishing.publish(run, "hub:user/again", sleep=waited.append)
+        publishing.publish(run, "hub:user/again")
     assert "call it again later" in str(failed.value)
     assert TOKEN not in str(failed.value)
-    hub.refuse = []
-    publishing.publish(run, "hub:user/again")
-    assert len(hub.commits) == 2
+    hub.refuse = None
+    done = publishing.publish(run, "hub:user/again")
+    assert hub.commits == [f"run, step {STEP}"]
+    assert (len(hub.files["user/again"]), done.private) == (done.files, True)
 
 
 @pytest.mark.slow
@@ -127,20 +122,18 @@ def test_a_checkpoint_without_a_card_and_another_place_are_refused(
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_an_upload_that_is_broken_off_is_tried_again(
+def test_an_upload_that_is_broken_off_is_told(
     kind: type[Exception], run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its library has no type of its own for that."""
-    commit, left, waited = HfApi.create_commit, [1, 2], list[float]()
 
-    def broken_off(*given: Any, **named: Any) -> Any:
-        if left:
-            raise kind(f"LFS batch API returned errors, {left.pop()}")
-        return commit(*given, **named)
+    def broken_off(*_: Any, **__: Any) -> Any:
+        raise kind("LFS batch API returned errors")
 
-    monkeypatch.setattr(HfApi, "create_commit", broken_off)
-    publishing.publish(run, "hub:user/broken", sleep=waited.append)
-    assert (len(waited), len(hub.commits)) == (2, 1)
+    monkeypatch.setattr(HfApi, "upload_folder", broken_off)
+    with pytest.raises(CheckpointError, match="does not take it: LFS batch API") as failed:
+        publishing.publish(run, "hub:user/broken")
+    assert failed.value.where == "hub:user/broken"
 
 
 def test_push_to_hub_never_fails_the_run(
@@ -154,8 +147,9 @@ def test_push_to_hub_never_fails_the_run(
         push_result(config, SimpleNamespace(is_main_process=False))  # type: ignore[arg-type]
         assert not hub.files
         push_result(config, main_process)
-        hub.refuse = [403]
+        hub.refuse = 403
         push_result(other, main_process)
+    hub.refuse = None
     assert [*hub.files] == ["me/run"]
     assert "ci-llm push" in caplog.text
     assert "hub:user/other tries it again" in caplog.text
@@ -173,10 +167,11 @@ def test_a_push_that_failed_is_tried_again_and_one_that_arrived_is_not(
     leave_status(folder, "completed", STEP)
     config = Config(output_dir=str(folder), push_to_hub=True)
     main_process: Any = SimpleNamespace(is_main_process=True)
-    hub.refuse = [403]
+    hub.refuse = 403
     push_result(config, main_process)
     main(["status", str(folder)])
     assert "hub: not published: the hub refuses (403)" in capsys.readouterr().out
+    hub.refuse = None
     push_result(config, main_process)
     push_result(config, main_process)
     assert hub.commits == [f"again, step {STEP}"]

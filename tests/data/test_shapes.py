@@ -20,6 +20,7 @@ from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.errors import DataError
 from tests.data.test_encoder import PROMPT, byte_tokenizer, learned
+from tests.support.messages import Messages
 
 #: A template with tools, in the manner of Qwen.
 TEMPLATE = (
@@ -320,39 +321,15 @@ SHAPES: dict[str, Shape] = {
         "q ",
     ),
 }
-REFUSED: dict[str, tuple[Json, str, str]] = {
-    "preference pairs without a prompt": (
-        {"Chosen": "Human: hi Assistant: yes", "Rejected": "Human: hi Assistant: no"},
-        "chosen and rejected are text, and no column holds their prompt",
-        "name the columns: prompt_column=",
-    ),
-    "pictures": (
-        {"messages": [turn("user", [{"type": "image"}]), turn("assistant", "cat")]},
-        "a message has parts of the types image; only text is learned here",
-        "repair or remove the row",
-    ),
-    "pictures beside messages": (
-        {"messages": [turn("user", "what?"), turn("assistant", "cat")], "images": ["cat.png"]},
-        "looks like pictures or sounds, and images would not be read",
-        "messages_column=",
-    ),
-    "ratings that are no labels": (
-        {"prompt": "2 + 2?", "completion": "5", "label": 4},
-        "expected a label that is true or false, found '4'",
-        "repair or remove the row",
-    ),
-    "multiple choice": (
-        {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
-        "looks like questions with choices, and choices would not be read",
-        "prompt_column=",
-    ),
-    "classes of texts": (
-        {"Text": "I liked it", "Label": 1},
-        "looks like texts with a class each, and Label would not be read",
-        "text_column=",
-    ),
-    "a line that is a list of numbers": ([1, 2], "expected a message with role and content", "repair or remove"),
-    "numbers only": ({"x": 1, "y": 2}, "no columns that can be used; it has: x, y", "prompt_column="),
+REFUSED: dict[str, Json] = {
+    "preference pairs without a prompt": {"Chosen": "Human: hi Assistant: yes", "Rejected": "Human: hi Assistant: no"},
+    "pictures": {"messages": [turn("user", [{"type": "image"}]), turn("assistant", "cat")]},
+    "pictures beside messages": {"messages": [turn("user", "what?"), turn("assistant", "cat")], "images": ["cat.png"]},
+    "ratings that are no labels": {"prompt": "2 + 2?", "completion": "5", "label": 4},
+    "multiple choice": {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
+    "classes of texts": {"Text": "I liked it", "Label": 1},
+    "a line that is a list of numbers": [1, 2],
+    "numbers only": {"x": 1, "y": 2},
 }
 
 
@@ -378,38 +355,25 @@ def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Pat
 
 
 #: What next-token prediction cannot be trained on, and other objectives can.
-REFUSED_BY_SFT: dict[str, tuple[Json, str, str]] = {
-    "preference pairs": (
-        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
-        "chosen and rejected are preference pairs",
-        "objective=dpo compares the two; or train on the better answers: prompt_column=prompt answer_column=chosen if"
-        " chosen holds text, messages_column=chosen if it holds messages",
-    ),
-    "labelled answers of KTO": (
-        {"prompt": "2 + 2?", "completion": "5", "label": False},
-        "answers with a label each, right or wrong, which objective=kto takes, and label would not be read",
-        "prompt_column= and answer_column=",
-    ),
+REFUSED_BY_SFT: dict[str, Json] = {
+    "preference pairs": {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+    "labelled answers of KTO": {"prompt": "2 + 2?", "completion": "5", "label": False},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_SFT)
-def test_what_only_other_objectives_take_says_which(name: str, tmp_path: Path) -> None:
-    row, what, hint = REFUSED_BY_SFT[name]
+def test_what_only_other_objectives_take_says_which(name: str, tmp_path: Path, messages: Messages) -> None:
     with pytest.raises(DataError) as caught:
-        load_rows(Config(dataset_name=jsonl(row)(tmp_path), objective="sft"), "train")
-    assert what in caught.value.what
-    assert hint in str(caught.value.hint)
+        load_rows(Config(dataset_name=jsonl(REFUSED_BY_SFT[name])(tmp_path), objective="sft"), "train")
+    messages.same(caught.value)
 
 
 @pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path) -> None:
-    row, what, hint = REFUSED[name]
+def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path, messages: Messages) -> None:
     with pytest.raises(DataError) as caught:
-        list(load_rows(Config(dataset_name=jsonl(row)(tmp_path)), "train"))
-    assert what in caught.value.what
-    assert hint in str(caught.value.hint)
+        list(load_rows(Config(dataset_name=jsonl(REFUSED[name])(tmp_path)), "train"))
+    messages.same(caught.value)
     assert str(tmp_path) in str(caught.value.where)
 
 

@@ -24,6 +24,7 @@ from ci_llm.data.columns import NamedColumns, find_form
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
+from tests.support.messages import Messages
 
 ROWS = [
     {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=<<3+4=7>>7\n#### 7"},
@@ -556,90 +557,38 @@ def _latin(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
     return write
 
 
-BAD_INPUT: dict[str, tuple[Callable[[Path], dict[str, Any]], str, str]] = {
-    "missing file": (lambda path: {"dataset_name": f"{path}/no.jsonl"}, "does not exist", "check the path"),
-    "missing folder": (lambda path: {"dataset_name": f"{path}/no"}, "does not exist", "check the path"),
-    "glob of nothing": (lambda path: {"dataset_name": f"{path}/*.csv"}, "does not exist", "check the path"),
-    "empty folder": (lambda path: {"dataset_name": str(path)}, "holds no data", "dataset_dict.json"),
-    "folder of two kinds": (
-        _two_kinds,
-        "not of one kind that can be read: a.jsonl, b.csv.",
-        "all of one kind",
+BAD_INPUT: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "missing file": lambda path: {"dataset_name": f"{path}/no.jsonl"},
+    "missing folder": lambda path: {"dataset_name": f"{path}/no"},
+    "glob of nothing": lambda path: {"dataset_name": f"{path}/*.csv"},
+    "empty folder": lambda path: {"dataset_name": str(path)},
+    "folder of two kinds": _two_kinds,
+    "unknown kind": _write("x", "rows.zip"),
+    "broken json": _write('{"text": "x"}\n\n{oops\n{"text": "y"}\n', "a.jsonl"),
+    "broken json beyond the first block of Arrow": _write(
+        '{"text": "%s"}\n' % ("x" * 2_000_000) * 7 + '{"text": "x\n', "a.jsonl"
     ),
-    "unknown kind": (_write("x", "rows.zip"), "not of one kind that can be read: rows.zip", "give json"),
-    "broken json": (
-        _write('{"text": "x"}\n\n{oops\n{"text": "y"}\n', "a.jsonl"),
-        "cannot be read as json: Expecting property name enclosed in double quotes: line 3, column 2 of a.jsonl.",
-        "repair",
+    "broken list of rows": _write('[\n  {"text": "x"},\n]\n', "a.json"),
+    "broken lines in .json": _write('{"text": "x"}\n{"text": "y"}\n{"text": z}\n', "a.json"),
+    "csv with a value too many": _write("question,answer\na,b,c\nd,e\n", "a.csv"),
+    "csv that is not UTF-8": _latin("question,answer\nStraße?,ß\n", "a.csv"),
+    "lines of json that are not UTF-8": _latin('{"question": "Straße?", "answer": "ß"}\n', "a.jsonl"),
+    "json that is not UTF-8": _latin('[{"messages": [{"role": "user", "content": "ß"}]}]', "a.json"),
+    "half a character": _write('{"text": "x"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uD83d"}\n', "a.jsonl"),
+    "lines that are no rows": _write('{"text": "x"}\n"y"\n', "a.jsonl"),
+    "half a download": _cut_short,
+    "broken parquet": _write("PAR1", "a.parquet"),
+    "broken folder": _saved_badly,
+    "empty file": _write("", "a.jsonl"),
+    "blank file": _write("\n\n", "a.jsonl"),
+    "header only": _write("question,answer\n", "a.csv"),
+    "json of splits and something else": _write(
+        '{"train": [{"question": "q", "answer": "a"}], "meta": {"a": 1}}', "a.json"
     ),
-    "broken json beyond the first block of Arrow": (
-        _write('{"text": "%s"}\n' % ("x" * 2_000_000) * 7 + '{"text": "x\n', "a.jsonl"),
-        "Unterminated string starting at: line 8, column 10 of a.jsonl.",
-        "repair",
-    ),
-    "broken list of rows": (
-        _write('[\n  {"text": "x"},\n]\n', "a.json"),
-        "Expecting value: line 3, column 1 of a.json.",
-        "repair",
-    ),
-    "broken lines in .json": (
-        _write('{"text": "x"}\n{"text": "y"}\n{"text": z}\n', "a.json"),
-        "Expecting value: line 3, column 10 of a.json.",
-        "repair",
-    ),
-    "csv with a value too many": (
-        _write("question,answer\na,b,c\nd,e\n", "a.csv"),
-        "cannot be read as csv: the first row has 3 values, and the header 2 columns (a.csv).",
-        "repair",
-    ),
-    "csv that is not UTF-8": (
-        _latin("question,answer\nStraße?,ß\n", "a.csv"),
-        "cannot be read as csv: 'utf-8' codec can't decode",
-        "save it as UTF-8",
-    ),
-    "lines of json that are not UTF-8": (
-        _latin('{"question": "Straße?", "answer": "ß"}\n', "a.jsonl"),
-        "cannot be read as json: 'utf-8' codec can't decode",
-        "save it as UTF-8",
-    ),
-    "json that is not UTF-8": (
-        _latin('[{"messages": [{"role": "user", "content": "ß"}]}]', "a.json"),
-        "cannot be read as json: 'utf-8' codec can't decode",
-        "save it as UTF-8",
-    ),
-    "half a character": (
-        _write('{"text": "x"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uD83d"}\n', "a.jsonl"),
-        "cannot be read as json: the text holds half a character, a lone surrogate: line 3 of a.jsonl.",
-        "repair",
-    ),
-    "lines that are no rows": (
-        _write('{"text": "x"}\n"y"\n', "a.jsonl"),
-        'cannot be read as json: expected an object with columns, found "y": line 2 of a.jsonl.',
-        "repair",
-    ),
-    "half a download": (_cut_short, "cannot be read as json: Compressed file ended", "repair"),
-    "broken parquet": (_write("PAR1", "a.parquet"), "cannot be read as parquet: Parquet file", "repair"),
-    "broken folder": (_saved_badly, "saved data set cannot be opened", "save_to_disk"),
-    "empty file": (_write("", "a.jsonl"), "data set is empty", "with rows"),
-    "blank file": (_write("\n\n", "a.jsonl"), "data set is empty", "with rows"),
-    "header only": (_write("question,answer\n", "a.csv"), "data set is empty", "with rows"),
-    "json of splits and something else": (
-        _write('{"train": [{"question": "q", "answer": "a"}], "meta": {"a": 1}}', "a.json"),
-        "no columns that can be used; it has: train, meta.",
-        "each must hold a list of rows; else say prompt_column= and answer_column=,",
-    ),
-    "no usable column": (_write('{"a": 1, "b": 2}\n', "a.jsonl"), "it has: a, b.", "question, answer"),
-    "hub id offline": (
-        lambda _: {"dataset_name": "openai/gsm8k"},
-        "cannot be loaded from the hub",
-        "network",
-    ),
-    "word": (lambda _: {"dataset_name": "gsm8kk"}, "cannot be loaded from the hub", "check the name"),
-    "unknown split": (
-        lambda _: {"dataset_name": "embedded", "dataset_split": "training"},
-        "no split 'training'; it has: train, validation, test",
-        "set dataset_split",
-    ),
+    "no usable column": _write('{"a": 1, "b": 2}\n', "a.jsonl"),
+    "hub id offline": lambda _: {"dataset_name": "openai/gsm8k"},
+    "word": lambda _: {"dataset_name": "gsm8kk"},
+    "unknown split": lambda _: {"dataset_name": "embedded", "dataset_split": "training"},
 }
 
 
@@ -652,14 +601,15 @@ def test_a_later_row_that_is_not_utf8_is_one_message_too(tmp_path: Path) -> None
 
 @pytest.mark.fast_cases(9)
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_one_clear_message(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    make, what, hint = BAD_INPUT[name]
-    settings = make(tmp_path)
+def test_bad_input_is_one_clear_message(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], messages: Messages
+) -> None:
+    settings = BAD_INPUT[name](tmp_path)
     with pytest.raises(DataError) as caught:
         load_rows(Config(**settings), "train")
-    assert what in caught.value.what
+    messages.same(caught.value)
     assert settings["dataset_name"] in str(caught.value.where)
-    assert hint in str(caught.value.hint)
+    assert caught.value.hint
     assert caught.value.exit_code == 2
     assert "\n" not in caught.value.what
     assert "Failed to" not in capfd.readouterr().err, "`datasets` tells it in its own words"
@@ -797,22 +747,18 @@ def test_a_bad_row_keeps_its_number_when_others_are_held_out(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("keys", "what", "hint"),
+    "keys",
     [
-        (
-            {"prompt_column": "frage", "answer_column": "answer"},
-            "no column 'frage'; it has: question, answer",
-            "set prompt_column",
-        ),
-        ({"text_column": "body"}, "no column 'body'; it has: question, answer", "set text_column"),
-        ({"messages_column": "talk"}, "no column 'talk'; it has: question, answer", "set messages_column"),
+        {"prompt_column": "frage", "answer_column": "answer"},
+        {"text_column": "body"},
+        {"messages_column": "talk"},
     ],
+    ids=",".join,
 )
-def test_a_named_column_that_is_absent(keys: dict[str, Any], what: str, hint: str, tmp_path: Path) -> None:
+def test_a_named_column_that_is_absent(keys: dict[str, Any], tmp_path: Path, messages: Messages) -> None:
     with pytest.raises(DataError) as caught:
         load_rows(Config(dataset_name=_numbered(3, tmp_path), **keys), "train")
-    assert what in caught.value.what
-    assert hint in str(caught.value.hint)
+    messages.same(caught.value)
 
 
 def test_one_of_two_columns_is_found_by_its_name() -> None:
@@ -864,21 +810,20 @@ def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
         assert row.question == "Who?"
 
 
-TOKEN_ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "other labels": ({"input_ids": [1, 2], "labels": [-100, 3]}, "label 3 stands at token 2"),
-    "nested": ({"input_ids": [[1, 2], [3]]}, "expected a list of whole numbers, found [[1, 2], [3]]"),
-    "floats": ({"input_ids": [1.0, 2.0]}, "expected a list of whole numbers, found [1.0, 2.0]"),
-    "numbers without brackets": ({"input_ids": "1 2"}, "expected a list of whole numbers, found 1 2"),
-    "fewer labels": ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, 2 in attention_mask, 1 labels"),
+TOKEN_ROWS: dict[str, dict[str, Any]] = {
+    "other labels": {"input_ids": [1, 2], "labels": [-100, 3]},
+    "nested": {"input_ids": [[1, 2], [3]]},
+    "floats": {"input_ids": [1.0, 2.0]},
+    "numbers without brackets": {"input_ids": "1 2"},
+    "fewer labels": {"input_ids": [1, 2], "labels": [1]},
 }
 
 
 @pytest.mark.parametrize("name", TOKEN_ROWS)
-def test_tokens_that_do_not_fit_are_named(name: str) -> None:
-    raw, reason = TOKEN_ROWS[name]
+def test_tokens_that_do_not_fit_are_named(name: str, messages: Messages) -> None:
     with pytest.raises(DataError) as caught:
-        list(recognised(Dataset.from_list([raw]), "here"))
-    assert reason in caught.value.what
+        list(recognised(Dataset.from_list([TOKEN_ROWS[name]]), "here"))
+    messages.same(caught.value)
     assert caught.value.where == "here, row 0 (counted from 0)"
 
 

@@ -15,6 +15,7 @@ from ci_llm.base.load import auto_class
 from ci_llm.cluster.launch import Launch, has_rounds
 from ci_llm.config import Config, default_file
 from ci_llm.config.foreign import NO_EFFECT
+from ci_llm.config.schema import with_trait
 from ci_llm.core.run_folder import PushRecord, keep_push
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import CiLlmError
@@ -123,18 +124,7 @@ def next_steps(
 
 
 #: Keys that say something about the rows of one data set, and nothing about another's.
-_ABOUT_OTHER_ROWS = (
-    "dataset_weights",
-    "dataset_subset",
-    "dataset_split",
-    "eval_split",
-    "eval_dataset_name",
-    "prompt_column",
-    "answer_column",
-    "text_column",
-    "messages_column",
-    "max_train_samples",
-)
+_ABOUT_OTHER_ROWS: Final = tuple(with_trait("one_data_set"))
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:

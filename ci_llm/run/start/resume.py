@@ -28,6 +28,7 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
+from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
 from ci_llm.core.numerics import PLAIN, differences
 from ci_llm.core.remote import is_url
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_NAME: Final = 60
 #: Keys that a resumed run may change, and that make another experiment of a new one.
-NAMED_AS_WELL: Final = frozenset({"model_name", "dataset_name", "eval_split", "epochs", "max_train_steps"})
+NAMED_AS_WELL: Final = frozenset(with_trait("names_run"))
 
 
 def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str:
@@ -91,15 +92,9 @@ def _is_free(config: Config, name: str) -> bool:
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
-_RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent", "kernels")
-_COUNTED: Final = (
-    "processes",
-    "micro_batch",
-    "threads",
-    "pass_per_agent",
-    "kernels",
-    "all_reduce",
-)  # of an environment
+_RECORDED: Final = frozenset(with_trait("recorded"))
+#: What of an environment is counted.
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "all_reduce")
 
 
 @dataclass(frozen=True)
