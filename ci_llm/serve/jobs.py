@@ -19,7 +19,8 @@ import torch
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.answers import TokenUncertainty, of_text, signals
 from ci_llm.crowd.decoder import Request, Token
-from ci_llm.crowd.generation import Continuation, Generated, TextSoFar, cut, elect, final_answers
+from ci_llm.crowd.decoding import Generated
+from ci_llm.crowd.generation import Continuation, TextSoFar, cut, elect, final_answers
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
