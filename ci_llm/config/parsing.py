@@ -2,8 +2,9 @@
 
 A value arrives as it was written (`Scalar`, `Items` or `Unusable`), from YAML or from the command line (`--any-key V`,
 `--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared type
-of its key: `no` is a word for one key and false for another. pydantic checks the ranges. Where several sources give a
-key, it decides as well which of them counts.
+of its key: `no` is a word for one key and false for another. pydantic checks the ranges; its own conversion would take
+0123, '4' and 4.0 for whole numbers, and t, y and 1 for true. Where several sources give a key, this module decides as
+well which of them counts.
 """
 
 from __future__ import annotations

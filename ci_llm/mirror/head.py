@@ -89,9 +89,8 @@ def read_token(folder: Path) -> Token | None:
 HEAD: Final = "head.json"
 RECORDS: Final = "records/"
 BLOCKS: Final = "blocks/"
-VERSION: Final = 1
-#: The version of a document that names a compressed block. Older programs read all others.
-VERSION_COMPRESSED: Final = 2
+#: The version that is written; the one before is read as well.
+VERSION: Final = 2
 #: Of a head that had to be rebuilt.
 UNKNOWN_RUN: Final = ""
 
@@ -158,7 +157,7 @@ class Record:
     def dump(self) -> tuple[str, bytes]:
         """Its key and its bytes."""
         body = {"generation": self.generation, "name": self.name, "manifest": self.manifest.decode()}
-        data = _sealed({**body, "blocks": _dump_files(self.blocks)}, self.all_blocks)
+        data = _sealed({**body, "blocks": _dump_files(self.blocks)})
         return f"{RECORDS}g{self.generation}/{hashlib.sha256(data).hexdigest()}.json", data
 
     @classmethod
@@ -254,7 +253,7 @@ class Head:
         body |= {"line": [vars(each) for each in self.line], "superseded": [vars(each) for each in self.superseded]}
         body |= {"quarantine": [{**vars(each), "damage": why} for each, why in self.quarantine]}
         # "story" is their key since version 1 of the format.
-        return _sealed({**body, "story": _dump_files(self.files)}, blocks_of(self.files))
+        return _sealed({**body, "story": _dump_files(self.files)})
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
@@ -340,14 +339,13 @@ def _parse_files(files: Mapping[str, Any]) -> dict[str, tuple[Block, ...]]:
     return {check_name(name): tuple(map(Block.parse, blocks)) for name, blocks in files.items()}
 
 
-def _sealed(body: Mapping[str, Any], blocks: Iterable[Block]) -> bytes:
-    version = VERSION if all(block.compressed is None for block in blocks) else VERSION_COMPRESSED
-    return seal({"format_version": version, **body}, hashlib.sha256)
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    return seal({"format_version": VERSION, **body}, hashlib.sha256)
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
     body = unseal(data, hashlib.sha256, "it")
-    if body.pop("format_version") not in (VERSION, VERSION_COMPRESSED):
+    if body.pop("format_version") not in (VERSION - 1, VERSION):
         # No damage: what is taken for damaged is rebuilt, and the steps of a newer program would be lost.
         raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")
     return body
