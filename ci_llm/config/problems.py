@@ -151,7 +151,7 @@ def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool
     """The entries of one source by their key; unknown names and doubles are problems.
 
     Args:
-        last_wins: a name that is repeated is no problem, as on a command line.
+        last_wins: a repeated name is not a problem, as on a command line.
     """
     given: dict[str, Entry] = {}
     for entry in entries:

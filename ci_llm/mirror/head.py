@@ -55,7 +55,7 @@ class Token:
 
     Attributes:
         run: the run that both belong to.
-        generation: of the head when the two had the same steps last; None: an earlier version did not record it.
+        generation: that of the head when disk and mirror last had the same steps; None: an earlier version did not record it.
     """
 
     run: str
@@ -108,9 +108,9 @@ class Block:
     """Some bytes in the store.
 
     Attributes:
-        generation: of the writer that sent them.
-        digest, size: of the bytes, whether they are compressed or not.
-        compressed: bytes of the object if it is a frame of zstd; None: it holds the bytes themselves.
+        generation: the generation of the writer that sent them.
+        digest, size: digest and number of the bytes before any compression.
+        compressed: size of the object if it is a frame of zstd; None: the object holds the bytes themselves.
     """
 
     generation: int
@@ -142,7 +142,7 @@ class Record:
 
     Attributes:
         manifest: the very bytes of `manifest.json`.
-        blocks: of every file that the manifest lists, in order.
+        blocks: the blocks of every file that the manifest lists, in order.
     """
 
     generation: int
@@ -181,7 +181,7 @@ class Entry:
     Attributes:
         name: `checkpoint_step_<N>` or `final_checkpoint`.
         record: the key of its record.
-        nbytes: of its files.
+        nbytes: the size of its files together.
     """
 
     name: str
@@ -245,7 +245,7 @@ class Head:
         return replace(self.without(entry.name for entry, _ in hurt), quarantine=(*self.quarantine, *hurt))
 
     def stamped(self) -> Head:
-        """The same as another head."""
+        """A copy that a writer can tell from every other head, by its stamp."""
         return replace(self, stamp=secrets.token_hex(8))
 
     def dump(self) -> bytes:
