@@ -34,8 +34,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     No suggestion is better than a wrong one.
 
-    A part of `name` that the known one lacks has a meaning: `eval_batch_size` is not a misspelling of `batch_size`. A part
-    may be left out, as in `max_grad` for `max_grad_norm`.
+    A part of `name` that the known one lacks has a meaning: `eval_batch_size` is not a misspelling of `batch_size`. A
+    part may be left out, as in `max_grad` for `max_grad_norm`.
     """
     alike = [(_ratio(name.lower(), other.lower()), other) for other in known if _is_slip(name.lower(), other.lower())]
     return max(alike)[1] if alike else None

@@ -54,7 +54,7 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
 
     Args:
         where: how the URL was given, for errors.
-        final_first: take the `final_checkpoint` of a run, if there is one that verifies.
+        final_first: take the `final_checkpoint` of a run if it verifies.
 
     Raises:
         DamagedCheckpoint: the named step does not verify. CheckpointError: there is none. MirrorUnreachable.

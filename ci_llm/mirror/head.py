@@ -55,7 +55,8 @@ class Token:
 
     Attributes:
         run: the run that both belong to.
-        generation: that of the head when disk and mirror last had the same steps; None: an earlier version did not record it.
+        generation: that of the head when disk and mirror last had the same steps; None: an earlier version did not
+            record it.
     """
 
     run: str
