@@ -27,10 +27,10 @@ def path_or_url(text: str) -> Path | str:
 
 
 def located(run: str) -> str:
-    """The path of a RUN, or a copy on this disk of the checkpoint that a URL means: of a run the final one, if any.
+    """The path of a RUN, or a local copy of the checkpoint that a URL names; for a run its final one, if there is one.
 
     Raises:
-        BadInput: it is no URL of a mirror. CheckpointError: there is no checkpoint that verifies.
+        BadInput: it is not the URL of a mirror. CheckpointError: there is no checkpoint that verifies.
     """
     from ci_llm.core.remote import is_url
 

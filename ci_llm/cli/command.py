@@ -114,7 +114,7 @@ def add_verb(
     """The parser of a verb such as `list` of `ci-llm checkpoints`; it has `--json`.
 
     Args:
-        verbs: of the command, from `add_subparsers`.
+        verbs: what `add_subparsers` of the command's parser returned.
         run: takes what was parsed, which has it as `run_verb`, and returns the exit code.
         does: for the list of verbs, and with `more` for the verb's own help.
         example: what is typed.

@@ -41,7 +41,7 @@ def start(
 
     Args:
         what: is loading, for the first line: "run".
-        words: of the command line.
+        words: the words of the command line.
         lines: where the values of `config` come from, if that is to be said here.
         require: refuses the configuration before the first line.
 

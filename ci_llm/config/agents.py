@@ -107,7 +107,7 @@ def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem], once: s
 
 
 def _is_refused(entry: Entry, problems: list[Problem], once: str) -> bool:
-    """Whether the entry is no key of a single agent; then a problem says why."""
+    """Whether a single agent cannot have this entry; then a problem says why."""
     try:
         found = resolve(entry)
     except UnknownNameError:

@@ -2,8 +2,9 @@
 
 A value arrives as it was written (`Scalar`, `Items` or `Unusable`), from YAML or from the command line (`--any-key V`,
 `--any_key=V`, `any_key=V`, and `--flag` alone for true). Only this module decides what it means, from the declared type
-of its key: `no` is a word for one key and false for another. pydantic checks the ranges. Where several sources give a
-key, it decides as well which of them counts.
+of its key: `no` is a word for one key and false for another. pydantic checks the ranges; its own conversion would take
+0123, '4' and 4.0 for whole numbers, and t, y and 1 for true. Where several sources give a key, this module decides as
+well which of them counts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     No suggestion is better than a wrong one.
 
-    A part of `name` that the known one lacks has a meaning: `eval_batch_size` is no misspelling of `batch_size`. A part
-    may be left out, as in `max_grad` for `max_grad_norm`.
+    A part of `name` that the known one lacks has a meaning: `eval_batch_size` is not a misspelling of `batch_size`. A
+    part may be left out, as in `max_grad` for `max_grad_norm`.
     """
     alike = [(_ratio(name.lower(), other.lower()), other) for other in known if _is_slip(name.lower(), other.lower())]
     return max(alike)[1] if alike else None
@@ -132,7 +133,7 @@ class Entry:
 
 
 class UnreadableError(Exception):
-    """The text is no value of the key's type."""
+    """The text is not a value of the key's type."""
 
 
 @dataclass(frozen=True)

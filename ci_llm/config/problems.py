@@ -58,7 +58,7 @@ def error_of(problems: Collection[Problem]) -> ConfigError:
 
 
 def misfit(key: str, entry: Entry) -> Problem:
-    """The value is none of the key's."""
+    """The key does not take this value."""
     field = foreign.FIELDS[key]
     name = key if key == foreign.normalized(entry.name) else f"{key} (written {entry.name})"
     what = f"{name} is {entry.raw}, but takes {expected(field)}"
@@ -78,7 +78,7 @@ def given_twice(key: str, first: Entry, second: Entry) -> Problem:
 
 
 def unknown(entry: Entry) -> Problem:
-    """The name is no key, or its value means none."""
+    """The name is not a key, or no key has this value of it."""
     name = foreign.normalized(entry.name)
     if name in foreign.UNSUPPORTED:
         is_there, instead = foreign.UNSUPPORTED[name]
@@ -151,7 +151,7 @@ def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool
     """The entries of one source by their key; unknown names and doubles are problems.
 
     Args:
-        last_wins: a name that is repeated is no problem, as on a command line.
+        last_wins: a repeated name is not a problem, as on a command line.
     """
     given: dict[str, Entry] = {}
     for entry in entries:

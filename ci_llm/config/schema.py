@@ -1,4 +1,4 @@
-"""All keys of a run: of them here what is learned, by what and from which rows; the others are in run_keys.py.
+"""All keys of a run. What is learned, by what and from which rows is here; how the run goes is in run_keys.py.
 
 Each is declared with type, default, one line with its unit, and what else holds of it.
 

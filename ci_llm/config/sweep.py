@@ -1,7 +1,7 @@
 """A sweep as it is written: the keys that have a space of values, and how its trials are run.
 
 A key has a space where its value is a list, `log(low, high)`, `uniform(low, high)` or `{low: , high: , log: true}`; in
-a file it can also stand in the section `sweep:`, with the keys of `SweepKeys`. What is no space is a key of a run.
+a file it can also stand in the section `sweep:`, with the keys of `SweepKeys`. Every other key is one of a run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def read_yaml(text: str, name: str) -> list[Entry]:
         name: what to call it in messages.
 
     Raises:
-        ConfigError: the text is no YAML, or no mapping.
+        ConfigError: the text is not YAML, or not a mapping.
     """
     root = _compose(text, name)
     if root is None or root.tag == "tag:yaml.org,2002:null":

@@ -66,7 +66,7 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
 
     Args:
         saved: the crowd; its base is without agents before and after.
-        config: of the run that trained it.
+        config: the configuration of the run that trained it.
 
     Raises:
         BadInput: there is no such agent to start as, no prompt can be used, or a learning rate must be given.
@@ -139,7 +139,7 @@ def _end(examples: Sequence[Example], max_seq_length: int) -> int:
 
 
 def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: int) -> list[TokenIds]:
-    """Token ids of the prompts without answers: of a file, or of the embedded generator for a run on its stories."""
+    """Token ids of the prompts without answers, from a file or, for a run on its stories, the embedded generator."""
     if how.prompts is not None:
         asked: Sequence[Any] = prompts_of_file(how.prompts)
     elif config.dataset_names == ("embedded",):

@@ -53,7 +53,7 @@ class Merge:
 
     Attributes:
         weights: one per agent, in any unit; None: all alike.
-        rank: of the result; None: that of the agents.
+        rank: the rank of the result; None: that of the agents.
     """
 
     name: str
@@ -96,10 +96,11 @@ class Distillation:
     """How one agent learns from the crowd.
 
     Attributes:
-        prompts: a file of prompts without answers; None: of the embedded generator for a run on its stories, else none.
+        prompts: a file of prompts without answers; None: prompts of the embedded generator for a run on its stories,
+            and no prompts for any other run.
         generated: so many of the embedded generator.
         steps: optimizer steps, each on the run's `batch_size` rows.
-        temperature: of the distributions of the crowd and of the agent, while they are compared.
+        temperature: the temperature of both distributions, crowd's and agent's, while they are compared.
         soft: weight of the crowd's distributions; the rest is that of the texts.
         learning_rate: at its peak; None: a quarter of the run's.
         start: the agent that it begins as; None: the one that a calibration found best, or the first.

@@ -54,7 +54,7 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
 
     Args:
         to: `user/name`, or `name` for an own repository; None: the name of the run's folder.
-        private: of a repository that is made now; one that exists stays what it is.
+        private: whether a repository that is made now is private; one that exists stays what it is.
         merge: one adapter made of all agents, published beside them in the folder `merged`.
 
     Raises:

@@ -39,7 +39,7 @@ def open_mirror(url: str, where: str) -> tuple[MirrorReader, Head, str | None]:
     """The mirror of a URL, what it holds, and the name of the step in the URL.
 
     Raises:
-        BadInput: it is no URL of a mirror. CheckpointError: no run has written there. MirrorUnreachable.
+        BadInput: it is not the URL of a mirror. CheckpointError: no run has written there. MirrorUnreachable.
     """
     base, name = split_url(url)
     reader = MirrorReader(open_objects(base, where))
@@ -54,7 +54,7 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
 
     Args:
         where: how the URL was given, for errors.
-        final_first: of a run the `final_checkpoint`, if there is one that verifies.
+        final_first: take the `final_checkpoint` of a run if it verifies.
 
     Raises:
         DamagedCheckpoint: the named step does not verify. CheckpointError: there is none. MirrorUnreachable.

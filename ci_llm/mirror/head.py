@@ -55,7 +55,8 @@ class Token:
 
     Attributes:
         run: the run that both belong to.
-        generation: of the head when the two had the same steps last; None: an earlier version did not record it.
+        generation: that of the head when disk and mirror last had the same steps; None: an earlier version did not
+            record it.
     """
 
     run: str
@@ -89,9 +90,8 @@ def read_token(folder: Path) -> Token | None:
 HEAD: Final = "head.json"
 RECORDS: Final = "records/"
 BLOCKS: Final = "blocks/"
-VERSION: Final = 1
-#: The version of a document that names a compressed block. Older programs read all others.
-VERSION_COMPRESSED: Final = 2
+#: The version that is written; the one before is read as well.
+VERSION: Final = 2
 #: Of a head that had to be rebuilt.
 UNKNOWN_RUN: Final = ""
 
@@ -109,9 +109,9 @@ class Block:
     """Some bytes in the store.
 
     Attributes:
-        generation: of the writer that sent them.
-        digest, size: of the bytes, whether they are compressed or not.
-        compressed: bytes of the object if it is a frame of zstd; None: it holds the bytes themselves.
+        generation: the generation of the writer that sent them.
+        digest, size: digest and number of the bytes before any compression.
+        compressed: size of the object if it is a frame of zstd; None: the object holds the bytes themselves.
     """
 
     generation: int
@@ -143,7 +143,7 @@ class Record:
 
     Attributes:
         manifest: the very bytes of `manifest.json`.
-        blocks: of every file that the manifest lists, in order.
+        blocks: the blocks of every file that the manifest lists, in order.
     """
 
     generation: int
@@ -158,7 +158,7 @@ class Record:
     def dump(self) -> tuple[str, bytes]:
         """Its key and its bytes."""
         body = {"generation": self.generation, "name": self.name, "manifest": self.manifest.decode()}
-        data = _sealed({**body, "blocks": _dump_files(self.blocks)}, self.all_blocks)
+        data = _sealed({**body, "blocks": _dump_files(self.blocks)})
         return f"{RECORDS}g{self.generation}/{hashlib.sha256(data).hexdigest()}.json", data
 
     @classmethod
@@ -182,7 +182,7 @@ class Entry:
     Attributes:
         name: `checkpoint_step_<N>` or `final_checkpoint`.
         record: the key of its record.
-        nbytes: of its files.
+        nbytes: the size of its files together.
     """
 
     name: str
@@ -246,7 +246,7 @@ class Head:
         return replace(self.without(entry.name for entry, _ in hurt), quarantine=(*self.quarantine, *hurt))
 
     def stamped(self) -> Head:
-        """The same as another head."""
+        """A copy that a writer can tell from every other head, by its stamp."""
         return replace(self, stamp=secrets.token_hex(8))
 
     def dump(self) -> bytes:
@@ -254,7 +254,7 @@ class Head:
         body |= {"line": [vars(each) for each in self.line], "superseded": [vars(each) for each in self.superseded]}
         body |= {"quarantine": [{**vars(each), "damage": why} for each, why in self.quarantine]}
         # "story" is their key since version 1 of the format.
-        return _sealed({**body, "story": _dump_files(self.files)}, blocks_of(self.files))
+        return _sealed({**body, "story": _dump_files(self.files)})
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
@@ -340,14 +340,13 @@ def _parse_files(files: Mapping[str, Any]) -> dict[str, tuple[Block, ...]]:
     return {check_name(name): tuple(map(Block.parse, blocks)) for name, blocks in files.items()}
 
 
-def _sealed(body: Mapping[str, Any], blocks: Iterable[Block]) -> bytes:
-    version = VERSION if all(block.compressed is None for block in blocks) else VERSION_COMPRESSED
-    return seal({"format_version": version, **body}, hashlib.sha256)
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    return seal({"format_version": VERSION, **body}, hashlib.sha256)
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
     body = unseal(data, hashlib.sha256, "it")
-    if body.pop("format_version") not in (VERSION, VERSION_COMPRESSED):
+    if body.pop("format_version") not in (VERSION - 1, VERSION):
         # No damage: what is taken for damaged is rebuilt, and the steps of a newer program would be lost.
         raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")
     return body

@@ -52,11 +52,11 @@ class MirrorWriter:
     Args:
         check: called before each block is sent; it may raise to give the step up.
         limiter: called with the number of bytes before each block.
-        compression: of blocks that are not there yet.
+        compression: how blocks that are not there yet are compressed.
 
     Attributes:
         head: what counts now.
-        sent_bytes: of blocks and documents, since the claim.
+        sent_bytes: the size of all blocks and documents that were sent since the claim.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MirrorWriter:
         self._there = {(block.digest, block.size): block for block in blocks}
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Send these blocks anew when they are needed: they are missing or damaged."""
+        """Send these blocks again when they are needed: they are missing or damaged."""
         for block in blocks:
             if self._there.get((block.digest, block.size)) == block:
                 del self._there[block.digest, block.size]
@@ -281,7 +281,7 @@ class MirrorWriter:
         bytes stay until the next attempt, whose head does not refer to them.
 
         Returns:
-            what is missing, by the keys of the records; its blocks are sent anew.
+            what is missing, by the keys of the records; its blocks are sent again.
         """
         listed = dict(self._objects.list(BLOCKS)) | dict(self._objects.list(RECORDS))
         referred = self._referred(self.head)

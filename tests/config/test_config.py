@@ -30,7 +30,7 @@ from ci_llm.config import (
 )
 from ci_llm.config.config import DUMPED_IF_SET
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
-from ci_llm.config.parsing import NULL_WORDS
+from ci_llm.config.parsing import NULL_WORDS, Scalar, UnreadableError, kinds_of, read_value
 from ci_llm.errors import ConfigError
 from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
@@ -639,6 +639,29 @@ def test_a_file_that_is_not_there_is_answered_with_the_name_beside_it(file: Path
         load_config(file.with_name(f"{file.stem}s.yaml"))
     with pytest.raises(ConfigError, match="name an existing YAML file"):
         load_config(file.with_name("other.json"))
+
+
+#: What pydantic would convert by itself: text, and whether quotes stand around it.
+LOOSE: dict[type, list[tuple[str, bool]]] = {
+    bool: [("1", False), ("0", False), ("t", False), ("y", False), ("true", True), ("no", True)],
+    int: [("4.0", False), ("0123", False), (" 4 ", False), ("1e3", False), ("4", True)],
+    float: [("0123", False), (" 4 ", False), ("nan", False), ("inf", False), ("1.0", True)],
+}
+
+
+def test_no_key_takes_what_only_a_loose_reader_would_convert() -> None:
+    """A switch or a number that was meant as something else changes a run without a word."""
+    seen = set()
+    for field in Config.model_fields.values():
+        kinds = {kind.type for kind in kinds_of(field)}
+        if not kinds & LOOSE.keys() or kinds & {str, tuple}:
+            continue
+        [kind] = kinds & LOOSE.keys()
+        seen.add(kind)
+        for text, quoted in LOOSE[kind]:
+            with pytest.raises(UnreadableError):
+                read_value(field, Scalar(text, quoted))
+    assert seen == LOOSE.keys()
 
 
 def test_doubles_in_a_file_name_both_lines(file: Path) -> None:

@@ -92,14 +92,6 @@ def test_what_shrinks_is_stored_compressed_and_comes_back_with_its_bytes(node: N
     assert compressed in {path.name for path in objects_of(fresh, "blocks")}, "what is there is not sent again"
 
 
-def test_a_mirror_without_compression_has_the_format_of_before(node: Nodes) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1)
-    assert not [path for path in objects_of(one, "blocks") if path.suffix]
-    assert {version_of(path) for path in [*objects_of(one, "records"), *objects_of(one, HEAD)]} <= {1}
-
-
 @pytest.mark.parametrize("harm", ["a flipped bit", "half of it", "another frame", "a frame that claims too much"])
 def test_a_damaged_frame_is_damage_of_its_step(harm: str, node: Nodes) -> None:
     one = node("one", compression="zstd")
@@ -313,7 +305,7 @@ def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> N
 def sealed(body: dict[str, Any]) -> bytes:
     from ci_llm.mirror import head
 
-    return head._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")}, ())
+    return head._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")})
 
 
 # What is said, and when

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,13 +51,24 @@ def with_story(writer: MirrorWriter, text: bytes) -> Head:
 
 def test_a_mirror_of_another_version_is_refused_and_not_rebuilt(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(head, "VERSION", head.VERSION_COMPRESSED + 1)
+        newer.setattr(head, "VERSION", head.VERSION + 1)
         writer = claimed(lying)
         writer.commit(with_story(writer, b"one"))
     before = {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)}
     with pytest.raises(CheckpointError, match="another version of ci-llm"):
         claimed(lying)
     assert {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)} == before != set()
+
+
+def test_a_mirror_of_the_version_before_is_read_and_written_on(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(head, "VERSION", head.VERSION - 1)
+        writer = claimed(lying)
+        writer.commit(with_story(writer, b"one"))
+    assert json.loads(lying.store.get("head.json"))["format_version"] == 1
+    later = claimed(lying)
+    assert (later.head.run, later.head.generation, later.head.files) == ("run", 2, writer.head.files)
+    assert json.loads(lying.store.get("head.json"))["format_version"] == 2
 
 
 def test_a_sweep_leaves_what_a_later_writer_and_what_others_have_put_there(lying: Lying) -> None:

@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 
 from ci_llm.checkpoints.folders import committed
 from ci_llm.checkpoints.policy import best_interval_s
+from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.parsing import (
     COMMAND_LINE,
     Entry,
@@ -33,7 +34,6 @@ from ci_llm.config.parsing import (
     read_arguments,
     read_value,
 )
-from ci_llm.config.schema import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import BadInput, ConfigError
 from ci_llm.report.facts import Attempt, RunFacts, read_run
