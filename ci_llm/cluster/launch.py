@@ -287,9 +287,16 @@ def launch_notes(
     if num_gpus > 1 and launch.num_processes == 1:
         way = f"`--distributed`, or `accelerate launch --num_processes={num_gpus}`"
         lines.append(f"{num_gpus} GPUs, 1 process: {way}, uses them all")
+    threads = environ.get("OMP_NUM_THREADS", "")
+    wanted = launch.num_local_processes * (int(threads) if threads.isdecimal() else 1)
     if not num_gpus and launch.num_local_processes > _num_cores():
         shared = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
         lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
+    elif not num_gpus and wanted > _num_cores():
+        lines.append(
+            f"{wanted} threads (processes x OMP_NUM_THREADS) share {_num_cores()} CPU core(s), and a step waits for the"
+            f" last of them: `export OMP_NUM_THREADS={launch.threads_per_process}`"
+        )
     # With fewer processes than cores, that leaves cores idle.
     throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
     if throttled and launch.threads_per_process > 1:

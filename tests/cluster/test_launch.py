@@ -300,6 +300,16 @@ def test_one_thread_per_process_by_the_launcher_is_noted(monkeypatch: pytest.Mon
     assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch, 1, OMP_NUM_THREADS="1") == []
 
 
+def test_more_threads_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ci_llm.cluster.launch._num_cores", lambda: 4)
+    launch = read(TORCHRUN)
+    assert launch.num_local_processes == 2
+    (line,) = remarked(launch, OMP_NUM_THREADS="3")
+    assert line.startswith("6 threads (processes x OMP_NUM_THREADS) share 4 CPU core(s)")
+    assert line.endswith("`export OMP_NUM_THREADS=2`")
+    assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch) == remarked(launch, 1, OMP_NUM_THREADS="3") == []
+
+
 def test_unsupported_settings_of_accelerate_are_disabled() -> None:
     environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "false"}
     (line,) = disable_unsupported(environ)

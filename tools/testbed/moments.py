@@ -30,6 +30,7 @@ EVAL_STEPS = 3
 KEYS = {
     "num_agents": 2,
     "pass_per_agent": "false",  # moments are counted in passes
+    "kernels": "plain",  # fast ones are tried, in further passes
     "lora_rank": 2,
     "lora_dropout": 0.1,
     "max_train_samples": 9,
