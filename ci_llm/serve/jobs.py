@@ -177,7 +177,7 @@ class TextJob(Job):
             if not self.stopped:
                 self.text.finish(written)
             return True
-        if self.call.stream and self.pieces and not self.call.decides_at_the_end:
+        if self.call.body.stream and self.pieces and not self.call.decides_at_the_end:
             self._show()
         return False
 
