@@ -334,12 +334,11 @@ def _written(
             requests = _requests(crowd, number, prompt, wanted)
             decoder.admit(requests)
             open_.append((prompt, requests))
-        tokens = decoder.step()
-        for token in tokens:
+        for token in decoder.step():
             request = token.request
             if wanted.is_over and request.finish is None and wanted.is_over(request.tokens):
                 decoder.release(request)
-        if tokens and wanted.stop():
+        if wanted.stop():
             more = False
             for request in decoder.open:
                 decoder.release(request)

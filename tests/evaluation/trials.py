@@ -49,11 +49,11 @@ def evaluate(
     """
     written = 0
 
-    def limited(name: str, count: Callable[..., int]) -> None:
+    def limited(name: str, count: Callable[..., float]) -> None:
         original = getattr(scoring, name)
 
         def call(*given: Any, **how: Any) -> Any:
-            if most is not None and count(given[1]) > most:
+            if most is not None and count(*given) > most:
                 if killed:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -61,8 +61,8 @@ def evaluate(
 
         setattr(scoring, name, call)
 
-    limited("generate_ids", len)
-    limited("_score_batch", lambda batch: batch.num_rows / 4)
+    limited("generate_each", lambda _crowd, _asked, _wanted, at_a_time: at_a_time)
+    limited("_score_batch", lambda _crowd, batch, *_: batch.num_rows / 4)
 
     def append_some(path: Any, data: bytes) -> None:
         nonlocal written

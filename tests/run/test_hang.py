@@ -16,9 +16,9 @@ import torch
 from ci_llm.cluster.deadline import Pace
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
-from ci_llm.crowd import scoring
+from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import CrowdChoice
+from ci_llm.crowd.decoder import Decoder, Token
 from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
@@ -121,10 +121,17 @@ def train_and_count(folder: str, words: list[str]) -> int:
         since[work] += 1
         most[work] = max(most[work], since.total())
 
+    class Counted(Decoder):
+        """The decoder of texts, and not that of the trial before the first of them."""
+
+        def step(self) -> list[Token]:
+            count("generation")
+            return super().step()
+
     Heartbeat.tick = begin_again  # type: ignore[method-assign]
     wrap(Crowd, "forward", lambda *_: count("training") if torch.is_grad_enabled() else None)
     wrap(scoring, "_score_batch", lambda *_: count("evaluation"))
-    wrap(CrowdChoice, "__call__", lambda *_, **__: count("generation"))
+    generation.Decoder = Counted  # type: ignore[misc]
     code = train_with_faults(folder, words, [], {})
     Path(folder, "counts.json").write_text(json.dumps([done, most]))
     return code

@@ -212,7 +212,7 @@ def out_of_memory_in_evaluation(fault: Fault) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(scoring, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+    wrap(scoring, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
 
 
 def kill_in_evaluation(fault: Fault) -> None:
@@ -223,7 +223,7 @@ def kill_in_evaluation(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(scoring, "generate_ids", lambda _crowd, prompts, *_, **__: strike(len(prompts)))
+    wrap(scoring, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
 
 
 def out_of_memory_in_optimizer(fault: Fault) -> None:
