@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ci_llm.serve.answers import Answer
 from ci_llm.serve.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, checked, parsed
@@ -49,6 +50,21 @@ class Writer(Protocol):
     def cancel(self, jobs: Sequence[Job]) -> None: ...
     def begin(self, loop: asyncio.AbstractEventLoop) -> None: ...
     def stop(self, bound_s: float) -> None: ...
+
+
+class Events(StreamingResponse):
+    """Server-sent events; `end` is called when all were sent, and also when nobody reads on, or ever has."""
+
+    def __init__(self, lines: AsyncIterator[str], end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 class Service:
@@ -121,9 +137,7 @@ class Service:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
-            what = (
-                "Incorrect API key provided" if given else "You did not provide an API key: Authorization: Bearer KEY"
-            )
+            what = "Incorrect API key provided" if given else "You did not provide an API key (Authorization: Bearer)"
             raise ApiProblem(401, what, code="invalid_api_key")
 
     async def _chat(self, request: Request) -> Response:
@@ -146,11 +160,7 @@ class Service:
             _log(request, 200 if answer.is_whole else _GONE, began, answer)
 
         if call.body.stream:
-            return StreamingResponse(
-                _closing(answer.stream(), end),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+            return Events(answer.stream(), end)
         whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -239,15 +249,6 @@ async def _json(request: Request) -> dict[str, Any]:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _closing(lines: AsyncIterator[str], end: Callable[[], None]) -> AsyncIterator[str]:
-    """The lines, and then the end, also when nobody reads on."""
-    try:
-        async for line in lines:
-            yield line
-    finally:
-        end()
 
 
 def _log(request: Request, status: int, began: float, answer: Answer | None = None) -> None:
