@@ -12,6 +12,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd.answers import agreement
+from ci_llm.serve.body import CompletionBody
 from ci_llm.serve.call import Call
 from ci_llm.serve.jobs import Ended, Job, Piece, TokenLine
 from ci_llm.serve.problem import ApiProblem
@@ -131,7 +132,7 @@ class Answer:
         written: dict[str, Any] = {"text": choice.text}
         if self._call.is_chat:
             written = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        elif self._call.token_ids:
+        elif isinstance(self._call.body, CompletionBody) and self._call.body.return_token_ids:
             written["token_ids"] = [line.id for line in choice.lines]
         return {
             "index": choice.index,

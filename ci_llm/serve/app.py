@@ -7,25 +7,28 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ci_llm.serve.answers import Answer
 from ci_llm.serve.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, checked, parsed
-from ci_llm.serve.call import Call, Served, chat_call, completion_call, text_ids
+from ci_llm.serve.call import Served, call_of, chat_ids, text_ids
 from ci_llm.serve.jobs import Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
 from ci_llm.serve.problem import ApiProblem, bad
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LARGEST_BODY: Final = 8 << 20
 _ENDLESS: Final = 8  # times the largest body
 _GONE: Final = 499  # nobody reads it
@@ -49,6 +52,21 @@ class Writer(Protocol):
     def stop(self, bound_s: float) -> None: ...
 
 
+class Events(StreamingResponse):
+    """Server-sent events; `end` is called when all were sent, and also when nobody reads on, or ever has."""
+
+    def __init__(self, lines: AsyncIterator[str], end: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
 class Service:
     """The paths of one server.
 
@@ -63,6 +81,8 @@ class Service:
     def __init__(self, served: Served, writer: Writer, metrics: Metrics, key: str | None, drain_s: int) -> None:
         self._served, self._writer, self._metrics = served, writer, metrics
         self._key, self.drain_s, self._born = key, drain_s, int(time.time())
+        # One thread, for the event loop has to go on, and a chat template has a state while it is rendered.
+        self._reader = ThreadPoolExecutor(1, "ci_llm reader")
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
@@ -89,6 +109,7 @@ class Service:
         self._writer.begin(asyncio.get_running_loop())
         yield
         await asyncio.to_thread(self._writer.stop, _LEAVE_S)
+        self._reader.shutdown()
 
     def _guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Ask for the key first, make problems answers, and leave a line in the log."""
@@ -116,20 +137,18 @@ class Service:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
-            what = (
-                "Incorrect API key provided" if given else "You did not provide an API key: Authorization: Bearer KEY"
-            )
+            what = "Incorrect API key provided" if given else "You did not provide an API key (Authorization: Bearer)"
             raise ApiProblem(401, what, code="invalid_api_key")
 
     async def _chat(self, request: Request) -> Response:
-        body = checked(ChatBody, await _json(request))
-        return await self._answer(request, await asyncio.to_thread(chat_call, body, self._served))
+        return await self._answer(request, ChatBody)
 
     async def _completions(self, request: Request) -> Response:
-        body = checked(CompletionBody, await _json(request))
-        return await self._answer(request, await asyncio.to_thread(completion_call, body, self._served))
+        return await self._answer(request, CompletionBody)
 
-    async def _answer(self, request: Request, call: Call) -> Response:
+    async def _answer(self, request: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
+        body = checked(kind, await _json(request))
+        call = await self._read(call_of, body, self._served)
         began, groups = time.monotonic(), jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]
         answer = Answer(call, groups, self._served.prompter.tokenizer, self._served.names)
@@ -140,12 +159,8 @@ class Service:
             self._writer.cancel(jobs)
             _log(request, 200 if answer.is_whole else _GONE, began, answer)
 
-        if call.stream:
-            return StreamingResponse(
-                _closing(answer.stream(), end),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+        if call.body.stream:
+            return Events(answer.stream(), end)
         whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,6 +172,10 @@ class Service:
             self._writer.cancel(jobs)
             whole.cancel()
             gone.cancel()
+
+    async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that tokenises, or reads tokens."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._served.models]})
@@ -181,16 +200,16 @@ class Service:
     async def _tokenize(self, request: Request) -> Response:
         body = checked(TokenizeBody, await _json(request))
         if body.messages:
-            ids = await asyncio.to_thread(self._served.prompter.ids, [message.turn for message in body.messages])
+            ids = await self._read(chat_ids, body.messages, self._served)
         else:
-            ids = await asyncio.to_thread(text_ids, body.prompt or "", self._served)
+            ids = await self._read(text_ids, body.prompt or "", self._served)
         return JSONResponse({"count": len(ids), "max_model_len": self._served.context, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:
         body = checked(DetokenizeBody, await _json(request))
         if any(token >= self._served.vocabulary for token in body.tokens):
             raise bad("tokens", f"expected token ids below {self._served.vocabulary}", "invalid_type")
-        text = await asyncio.to_thread(self._served.prompter.tokenizer.decode, body.tokens)
+        text = await self._read(self._served.prompter.tokenizer.decode, body.tokens)
         return JSONResponse({"prompt": text})
 
     async def _health(self, _: Request) -> Response:
@@ -230,15 +249,6 @@ async def _json(request: Request) -> dict[str, Any]:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _closing(lines: AsyncIterator[str], end: Callable[[], None]) -> AsyncIterator[str]:
-    """The lines, and then the end, also when nobody reads on."""
-    try:
-        async for line in lines:
-            yield line
-    finally:
-        end()
 
 
 def _log(request: Request, status: int, began: float, answer: Answer | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
 from ci_llm.lora.layer import NOBODY
-from ci_llm.serve.body import ChatBody, CompletionBody, Own
+from ci_llm.serve.body import ChatBody, CompletionBody, Message, Own
 from ci_llm.serve.problem import ApiProblem, bad
 
 #: Tokens of a completion that says no length, as at OpenAI; a chat goes on to the end of the context.
@@ -61,33 +61,62 @@ class Served:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One request.
+    """One request, as it was sent and as the crowd understands it.
 
     Attributes:
         who: the agent that is asked; None: the crowd, `NOBODY`: the base alone.
         prompts: token ids of each.
-        each: texts for each prompt.
-        logprobs: how many of the most probable tokens come with each token; None: no log-probabilities at all.
-        echo: the prompt comes back before the answer, with its own log-probabilities.
-        is_greedy: no token is drawn.
+        own: what is asked of the crowd.
     """
 
-    is_chat: bool
-    model: str
+    body: ChatBody | CompletionBody
     who: int | None
     prompts: Sequence[Sequence[int]]
     decoding: Decoding
-    stop: tuple[str, ...]
-    each: int
-    stream: bool
-    include_usage: bool
-    logprobs: int | None
-    echo: bool
-    only_echo: bool
-    token_ids: bool
     own: Own
-    id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    _number: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def id(self) -> str:
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self._number}"
+
+    @property
+    def model(self) -> str:
+        return self.body.model
+
+    @property
+    def each(self) -> int:
+        """Texts for each prompt."""
+        return self.body.n or 1
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return tuple(self.body.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many of the most probable tokens come with each token; None: no log-probabilities at all."""
+        if isinstance(self.body, CompletionBody):
+            return self.body.logprobs
+        return (self.body.top_logprobs or 0) if self.body.logprobs else None
+
+    @property
+    def echo(self) -> bool:
+        """Whether the prompt comes back before the answer, with its own log-probabilities."""
+        return isinstance(self.body, CompletionBody) and bool(self.body.echo)
+
+    @property
+    def only_echo(self) -> bool:
+        return self.body.max_tokens == 0
 
     @property
     def votes(self) -> bool:
@@ -100,54 +129,34 @@ class Call:
         return self.votes or self.own.minimum_confidence is not None or self.own.agents_per_prompt is not None
 
 
-def chat_call(body: ChatBody, served: Served) -> Call:
-    """Read a chat.
+def call_of(body: ChatBody | CompletionBody, served: Served) -> Call:
+    """Read a request.
 
     Raises:
         ApiProblem: it cannot be answered.
     """
-    who = _who(body.model, served)
+    if body.model not in served.models:
+        raise ApiProblem(404, f"The model `{body.model}` does not exist", "model", "model_not_found")
+    who, own = served.models[body.model], _own(body, served)
+    prompts = [chat_ids(body.messages, served)] if isinstance(body, ChatBody) else _prompts(body, served)
+    if (body.n or 1) * len(prompts) > served.choices:
+        raise bad("n", f"one request may ask for at most {served.choices} answers")
+    ends = frozenset() if body.ignore_eos else served.ends
+    decoding = Decoding(
+        max_new_tokens=_length(body, max(map(len, prompts)), served.context),
+        ends=ends | served.prompter.ends_among(body.stop or ()) | {*(body.stop_token_ids or ())},
+        aggregator=own.aggregator or served.aggregators[0],
+        **_drawing(body),
+    )
+    return Call(body, who, prompts, decoding, own)
+
+
+def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
+    """Token ids of a chat. Raises ApiProblem: the chat template refuses it."""
     try:
-        prompt = served.prompter.ids([message.turn for message in body.messages])
-    except CiLlmError as error:  # the chat template refuses it
+        return served.prompter.ids([message.turn for message in messages])
+    except CiLlmError as error:
         raise bad("messages", str(error)) from error
-    return Call(
-        is_chat=True,
-        prompts=[prompt],
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        echo=False,
-        only_echo=False,
-        token_ids=False,
-        id=f"chatcmpl-{uuid.uuid4().hex}",
-        **_shared(body, served, who, [prompt], body.max_completion_tokens or body.max_tokens),
-    )
-
-
-def completion_call(body: CompletionBody, served: Served) -> Call:
-    """Read prompts that are continued as they are.
-
-    Raises:
-        ApiProblem: they cannot be continued.
-    """
-    who = _who(body.model, served)
-    prompts = [text_ids(prompt, served) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-    if not all(prompts):
-        raise bad("prompt", "a prompt is empty")
-    if any(token >= served.vocabulary for prompt in prompts for token in prompt):
-        raise bad("prompt", f"expected token ids below {served.vocabulary}", "invalid_type")
-    wanted = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    if body.max_tokens is None:
-        wanted = max(1, min(wanted, served.context - max(map(len, prompts))))
-    return Call(
-        is_chat=False,
-        prompts=prompts,
-        logprobs=body.logprobs,
-        echo=bool(body.echo),
-        only_echo=wanted == 0,
-        token_ids=bool(body.return_token_ids),
-        id=f"cmpl-{uuid.uuid4().hex}",
-        **_shared(body, served, who, prompts, wanted),
-    )
 
 
 def text_ids(text: str, served: Served) -> list[int]:
@@ -158,52 +167,32 @@ def text_ids(text: str, served: Served) -> list[int]:
     return list(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _who(model: str, served: Served) -> int | None:
-    if model not in served.models:
-        raise ApiProblem(404, f"The model `{model}` does not exist", "model", "model_not_found")
-    return served.models[model]
+def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
+    prompts = [text_ids(prompt, served) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+    if not all(prompts):
+        raise bad("prompt", "a prompt is empty")
+    if any(token >= served.vocabulary for prompt in prompts for token in prompt):
+        raise bad("prompt", f"expected token ids below {served.vocabulary}", "invalid_type")
+    return prompts
 
 
-def _shared(
-    body: ChatBody | CompletionBody,
-    served: Served,
-    who: int | None,
-    prompts: Sequence[Sequence[int]],
-    wanted: int | None,
-) -> dict[str, Any]:
-    """The fields of a `Call` that chats and completions share."""
-    longest, each, stop = max(map(len, prompts)), body.n or 1, tuple(body.stop or ())
-    if longest + max(1, wanted or 0) - (wanted == 0) > served.context:
-        raise ApiProblem(
-            400,
-            f"This model's maximum context length is {served.context} tokens. However, you requested {longest} in the"
-            f" prompt and {wanted or 1} in the answer.",
-            "messages" if isinstance(body, ChatBody) else "prompt",
-            "context_length_exceeded",
+def _length(body: ChatBody | CompletionBody, longest: int, context: int) -> int:
+    """At most so many new tokens; a chat that says nothing goes on to the end of the context."""
+    is_chat = isinstance(body, ChatBody)
+    wanted = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    wanted = body.max_tokens if wanted is None else wanted
+    if longest + (1 if wanted is None else wanted) > context:
+        what = (
+            f"This model's maximum context length is {context} tokens. However, you requested {longest} in the prompt"
         )
-    if each * len(prompts) > served.choices:
-        raise bad("n", f"one request may ask for at most {served.choices} answers")
-    own = _own(body, served, who)
-    ends = frozenset() if body.ignore_eos else served.ends
-    decoding = Decoding(
-        max_new_tokens=max(1, served.context - longest if wanted is None else wanted),
-        ends=ends | served.prompter.ends_among(stop) | {*(body.stop_token_ids or ())},
-        aggregator=own.aggregator or served.aggregators[0],
-        **_drawing(body),
-    )
-    return {
-        "model": body.model,
-        "who": who,
-        "decoding": decoding,
-        "stop": stop,
-        "each": each,
-        "stream": bool(body.stream),
-        "include_usage": bool(body.stream_options and body.stream_options.include_usage),
-        "own": own,
-    }
+        what += f" and {wanted or 1} in the answer."
+        raise ApiProblem(400, what, "messages" if is_chat else "prompt", "context_length_exceeded")
+    if wanted is None:
+        return context - longest if is_chat else min(COMPLETION_TOKENS, context - longest)
+    return max(1, wanted)
 
 
-def _drawing(body: ChatBody | CompletionBody) -> Mapping[str, Any]:
+def _drawing(body: ChatBody | CompletionBody) -> dict[str, Any]:
     """How tokens are drawn; without a temperature the most probable one is taken, as by `ci-llm generate`."""
     if not body.temperature:
         return {}
@@ -217,10 +206,10 @@ def _drawing(body: ChatBody | CompletionBody) -> Mapping[str, Any]:
     }
 
 
-def _own(body: ChatBody | CompletionBody, served: Served, who: int | None) -> Own:
+def _own(body: ChatBody | CompletionBody, served: Served) -> Own:
     """What is asked of the crowd: what the request says, else what the server was started with."""
     said = body.ci_llm or Own()
-    if who is not None:
+    if served.models[body.model] is not None:
         if said != Own():
             raise bad("ci_llm", f"only {served.crowd} takes it: {body.model} answers alone")
         return said

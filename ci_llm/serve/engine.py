@@ -151,8 +151,6 @@ class Engine(threading.Thread):
     def _take(self, job: Job, token: Token) -> None:
         request = token.request
         try:
-            if token.error is not None:
-                raise token.error
             if job.take(token, self._crowd):
                 self._decoder.release(request)
                 job.open.discard(request)

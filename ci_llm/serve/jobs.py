@@ -18,6 +18,7 @@ import torch
 
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.answers import TokenUncertainty, of_text, signals
+from ci_llm.crowd.choosing import generate_key, vote_key
 from ci_llm.crowd.decoder import Request, Token
 from ci_llm.crowd.decoding import Generated
 from ci_llm.crowd.generation import Continuation, TextSoFar, cut, elect, final_answers
@@ -25,6 +26,7 @@ from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
+from ci_llm.errors import ModelError
 from ci_llm.serve.call import Call
 from ci_llm.serve.problem import ApiProblem
 
@@ -104,7 +106,11 @@ class Job:
         raise NotImplementedError
 
     def take(self, token: Token, crowd: CrowdModel) -> bool:
-        """Take the next token of a request of this job; True if that request has ended."""
+        """Take the next token of a request of this job; True if that request has ended.
+
+        Raises:
+            Exception: the job fails.
+        """
         raise NotImplementedError
 
     def close(self, crowd: CrowdModel) -> Ended | None:
@@ -152,7 +158,7 @@ class TextJob(Job):
             self.prompt,
             decoding,
             who,
-            key=("generate", self.number),
+            key=generate_key(self.number),
             uncertainty=call.own.include_agents or _is_calibrated(crowd, call),
             top=call.logprobs or 0,
             tag=self,
@@ -161,8 +167,9 @@ class TextJob(Job):
 
     def take(self, token: Token, crowd: CrowdModel) -> bool:
         request, chosen = token.request, token.chosen
+        if chosen is None:
+            raise token.error or ModelError("no token was chosen")
         assert self.text is not None, "it was asked for"
-        assert chosen is not None, "it did not fail"
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
         written = request.tokens[:-1] if request.finish == "stop" else request.tokens
         self.stopped = request.finish != "stop" and self.text.update(written)
@@ -170,7 +177,7 @@ class TextJob(Job):
             if not self.stopped:
                 self.text.finish(written)
             return True
-        if self.call.stream and self.pieces and not self.call.decides_at_the_end:
+        if self.call.body.stream and self.pieces and not self.call.decides_at_the_end:
             self._show()
         return False
 
@@ -225,11 +232,12 @@ class AgentsJob(Job):
         vote = find_vote(self.call.decoding.aggregator)
         assert vote is not None, "only votes draw"
         drawn = replace(decoding, do_sample=True, temperature=vote.temperature)
-        keys = [(k, ("vote", self.number, k * self._samples + n)) for k in agents for n in range(self._samples)]
+        keys = [(k, vote_key(self.number, k * self._samples + n)) for k in agents for n in range(self._samples)]
         self.texts = [Request(self.prompt, drawn, k, key=key, tag=self) for k, key in keys]
         return self.texts
 
     def take(self, token: Token, crowd: CrowdModel) -> bool:
+        # An agent that fails, for want of finite numbers, has said what it has said.
         return token.request.finish is not None or self._stopped(token.request.tokens, crowd)
 
     def close(self, crowd: CrowdModel) -> Ended | None:

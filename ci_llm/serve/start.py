@@ -11,6 +11,7 @@ import uvicorn
 
 from ci_llm.crowd.asking import ends_of_answers, prompter_of
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.serve.app import Service
@@ -30,9 +31,11 @@ def of_run(crowd: Crowd, options: Options) -> Service:
     Raises:
         BadInput: the options do not fit the crowd.
     """
-    if reason := crowd.choose_route():
+    reason = crowd.choose_route()
+    if not decodes(crowd):
+        why = f" ({reason})" if reason else ""
         raise ModelError(
-            f"{type(crowd.model).__name__} cannot be served here: {reason}",
+            f"{type(crowd.model).__name__} cannot be served: it does not read packed rows with a cache{why}",
             where=f"model_name: {crowd.base_name}",
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )

@@ -113,6 +113,10 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(served: Listenin
         found[name] = refused(served.post("/v1/chat/completions", body))
     for name, (body, *_) in COMPLETIONS.items():
         found[name] = refused(served.post("/v1/completions", {"model": "crowd", **body}))
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert refused(served.post("/tokenize", {"messages": messages})) == (400, "invalid_value", "messages")
+    assert refused(served.post("/tokenize", {}))[1] == "missing_required_parameter"
+    assert refused(served.post("/detokenize", {"tokens": [10**6]})) == (400, "invalid_type", "tokens")
     assert found == {name: tuple(wanted) for name, (_, *wanted) in {**CHATS, **COMPLETIONS}.items()}
     assert served.http.get("/healthz").json() == {"status": "ok"}
     assert served.metric("request_refused_total") >= len(found)
