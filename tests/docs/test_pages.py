@@ -99,7 +99,7 @@ def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> N
 #: Rendered from the code, or behind this line in the page of the names.
 RENDERED = {"docs/keys.md"}
 SIGNATURES = "<!-- signatures -->"
-MOST_PAGES, MOST_WORDS = 24, 26_000
+MOST_PAGES, MOST_WORDS = 24, 28_000
 #: For whom a page is, in its first two lines of text.
 READERS = re.compile(r"^For (?:\w+ )?(?:users|readers|people|everyone|a reader) ")
 WRITTEN = [page for page in sorted(ROOT.glob("docs/**/*.md")) if name_of(page) not in RENDERED]
