@@ -265,6 +265,7 @@ def saved(folder: Path, classes: Sequence[str] = ("a", "b", "c"), **facts: Any) 
     return crowd
 
 
+@pytest.mark.slow
 def test_plain_peft_scores_texts_alike(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -331,6 +332,7 @@ def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> N
     assert crowd.score("2 + 2?\n", "4")[0].scores != pytest.approx(found.scores)
 
 
+@pytest.mark.slow
 def test_what_has_a_head_writes_nothing_and_what_writes_has_no_score(tmp_path: Path) -> None:
     crowd = saved(tmp_path / "crowd")
     for ask in (lambda: crowd.generate("2 + 2?"), lambda: crowd.log_probs("2 + 2?", "4")):
