@@ -341,7 +341,7 @@ def test_agents_start_from_adapters_with_heads_and_without(tmp_path: Path) -> No
     assert torch.equal(crowd.agents.weights, donor.agents.weights)
     base = load_base("embedded")
     writers = Crowd(base.model, LoraSettings(num_agents=1, rank=RANK, alpha=ALPHA), str(BASE_FOLDER), base.pad_id)
-    with pytest.raises(ForeignCheckpoint, match="score.weight"):
+    with pytest.raises(ForeignCheckpoint, match=r"score\.weight"):
         load_initial_adapters(writers, tmp_path / "crowd/agent0")
     writers.save_pretrained(tmp_path / "writers")
     heads = crowd.agents.agent_tensors(1)[SCORE].clone()
