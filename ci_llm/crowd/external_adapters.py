@@ -27,6 +27,7 @@ from torch import Tensor
 from ci_llm.checkpoints.folders import FINAL
 from ci_llm.crowd.given_path import CONFIG, META_FILE
 from ci_llm.errors import ModelError
+from ci_llm.lora.heads import SCORE
 
 WHOLE_MODEL = "model.safetensors"
 
@@ -59,13 +60,17 @@ _PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+#: Modules that PEFT saves whole with an adapter for sequence classification; the base has one of them.
+_HEADS = {"score", "classifier"}
+
+
 @dataclass(frozen=True)
 class ExternalAdapter:
     """One adapter, in the form of PEFT's files.
 
     Attributes:
         source: the folder it was read from.
-        tensors: `base_model.model.<module>.lora_<A|B>.weight` -> A [r, in] or B [out, r].
+        tensors: `base_model.model.<module>.lora_<A|B>.weight` -> A [r, in] or B [out, r]; and the head, if it has one.
         rank: r.
         alpha: `lora_alpha`.
         base_name: the base that it names; None if it names none.
@@ -118,6 +123,8 @@ def _numbered(source: Path) -> list[Path]:
 
 def _read_peft(folder: Path) -> ExternalAdapter:
     config = _read_json(folder / CONFIG)
+    if {*(config.get("modules_to_save") or ())} <= _HEADS:
+        config = {**config, "modules_to_save": None}
     odd = [f"{key}: {config[key]}" for key, value in _PLAIN.items() if config.get(key) and config[key] != value]
     if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
         odd.append(f"init_lora_weights: {config['init_lora_weights']}, which changes the base")
@@ -132,7 +139,7 @@ def _read_peft(folder: Path) -> ExternalAdapter:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
     adapter = _adapter(config, folder, tensors, config.get("base_model_name_or_path"), "chat")
-    if other := sorted(name for name in tensors if not _TENSOR.fullmatch(name)):
+    if other := sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name)):
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise ModelError(
             f"agents are LoRA of linear layers, and this adapter also has {other[0]}{more}",

@@ -21,6 +21,7 @@ from ci_llm.crowd.pretrained import require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ModelError, first_line
+from ci_llm.lora.heads import SCORE
 from ci_llm.lora.layer import AgentLora, LoraSettings
 
 
@@ -44,7 +45,8 @@ def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
     for k in range(crowd.num_agents):
         adapter = adapters[k % len(adapters)]
         _check_scale(crowd.agents.each[k], adapter)
-        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
+        drawn = {name: tensor for name, tensor in crowd.agents.agent_tensors(k).items() if name == SCORE}
+        crowd.agents.load_agent(k, drawn | dict(adapter.tensors), str(adapter.source))
     crowd.common_start = len(adapters) == 1
     every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
     return f"starting from {folder}: {every}"

@@ -241,6 +241,8 @@ def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float
 def generation(context: CheckContext) -> str:
     """The crowd writes, with its cache, the tokens that full passes of all agents and their aggregate choose."""
     run = context.run
+    if run.crowd.settings.outputs:
+        return f"none: agents of objective {run.config.objective} have heads"
     assert run.crowd.prompter is not None
     examples = first_rows(run.rows)
     asked = [examples[number] for number in range(min(2, len(examples)))]

@@ -15,12 +15,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.batches import AgentBatches, pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.units import Unit, unit_of
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import BadInput, ForeignCheckpoint, ModelError
 from ci_llm.lora.heads import SCORE, require_class
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.objectives import objective_of
@@ -265,6 +266,7 @@ def saved(folder: Path, classes: Sequence[str] = ("a", "b", "c"), **facts: Any) 
     return crowd
 
 
+@pytest.mark.slow
 def test_plain_peft_scores_texts_alike(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -331,6 +333,24 @@ def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> N
     assert crowd.score("2 + 2?\n", "4")[0].scores != pytest.approx(found.scores)
 
 
+@pytest.mark.slow
+def test_agents_start_from_adapters_with_heads_and_without(tmp_path: Path) -> None:
+    donor = saved(tmp_path / "crowd")
+    crowd = crowd_of(CLASSES)
+    load_initial_adapters(crowd, tmp_path / "crowd")
+    assert torch.equal(crowd.agents.weights, donor.agents.weights)
+    base = load_base("embedded")
+    writers = Crowd(base.model, LoraSettings(num_agents=1, rank=RANK, alpha=ALPHA), str(BASE_FOLDER), base.pad_id)
+    with pytest.raises(ForeignCheckpoint, match=r"score\.weight"):
+        load_initial_adapters(writers, tmp_path / "crowd/agent0")
+    writers.save_pretrained(tmp_path / "writers")
+    heads = crowd.agents.agent_tensors(1)[SCORE].clone()
+    load_initial_adapters(crowd, tmp_path / "writers")
+    assert torch.equal(crowd.agents.agent_tensors(1)[SCORE], heads)
+    assert torch.equal(crowd.agents.weights[1, : writers.agents.sizes[0]], writers.agents.weights[0])
+
+
+@pytest.mark.slow
 def test_what_has_a_head_writes_nothing_and_what_writes_has_no_score(tmp_path: Path) -> None:
     crowd = saved(tmp_path / "crowd")
     for ask in (lambda: crowd.generate("2 + 2?"), lambda: crowd.log_probs("2 + 2?", "4")):

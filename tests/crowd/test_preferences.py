@@ -334,6 +334,26 @@ def test_the_reference_is_the_base_without_agents() -> None:
     assert not found.requires_grad
 
 
+@pytest.mark.parametrize("pass_per_agent", [False, True])
+def test_the_reference_may_be_the_start_of_each_agent(pass_per_agent: bool) -> None:
+    crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
+    crowd.agents.pass_per_agent = pass_per_agent
+    objective, start = Preferences(ours(case("dpo", beta=0.5)), crowd), crowd.agents.weights.clone()
+    with torch.no_grad():
+        wanted = crowd.eval()(batch).log_probs
+    crowd.train().start = start
+    losses, gradients, _ = step_of(crowd, objective, [batch])
+    assert losses.tolist() == pytest.approx([3 * math.log(2)] * K)
+    assert torch.equal(crowd.agents.weights, start)
+    with torch.no_grad():
+        crowd.agents.weights.sub_(0.01 * gradients)
+    torch.testing.assert_close(crowd.reference(batch), wanted, rtol=0, atol=1e-5)
+    moved, _, _ = step_of(crowd, objective, [batch])
+    assert (moved < losses).all()
+    crowd.start = None
+    assert not torch.allclose(step_of(crowd, objective, [batch])[0], moved)
+
+
 def test_agents_that_are_the_base_have_the_loss_of_no_preference() -> None:
     crowd, batch = crowd_of(torch.float64), pack(small_units(), range(3))
     crowd.agents.weights.zero_()

@@ -17,7 +17,7 @@ from ci_llm.data.labels import are_numbers, class_names, number_of
 from ci_llm.data.rows import Completion, Labelled
 from ci_llm.data.tokens import tokenize
 from ci_llm.data.units import Unit, unit_of, without_end
-from ci_llm.errors import DataError
+from ci_llm.errors import ConfigError, DataError
 from ci_llm.run.start.loading import objective_by_rows
 from tests.data.test_units import TOKENIZER, rows_of, said
 
@@ -156,3 +156,28 @@ def test_a_labelled_unit_learns_nothing() -> None:
     unit = unit_of([Example(np.array([3, 4], np.int32), np.array([False, False]))], 1.5)
     assert unit.num_learned == 0
     assert len(unit.branches) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"objective": "dpo", "metric_for_best_model": "f1"}, "objective dpo has no f1"),
+        ({"objective": "sft", "metric_for_best_model": "mse"}, "objective sft has no mse"),
+        ({"objective": "kto", "metric_for_best_model": "rewards/accuracies"}, "has no rewards/accuracies"),
+        ({"objective": "reward", "num_labels": 2}, "num_labels is about classes, and this is reward"),
+        ({"objective": "classification", "num_labels": 2, "label_names": ("a", "b", "c")}, "label_names has 3"),
+        ({"objective": "dpo", "reference": "start"}, "agents begin as the base"),
+        ({"objective": "dpo", "disable_dropout": True, "lora_dropout": 0.1}, "lora_dropout is above 0"),
+        ({"objective": "reward", "diversity": "joint"}, "diversity is for objective sft"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_keys_that_do_not_fit_the_objective_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**keys)
+
+
+def test_a_metric_that_the_objective_of_the_columns_lacks_is_refused(tmp_path: Path) -> None:
+    assert settled(tmp_path, *ROWS, metric_for_best_model="nll")["num_labels"] == 3
+    with pytest.raises(ConfigError, match="objective classification has no mse"):
+        objective_by_rows(Config(metric_for_best_model="mse"), [rows_of(tmp_path, *ROWS)], 8)

@@ -227,7 +227,7 @@ class Evaluator:
                 return None
             sets.append(found)
         judged = sets[0].judged if len(sets) == 1 else joined(own.judged for own in sets if own.judged is not None)
-        if isinstance(self.objective, Preferences) and self.judged:
+        if isinstance(self.objective, Preferences) and self.judged and not self._crowd.settings.outputs:
             parts = [self._ranking_on(self.objective, rows, step, micro_batch_size) for rows in self.judged]
             if None in parts:
                 return None

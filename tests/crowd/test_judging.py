@@ -1,0 +1,83 @@
+"""Figures of classes and numbers: by hand, on rows that are few."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ci_llm.core.scores import figures
+from ci_llm.crowd.judging import Classes, Numbers, calibration_error, joined, macro_f1, with_mean
+
+
+def probabilities(*rows: float) -> Tensor:
+    """[n, 2] of two classes, from those of the second one."""
+    second = torch.tensor(rows, dtype=torch.float64)
+    return torch.stack([1 - second, second], -1)
+
+
+def classes() -> Classes:
+    agents = torch.stack([probabilities(0.9, 0.8, 0.4), probabilities(0.2, 0.9, 0.1)])
+    return Classes(with_mean(agents), torch.tensor([0, 1, 0]))
+
+
+def test_the_crowd_is_the_mean_of_probabilities() -> None:
+    found = classes()
+    assert found.probabilities[2, :, 1].tolist() == pytest.approx([0.55, 0.85, 0.25])
+    assert found.figures["accuracy"] == pytest.approx([2 / 3, 1, 2 / 3])
+    # Agent 0 says 1, 1, 0 where 0, 1, 0 is right: class 0 has 1 TP and 1 FN, class 1 has 1 TP and 1 FP.
+    assert found.figures["f1"] == pytest.approx([2 / 3, 1, 2 / 3])
+    assert found.figures["auroc"] == pytest.approx([0.5, 1, 1])
+    assert found.figures["calibration_error"][1] == pytest.approx((0.2 + 2 * 0.1) / 3)
+    assert found.metrics(["near", "far"])["eval/crowd/accuracy"] == pytest.approx(2 / 3)
+    assert found.record()["f1"] == {"agents": pytest.approx([2 / 3, 1]), "crowd": pytest.approx(2 / 3)}
+    assert str(found) == "accuracy of 2 classes: crowd 0.667; agents 0.667, 1.000"
+
+
+def test_parts_are_joined_in_order() -> None:
+    found, own = joined([classes(), classes()]), classes()
+    assert isinstance(found, Classes)
+    assert found.labels.tolist() == [*own.labels.tolist()] * 2
+    assert found.probabilities.shape == (3, 6, 2)
+    assert joined([]) is None
+
+
+def test_a_figure_that_is_not_defined_is_not_there() -> None:
+    found = Classes(with_mean(probabilities(0.9, 0.8)[None]), torch.tensor([1, 1]))
+    assert "auroc" not in found.figures
+    assert found.figures["accuracy"] == [1, 1]
+    assert math.isnan(macro_f1(torch.tensor([]), torch.tensor([])))
+    assert math.isnan(calibration_error(torch.zeros(0, 2), torch.zeros(0).long()))
+
+
+def test_f1_counts_classes_that_are_only_predicted() -> None:
+    assert macro_f1(torch.tensor([2, 1]), torch.tensor([1, 1])) == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_bins_of_a_calibration_error_are_told_apart() -> None:
+    # Two rows of 0.95, one of them right, and one of 0.65, which is right.
+    error = calibration_error(probabilities(0.95, 0.95, 0.65), torch.tensor([1, 0, 1]))
+    assert error == pytest.approx((abs(1 - 1.9) + abs(1 - 0.65)) / 3)
+
+
+def test_numbers() -> None:
+    values = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
+    found = Numbers(with_mean(values), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    assert found.figures["mse"] == pytest.approx([0.5, 0.5, 0.25])
+    assert found.figures["mae"] == pytest.approx([0.5, 0.5, 0.5])
+    assert found.figures["r2"] == pytest.approx([-1, -1, 0])
+    record = {"numbers": found.record(), "nll": {"agents": [1]}}
+    assert figures(record, "mse")["crowd"] == pytest.approx(0.25)
+    assert figures(record, "nll") == {"agents": [1]}
+    same = Numbers(values, torch.tensor([2.0, 2.0], dtype=torch.float64))
+    assert "r2" not in same.figures
+
+
+def test_figures_are_found_by_the_names_of_metrics() -> None:
+    record = {"preferences": {"accuracies": {"crowd": 1}}, "classes": {"f1": {"crowd": 2}}}
+    assert figures(record, "rewards/accuracies") == {"crowd": 1}
+    assert figures(record, "f1") == {"crowd": 2}
+    with pytest.raises(KeyError):
+        figures(record, "mse")
