@@ -13,7 +13,7 @@ from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.run_status import Status
 from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.text_curves import LETTERS, draw_curves
-from ci_llm.report.facts import Points, RunFacts
+from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import (
     LEADING,
     TOGETHER,
@@ -68,7 +68,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def _plain(curve: Points) -> list[tuple[int, float | None]]:
+def _plain(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float | None]]:
     """JSON has no NaN."""
     return [(step, value if math.isfinite(value) else None) for step, value in curve]
 

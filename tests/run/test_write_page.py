@@ -57,4 +57,4 @@ def test_a_damaged_file_of_the_run_is_a_warning(folder: Path, caplog: pytest.Log
     write_page(*run(folder))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("report.html was not written: BadInput: evaluation.json cannot be read")
+    assert record.getMessage().startswith("report.html was not written: BadInput: this is not an evaluation")
