@@ -34,8 +34,8 @@ EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the 
 HALVES: Final = (torch.bfloat16, torch.float16)
 #: Not cuDNN, which builds a plan for every length that it meets, for a second, and not the one that holds all scores.
 FUSED: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-#: Tokens of the rows of the trial; a long one takes another kernel than short ones.
-TRIAL_LENGTHS: Final = (17, 400, 64)
+#: Tokens of the rows of the trial: one fills several tiles of a kernel, and the plain products of all stay small.
+TRIAL_LENGTHS: Final = (17, 160, 64)
 
 
 class Segments:
