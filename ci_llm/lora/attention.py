@@ -34,8 +34,8 @@ EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the 
 HALVES: Final = (torch.bfloat16, torch.float16)
 #: Not cuDNN, which builds a plan for every length that it meets, for a second, and not the one that holds all scores.
 FUSED: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-#: Tokens of the rows of the trial; a long one takes another kernel than short ones.
-TRIAL_LENGTHS: Final = (17, 400, 64)
+#: Tokens of the rows of the trial: one fills several tiles of a kernel, and the plain products of all stay small.
+TRIAL_LENGTHS: Final = (17, 160, 64)
 
 
 class Segments:
@@ -145,12 +145,12 @@ def _together(
     copies, longest = query.shape[0], max(segments.lengths)
     ends = segments.ends(copies, query.device)
     left = window - 1 if window and window < longest else -1
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    heads_differ = query.shape[1] != key.shape[1]
-    more: dict[str, Any] = {"enable_gqa": True} if heads_differ else {}
-    found = varlen.varlen_attn(*flat, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **more)
-    assert isinstance(found, Tensor)
-    return found.unflatten(0, (copies, -1))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    more: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    attend: Any = partial(varlen.varlen_attn, scale=scale, window_size=(left, 0), **more)
+    found = attend(q, k, v, ends, ends, longest, longest)
+    rows: Tensor = found.unflatten(0, (copies, -1))
+    return rows
 
 
 def _fused(
@@ -245,14 +245,15 @@ class Trial:
         leaves = [each.detach().requires_grad_() for each in inputs]
         segments = Segments([0, *accumulate(TRIAL_LENGTHS)])
         with torch.autocast(inputs[0].device.type, enabled=False), torch.enable_grad():
-            module = torch.nn.Identity()
-            out, _ = packed_attention(module, *leaves, None, sliding_window=self.window, segments=segments, way=way)
+            query, key, value = leaves
+            more: dict[str, Any] = {"sliding_window": self.window, "segments": segments, "way": way}
+            out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, **more)
             return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
 def bound_of(dtype: torch.dtype) -> float:
     """The distance within which a way is right: half the digits, and above what TF32 rounds."""
-    return max(1e-3, float(torch.finfo(dtype).eps) ** 0.5)
+    return float(max(1e-3, torch.finfo(dtype).eps ** 0.5))
 
 
 def choose_way(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[Way, str]:

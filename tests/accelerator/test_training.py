@@ -17,7 +17,7 @@ BALLOT = "distributed/ballot.py:encode"
 DRAWS = ["lora_dropout=0.1", "dropconnect_p=0.1", "lr_scheduler_type=constant"]
 
 
-def _agents(folder: Path) -> dict[str, torch.Tensor]:
+def agents_in(folder: Path) -> dict[str, torch.Tensor]:
     state = load_checkpoint(folder / "final_checkpoint").state
     return {f"{k}.{name}": each for k in range(2) for name, each in state[f"agent{k}/adapter_model"].items()}
 
@@ -32,7 +32,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_the_losses_of_th
     whole = [*words, "output_dir=whole", "max_train_steps=4"]
     ran = simulated(*whole, "then", *words, "max_train_steps=2", "then", *words, "max_train_steps=4")
     ran.require_order()
-    found, wanted = _agents(simulated.folder / "parts"), _agents(simulated.folder / "whole")
+    found, wanted = agents_in(simulated.folder / "parts"), agents_in(simulated.folder / "whole")
     assert all(torch.equal(each, found[name]) for name, each in wanted.items())
 
     simulated.on_cpu(*words, "output_dir=cpu", "max_train_steps=4")

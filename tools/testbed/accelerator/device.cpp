@@ -43,13 +43,14 @@ constexpr int FRESH = 0xCD;     // what new memory of the device holds
 constexpr int POISON = 0xAB;    // what pinned memory holds while a copy into it is under way
 constexpr size_t BLOCK = 512;   // bytes, to which an allocation is rounded up
 
-// State. `lock` guards it, except for what belongs to one thread.
+// State. `lock` guards it, except for what belongs to one thread. Nothing of it is destroyed: tensors may end later.
 
-std::mutex lock;
+auto& lock = *new std::mutex;
 int device_count = 1;
 int64_t memory_limit = int64_t(80) << 30;
-std::set<DeviceIndex> contexts;  // devices that this process has touched; each costs half a GB on a real one
-std::map<DeviceIndex, int64_t> live, peak;
+auto& contexts = *new std::set<DeviceIndex>;  // devices that this process has touched; each costs half a GB on a real one
+auto& live = *new std::map<DeviceIndex, int64_t>;
+auto& peak = *new std::map<DeviceIndex, int64_t>;
 std::atomic<StreamId> next_stream{1};
 PyObject* observer = nullptr;
 thread_local DeviceIndex current = 0;
@@ -78,17 +79,17 @@ Device with_index(std::optional<Device> device) {
 
 // Order of work. Every launch has a number on its stream; a stream knows up to which number it has waited for others.
 
-struct Blocks {
+struct Block {
   int64_t size;
   DeviceIndex device;
   StreamId writer = 0;
   int64_t written = 0;  // number of the last launch that wrote to it
 };
-std::unordered_map<const void*, Blocks> blocks;  // by their start
-std::map<StreamId, int64_t> launched;
-std::map<StreamId, std::map<StreamId, int64_t>> waited;  // stream -> other stream -> number
-std::map<StreamId, int64_t> known_to_host;               // work that ended before the host went on
-std::map<StreamId, std::deque<std::function<void()>>> pending;
+auto& blocks = *new std::unordered_map<const void*, Block>;  // by their start
+auto& launched = *new std::map<StreamId, int64_t>;
+auto& waited = *new std::map<StreamId, std::map<StreamId, int64_t>>;  // stream -> other stream -> number
+auto& known_to_host = *new std::map<StreamId, int64_t>;               // work that ended before the host went on
+auto& pending = *new std::map<StreamId, std::deque<std::function<void()>>>;
 
 int64_t mark(StreamId stream) {
   std::lock_guard<std::mutex> guard(lock);
@@ -181,7 +182,7 @@ struct DeviceAllocator final : c10::Allocator {
 };
 DeviceAllocator device_allocator;
 
-std::map<const char*, size_t> pinned;  // start -> size
+auto& pinned = *new std::map<const char*, size_t>;  // start -> size
 
 void free_pinned(void* start) {
   if (!start) return;

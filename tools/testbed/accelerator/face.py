@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 
 TRACE: Final = Trace()
 HOPPER: Final = (9, 0)
+TOTAL_BYTES: Final = 80 << 30  # of which other processes may have taken a part: the limit is what is left
 _SDPA: Final = torch.nn.functional.scaled_dot_product_attention
 _ON_DEVICES: Final = ("all_reduce", "broadcast", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor")
 
@@ -256,8 +257,8 @@ def _row_of(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float |
 # The face
 
 
-def install(devices: int = 1, limit: int = 80 << 30, capability: tuple[int, int] = HOPPER) -> None:
-    """Let torch find this many devices, each with this much memory in bytes."""
+def install(devices: int = 1, limit: int = TOTAL_BYTES, capability: tuple[int, int] = HOPPER) -> None:
+    """Let torch find this many devices, each with this much memory for this process, in bytes."""
     if not DEVICE.install(devices, limit):
         raise RuntimeError("torch has made its hooks before the simulated device was loaded")
     DEVICE.observe(TRACE.note)
@@ -265,7 +266,7 @@ def install(devices: int = 1, limit: int = 80 << 30, capability: tuple[int, int]
         name="Simulated GPU",
         major=capability[0],
         minor=capability[1],
-        total_memory=limit,
+        total_memory=TOTAL_BYTES,
         uuid="simulated",
         multi_processor_count=132,
     )
@@ -308,7 +309,7 @@ def _of_memory() -> dict[str, Any]:
         return int(DEVICE.peak(_index(device)))
 
     return {
-        "mem_get_info": lambda device=None: (DEVICE.limit() - live(device), DEVICE.limit()),
+        "mem_get_info": lambda device=None: (DEVICE.limit() - live(device), TOTAL_BYTES),
         "memory_allocated": live,
         "memory_reserved": live,
         "max_memory_allocated": peak,

@@ -1,0 +1,59 @@
+"""What else a GPU is used for: memory that runs out, layers in shards, the check, and the verbs after a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.accelerator.conftest import Simulated
+from tests.accelerator.test_training import agents_in
+
+pytestmark = pytest.mark.slow
+
+
+def test_where_memory_runs_out_on_one_process_alone_all_take_smaller_parts(simulated: Simulated) -> None:
+    keys = ["max_train_steps=1", "batch_size=16", "max_train_samples=32", "pass_per_agent=false", "eval_samples=1"]
+    first, second = simulated.on_two(*simulated.training(*keys), options=["--memory-mb-of", "1", "5"])
+    assert "step 1 does not fit (" in first.said
+    assert second.trace["peak"] <= 5 << 20 < first.trace["peak"]
+    first.require_order()
+    second.require_order()
+
+
+def test_layers_in_shards_give_the_bits_of_whole_ones(simulated: Simulated) -> None:
+    for sharding in ("none", "layers"):
+        keys = [
+            "max_train_steps=2",
+            f"base_sharding={sharding}",
+            "pass_per_agent=false",
+            f"output_dir=sharding_{sharding}",
+        ]
+        for ran in simulated.on_two(*simulated.training(*keys)):
+            ran.require_order()
+    whole, shards = (agents_in(simulated.folder / name) for name in ("sharding_none", "sharding_layers"))
+    assert all(torch.equal(each, shards[name]) for name, each in whole.items())
+
+
+def test_the_check_passes_on_a_gpu(simulated: Simulated) -> None:
+    ran = simulated("check", "num_workers=0", "report_to=none", f"model_name={simulated.base}")
+    gpu = [line for line in ran.said.splitlines() if line.lstrip().startswith("gpu ") or " gpu " in line[:24]]
+    assert len(gpu) == 6, ran.said
+    assert "checks passed" in ran.said
+    ran.require_order()
+
+
+def test_every_verb_after_a_run_computes_on_the_gpu(simulated: Simulated) -> None:
+    asked = ["generate", "run", "Ann has 5 hats.", "max_new_tokens=4"]
+    ran = simulated(
+        *simulated.training("max_train_steps=1"),
+        *("then", "evaluate", "run", "--json"),
+        *("then", *asked),
+        *("then", *asked, "aggregator=majority"),
+        *("then", "export", "run", "--merge", "svd", "--to", "merged"),
+    )
+    ran.require_order()
+    assert Path(simulated.folder / "merged/adapter_model.safetensors").exists()
+    for number in (2, 3, 4):
+        assert ran.launches(f"{number}: start").total() > 100
