@@ -170,17 +170,6 @@ def token_uncertainty(log_probs: Tensor, crowd: Tensor, chosen: Tensor, *, is_me
     return torch.stack([picked, *decompose(log_probs, crowd if is_mean else None)])
 
 
-def own_uncertainty(log_probs: Tensor, chosen: Tensor) -> Tensor:
-    """`token_uncertainty` of agents that answer alone, and so disagree with nobody: [4, ...].
-
-    Args:
-        log_probs: [..., V] of each agent.
-        chosen: [...] token ids.
-    """
-    own = entropy(log_probs)
-    return torch.stack([log_probs.gather(-1, chosen[..., None]).squeeze(-1), own, own, torch.zeros_like(own)])
-
-
 def tokens_of(numbers: Tensor) -> list[TokenUncertainty]:
     """One for each column of [4, T], as `token_uncertainty` gives them."""
     log_probs, *entropies = numbers.double().cpu()
