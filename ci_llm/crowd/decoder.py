@@ -12,10 +12,10 @@ part of the new prompts through the base: once for the texts that all agents rea
 for those of the base. Requests that are admitted together with the same prompt share the pass over it: those of the
 crowd and of its agents, and several of the same one.
 
-On one CPU thread the bits of a text do not depend on what else is open, because of four rules: every pass has at least
-four tokens an agent (`spare_tokens`); attention takes each text by itself; a part of a prompt begins at a multiple of
-`BLOCK` and is filled up to one; and only what was read as a prompt is used again. Elsewhere, and with several threads,
-the kernels for other numbers of rows may round differently.
+On one CPU thread the bits of a text do not depend on what else is open, because of four rules: every product has at
+least four rows (`spare_tokens`, and the layers for each agent's own); attention takes each text by itself; a part of a
+prompt begins at a multiple of `BLOCK` and is filled up to one; and only what was read as a prompt is used again.
+Elsewhere, and with several threads, the kernels for other numbers of rows may round differently.
 
 The base must read packed rows (`decodes` says whether it does). A decoder belongs to one thread, which must use the
 crowd for nothing else during a step.
@@ -349,6 +349,12 @@ class Decoder:
 
     # How it is read
 
+    @property
+    def _is_spread(self) -> bool:
+        """Whether the tokens of the crowd stand in every product once for each agent."""
+        agents = self._crowd.agents
+        return agents.reading.agent is None and not agents.trunk
+
     def _pass(self, kind: str, parts: list[_Part]) -> tuple[list[_Part], Tensor | None]:
         """One pass through the base; the logits [R, n, V] after those of the parts that a token follows."""
         if kind == "agents":
@@ -357,6 +363,8 @@ class Decoder:
         else:
             lanes = [parts]
         at, ids, pieces, sizes, ready = 0, list[int](), list[Piece](), list[int](), list[int]()
+        model, is_fp64 = self._crowd.model, self._crowd.model.dtype == torch.float64
+        copies = self._crowd.num_agents if kind == "crowd" and self._is_spread else 1
         for lane in lanes:
             start = at
             for part in lane:
@@ -365,7 +373,12 @@ class Decoder:
                 at += part.piece.count
                 if part.is_ready:
                     ready.append(at - 1)
-            if lane and (spare := spare_tokens(self._crowd.model, at - start)):
+            # In fp64 each agent's tokens are filled up; otherwise all together, by the last lane that has any.
+            if (
+                lane
+                and (is_fp64 or lane[-1] is parts[-1])
+                and (spare := spare_tokens(model, at - start * is_fp64, copies))
+            ):
                 ids += [self._crowd.pad_id] * spare
                 pieces.append(Piece(None, 0, spare))
                 at += spare
@@ -411,7 +424,7 @@ class Decoder:
     def _logits(self, states: Tensor, places: Sequence[int]) -> Tensor:
         """Logits [R, n, V] at these tokens, by one product for all agents: a large head is read once."""
         rows, count = states.shape[0], len(places)
-        spare = spare_tokens(self._crowd.model, count)
+        spare = spare_tokens(self._crowd.model, count, rows)
         own = states[:, [*places, *[places[0]] * spare]].flatten(0, 1)
         dtype = compute_dtype(own)
         if self._head is None or self._head.weight.dtype != dtype:

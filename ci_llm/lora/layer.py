@@ -406,6 +406,10 @@ FIELD_OF_KEY: Final = {
 SHAPE: Final = {key: FIELD_OF_KEY[key] for key in SHAPE_KEYS}
 
 
+#: Products of fewer rows round differently on a CPU, and are filled up; single tokens are decoded in such.
+LEAST_ROWS: Final = 4
+
+
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
@@ -436,9 +440,7 @@ class _FusedLinear(torch.autograd.Function):
         kept = []
         for group, z in _inputs(groups, cast, dropped):
             a, b = group.effective(dtype)
-            h = torch.bmm(z, a.mT)
-            # In place, because y is the largest tensor here and autograd does not need its value before the sum.
-            group.of(y).baddbmm_(h, b.transpose(1, 2), alpha=group.scaling)
+            h = _add_low_rank(group.of(y), z, a, b, group.scaling)
             kept += [a, b, h]
         plain = cast if any(not group.drops for group in groups) else None
         quantized = isinstance(weight, QuantizedLinear)
@@ -477,10 +479,11 @@ class _LowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, group: AgentGroup, *parameters: Tensor) -> Tensor:
         a, b = group.effective(z.dtype)
-        h = torch.bmm(z, a.mT)
-        ctx.save_for_backward(z, a, b, h)
+        rows = z.shape[1]
+        h = torch.bmm(nn.functional.pad(z, (0, 0, 0, max(0, LEAST_ROWS - rows))), a.mT)
+        ctx.save_for_backward(z, a, b, h[:, :rows])
         ctx.group, ctx.dtype = group, parameters[0].dtype
-        return torch.bmm(h, b.transpose(1, 2)).mul_(group.scaling)
+        return torch.bmm(h, b.transpose(1, 2)).mul_(group.scaling)[:, :rows]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -490,6 +493,22 @@ class _LowRank(torch.autograd.Function):
         grad_a, grad_b, grad_h = _low_rank_gradients(grad, z, b, h, ctx.group.scaling)
         grad_z = torch.bmm(grad_h, a) if ctx.needs_input_grad[0] else None
         return grad_z, None, *ctx.group.parameter_gradients(grad_a, grad_b, ctx.dtype)
+
+
+def _add_low_rank(y: Tensor, z: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Add s (z Aᵀ) Bᵀ to y [n, N, out], and return h = z Aᵀ [n, N, r].
+
+    In place, because y is the largest tensor here and autograd does not need its value before the sum.
+    """
+    spare = LEAST_ROWS - z.shape[1]
+    if spare <= 0:
+        h = torch.bmm(z, a.mT)
+        y.baddbmm_(h, b.mT, alpha=scaling)
+        return h
+    more = (0, 0, 0, spare)
+    h = torch.bmm(nn.functional.pad(z, more), a.mT)
+    y.copy_(torch.baddbmm(nn.functional.pad(y, more), h, b.mT, alpha=scaling)[:, :-spare])
+    return h[:, :-spare]
 
 
 def _dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:

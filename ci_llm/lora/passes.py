@@ -32,7 +32,7 @@ from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded
 from ci_llm.errors import CiLlmError, ModelError
 from ci_llm.lora.adapters import AgentStorage
-from ci_llm.lora.layer import Reading, Shared, compute_dtype
+from ci_llm.lora.layer import LEAST_ROWS, Reading, Shared, compute_dtype
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -482,13 +482,18 @@ class Passes:
         return spare_tokens(self.model, tokens)
 
 
-def spare_tokens(model: PreTrainedModel, tokens: int) -> int:
+def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
     """Tokens that have to be added, so that an agent's bits do not depend on how many agents there are.
 
     Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
     product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
+
+    Args:
+        copies: in how many the tokens always stand side by side in these products.
     """
-    return -tokens % 4 if model.dtype == torch.float64 else max(0, 4 - tokens)
+    if model.dtype == torch.float64:
+        return -tokens % LEAST_ROWS
+    return max(0, -(-LEAST_ROWS // copies) - tokens)
 
 
 @contextmanager

@@ -19,9 +19,11 @@ from ci_llm import Crowd
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
+from ci_llm.crowd import columns
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import generate_ids
+from ci_llm.crowd.decoder import decodes
+from ci_llm.crowd.decoding import Decoding, Generated
+from ci_llm.crowd.generation import Wanted, generate_each, generate_ids
 from ci_llm.crowd.padded import CrowdChoice, LiveRows
 from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
@@ -482,6 +484,44 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
     for batch_size in (0, -1):
         with pytest.raises(BadInput, match="batch_size must be at least 1"):
             crowd.generate(QUESTIONS, batch_size=batch_size)
+
+
+@pytest.mark.slow
+def test_a_whole_number_is_a_temperature(checkpoint: Path) -> None:
+    crowd = Crowd.from_pretrained(checkpoint, device="cpu")
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 3}
+    assert crowd.generate(QUESTIONS, temperature=1, top_p=1, **how) == crowd.generate(QUESTIONS, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{}, {"aggregator": "majority"}, {"aggregator": "self_consistency", "seed": 3}])
+def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) -> None:
+    """With as many places as prompts, and with fewer, so that each that ends makes place for the next one."""
+    crowd = crowd_of(base("llama")).eval()
+    with torch.no_grad():
+        crowd.agents.weights.mul_(4)
+    how = Wanted(Decoding(max_new_tokens=9, **choices), include_agents=True, uncertainty=True)
+    found = {}
+    for by_decoder, at_a_time in ((False, 3), (True, 3), (True, 2), (True, 1)):
+        crowd.decodes = by_decoder
+        parts = list(generate_each(crowd, enumerate(PROMPTS), how, at_a_time))
+        found[by_decoder, at_a_time] = Generated.joined(parts)
+    for other in ((True, 3), (True, 2), (True, 1)):
+        ours, theirs = found[other], found[False, 3]
+        assert (ours.crowd, ours.agents, ours.voters) == (theirs.crowd, theirs.agents, theirs.voters)
+        numbers = [flattened((each.agents_tokens, each.tokens)) for each in (ours, theirs)]
+        for mine, wanted in zip(*numbers, strict=True):
+            assert mine == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decodes(llama)
+    monkeypatch.setattr(llama, "route", "padded")
+    assert not decodes(llama)
+    monkeypatch.undo()
+    real = columns.Columns.extended
+    monkeypatch.setattr(columns.Columns, "extended", lambda self, layer, *rest: real(self, 0 * layer, *rest))
+    assert not decodes(llama), "its layers share one cache"
 
 
 @pytest.mark.slow
