@@ -92,7 +92,7 @@ def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[d
         each = rows.each if isinstance(rows, AgentRows) else [rows] * crowd.num_agents
         for group, own_rows in zip(groups, each, strict=True):
             group["ess"] = config.ivon_ess
-            examples = len(own_rows) if crowd.settings.outputs else own_rows.num_targets
+            examples = len(own_rows) if objectives.head_size(config) else own_rows.num_targets
             if config.ivon_ess is None or config.is_open("ivon_ess"):
                 (row,) = group["params"]
                 least = row.numel() // NUMBERS_PER_EXAMPLE if config.is_open("ivon_ess") else 0
