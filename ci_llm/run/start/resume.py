@@ -92,14 +92,8 @@ def _is_free(config: Config, name: str) -> bool:
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
 _RECORDED: Final = ("batch_size", "deterministic", "pass_per_agent", "kernels")
-_COUNTED: Final = (
-    "processes",
-    "micro_batch",
-    "threads",
-    "pass_per_agent",
-    "kernels",
-    "all_reduce",
-)  # of an environment
+#: Of an environment.
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "all_reduce")
 
 
 @dataclass(frozen=True)
