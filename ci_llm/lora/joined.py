@@ -42,10 +42,12 @@ class _JoinedLinears(torch.autograd.Function):
         adapters = [group.effective(dtype) for group in groups]
         a = torch.cat([a for a, _ in adapters], 1)
         h = torch.bmm(cast, a.mT)
+        parts = h.split([b.shape[2] for _, b in adapters], 2)
         outputs, flat = [], cast.reshape(agents * rows, width)
-        for layer, group, (_, b), part in zip(layers, groups, adapters, _parts(h, adapters), strict=True):
+        for layer, group, (_, b), part in zip(layers, groups, adapters, parts, strict=True):
             bias = None if layer.bias is None else layer.bias.to(dtype)
-            y = nn.functional.linear(flat, dense(_weight(layer), dtype), bias).view(agents, rows, -1)
+            weight = layer if isinstance(layer, QuantizedLinear) else layer.weight
+            y = nn.functional.linear(flat, dense(weight, dtype), bias).view(agents, rows, -1)
             outputs.append(y.baddbmm_(part, b.mT, alpha=group.scaling))
         stored = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
         ctx.save_for_backward(cast, a, h, *(b for _, b in adapters), *stored)
@@ -58,8 +60,7 @@ class _JoinedLinears(torch.autograd.Function):
         cast, a, h, *kept = ctx.saved_tensors
         bs, stored = kept[: len(grads)], iter(kept[len(grads) :])
         agents, rows, _ = cast.shape
-        grad_h, grad_x, start = torch.empty_like(h), None, 0
-        grads_b = []
+        grad_h, grad_x, grads_b, start = torch.empty_like(h), None, [], 0
         for layer, group, grad, b in zip(ctx.layers, ctx.groups, grads, bs, strict=True):
             grad, part = grad.contiguous(), slice(start, start + b.shape[2])
             own, grad_b = low_rank_gradients(grad, b, h[..., part], group.scaling)
@@ -76,14 +77,6 @@ class _JoinedLinears(torch.autograd.Function):
         if grad_x is None:
             return (None,) * 5
         return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None
-
-
-def _weight(layer: nn.Linear | QuantizedLinear) -> Tensor | QuantizedLinear:
-    return layer if isinstance(layer, QuantizedLinear) else layer.weight
-
-
-def _parts(h: Tensor, adapters: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
-    return h.split([b.shape[2] for _, b in adapters], 2)  # type: ignore[no-any-return]
 
 
 class JoinedInput:

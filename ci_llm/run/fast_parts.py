@@ -99,14 +99,13 @@ def _rows(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> MicroBatch
 
 def _computed(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str]) -> Found:
     """Losses and gradients with these parts computed fast."""
-    try:
-        return _of_layer(crowd, batch, train, parts, alone=True)
-    except Exception as error:  # noqa: BLE001 - families raise errors of every kind
-        describe_error(error)  # raises what says nothing about the base
-    try:
-        return _of_layer(crowd, batch, train, parts, alone=False)
-    except Exception as error:  # noqa: BLE001
-        return describe_error(error)
+    reason = ""
+    for alone in (True, False):
+        try:
+            return _of_layer(crowd, batch, train, parts, alone=alone)
+        except Exception as error:  # noqa: BLE001 - families raise errors of every kind
+            reason = describe_error(error)  # raises what says nothing about the base
+    return reason
 
 
 def _of_layer(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str], *, alone: bool) -> list[Tensor]:
