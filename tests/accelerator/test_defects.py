@@ -27,6 +27,7 @@ def ran(simulated_in: Simulated) -> Ran:
 
 def test_only_the_gpu_that_the_environment_names_gets_a_context(ran: Ran) -> None:
     assert ran.trace["contexts"] == [1]
+    assert ran.trace["current"] == 1
 
 
 def test_masks_of_dropconnect_are_drawn_on_the_device(ran: Ran) -> None:

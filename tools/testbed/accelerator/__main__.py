@@ -84,8 +84,8 @@ def main() -> int:
     finally:
         if options.trace:
             file = options.trace if "RANK" not in os.environ else options.trace.with_suffix(f".{RANK}")
-            device = face.DEVICE
-            face.TRACE.written(file, contexts=device.contexts(), peak=device.peak(device.current_device()))
+            device, current = face.DEVICE, face.DEVICE.current_device()
+            face.TRACE.written(file, contexts=device.contexts(), current=current, peak=device.peak(current))
 
 
 if __name__ == "__main__":
