@@ -434,7 +434,7 @@ def test_a_merged_base_is_what_its_scores_say(
         assert model.dtype == DTYPES[dtype]
         [(exact, nll)] = re.findall(r"the folder: exact match (\S+), NLL (\S+), as", told)
         # In bf16 the two round their logits in different places.
-        assert float(nll) == pytest.approx(plain_nll(model, run), abs=1e-3 if dtype == "bf16" else 1e-4)
+        assert float(nll) == pytest.approx(plain_nll(model, run), abs=4e-3 if dtype == "bf16" else 1e-4)
         adapter = float(re.findall(r"^agent1 +\S+ +(\S+)$", told, re.MULTILINE)[0])
         difference = re.findall(r"as Transformers opens it, (\S+) beside agent1 above", told)
         assert float(difference[0] if difference else 0) == pytest.approx(float(nll) - adapter, abs=2e-4)

@@ -99,7 +99,7 @@ def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> N
 #: Rendered from the code, or behind this line in the page of the names.
 RENDERED = {"docs/keys.md"}
 SIGNATURES = "<!-- signatures -->"
-MOST_PAGES, MOST_WORDS = 25, 28_000
+MOST_PAGES, MOST_WORDS = 24, 28_000
 #: For whom a page is, in its first two lines of text.
 READERS = re.compile(r"^For (?:\w+ )?(?:users|readers|people|everyone|a reader) ")
 WRITTEN = [page for page in sorted(ROOT.glob("docs/**/*.md")) if name_of(page) not in RENDERED]
@@ -112,7 +112,8 @@ def words(text: str) -> int:
 
 def test_the_pages_are_few_and_can_be_read_in_a_day() -> None:
     counted = {name_of(page): words(page.read_text(encoding="utf-8")) for page in WRITTEN}
-    assert len(counted) <= MOST_PAGES, counted
+    whole = [page for page in WRITTEN if SIGNATURES not in page.read_text(encoding="utf-8")]
+    assert len(whole) <= MOST_PAGES, counted
     assert sum(counted.values()) <= MOST_WORDS, counted
 
 
