@@ -448,7 +448,7 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
         parts.append(f"accelerate launch: {_all(taken)}")
     yield "; ".join([*parts, "defaults for all other keys"])
     for other, key in _set_aside_by(line):
-        if other in file and other not in given and not file[other].is_null:
+        if other in file and other not in given and not file[other].is_null and file[other].text != "auto":
             yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
     for strong, weak in STRONGER.items():
         for source in (file, line):

@@ -383,6 +383,12 @@ def test_the_command_line_sets_aside_what_the_file_says_of_the_same_thing(strong
     assert line.startswith(f"{key}={value} ({file}:2) is set aside: the command line says ")
 
 
+def test_an_auto_of_the_file_gives_way_without_a_line(file: Path) -> None:
+    file.write_text("max_train_steps: auto\n", encoding="utf-8")
+    read = read_config(file, ["epochs=7"])
+    assert (read.config.epochs, len(read.lines)) == (7, 1)
+
+
 def test_a_null_on_the_command_line_sets_nothing_aside(file: Path) -> None:
     file.write_text("val_set_size: 0.1\n", encoding="utf-8")
     assert load_config(file, ["eval_dataset_name=null"]).val_set_size == 0.1
