@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 #: What a decoder writes for bytes that are no character, or not yet.
 _INCOMPLETE = "\ufffd"
+#: Tokens that are decoded again with new ones: what a token means may depend on those before it.
+_WINDOW: Final = 16
 #: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -91,10 +93,11 @@ class TextSoFar:
     ) -> None:
         self._tokenizer, self._stop_strings, self._emit = tokenizer, stop_strings, emit
         self._emitted = ""
+        self._start, self._read, self._before, self._context = 0, 0, "", ""
 
     def update(self, ids: Sequence[int]) -> bool:
         """Emit what all ids so far have settled; True if a stop string is in it."""
-        text = self._decode(self._settled(ids)).rstrip(_INCOMPLETE)
+        text = self._so_far(self._settled(ids)).rstrip(_INCOMPLETE)
         kept = cut(text, self._stop_strings)
         if len(kept) < len(text):
             self._advance(kept)
@@ -103,6 +106,15 @@ class TextSoFar:
             text = text[: max(0, text.rfind(" "))]
         self._advance(text[: len(text) - held_back(text, self._stop_strings)])
         return False
+
+    def _so_far(self, ids: Sequence[int]) -> str:
+        """The text of all these ids, of which only the last are decoded: all of them every time would be T² steps."""
+        fresh = self._decode(ids[self._start :])
+        text = self._before + fresh[len(self._context) :]
+        is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
+        if is_settled and len(ids) - self._read >= _WINDOW and (context := self._decode(ids[self._read :])).strip():
+            self._start, self._read, self._before, self._context = self._read, len(ids), text, context
+        return text
 
     def finish(self, ids: Sequence[int]) -> None:
         """Emit what is left of the text of all ids."""
@@ -279,8 +291,10 @@ def generate_each(
         except Exception as error:  # families raise errors of every kind for what they do not support
             raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
         if generated.voters:
-            answers_of = wanted.answers_of or _reading(crowd.prompter)
-            generated = elect(crowd, [prompt], generated, wanted.decoding, answers_of)
+            voters, how = [text for [text] in generated.voters], wanted.decoding
+            text, sure = elect(crowd, prompt, voters, how.aggregator, wanted.answers_of or _reading(crowd.prompter))
+            text = [token for token in text if token not in how.ends]
+            generated = replace(generated, crowd=[text], tokens=[sure])
         yield generated
 
 
@@ -323,7 +337,7 @@ def _written(
 ) -> Iterator[tuple[TokenIds, Generated]]:
     """By the decoder: a prompt is taken as soon as so many texts have ended as follow it."""
     open_: deque[tuple[TokenIds, list[Request]]] = deque()
-    each = len(_requests(crowd, 0, [0], wanted))
+    each = len(requests_of(crowd, 0, [0], wanted))
     decoder, more = Decoder(crowd, at_a_time * each), True
     while more or open_:
         while more and decoder.free >= each:
@@ -331,7 +345,7 @@ def _written(
                 more = False
                 break
             number, prompt = taken
-            requests = _requests(crowd, number, prompt, wanted)
+            requests = requests_of(crowd, number, prompt, wanted)
             decoder.admit(requests)
             open_.append((prompt, requests))
         for token in decoder.step():
@@ -348,7 +362,7 @@ def _written(
             yield prompt, _generated(crowd, requests, wanted)
 
 
-def _requests(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
+def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
     """What follows one prompt: the text of the crowd unless it votes, those of the agents, and those that they draw."""
     decoding, vote, sure = wanted.decoding, wanted.vote, wanted.uncertainty
     agents = range(1 if wanted.agent is not None else crowd.num_agents)
@@ -364,7 +378,7 @@ def _requests(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) 
 
 
 def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
-    """Sort the texts of one prompt, which lie as in `_requests`."""
+    """Sort the texts of one prompt, which lie as in `requests_of`."""
     vote, count = wanted.vote, 1 if wanted.agent is not None else crowd.num_agents
     whole = [request.tokens for request in requests]
     texts = [until(wanted.decoding.ends, tokens) for tokens in whole]
@@ -392,23 +406,14 @@ def _reading(prompter: Prompter | None) -> Reading:
 
 
 def elect(
-    crowd: CrowdModel, prompts: Sequence[TokenIds], generated: Generated, decoding: Decoding, answers_of: Reading
-) -> Generated:
-    """What was generated for B prompts, with the winners of the vote as texts of the crowd.
-
-    Args:
-        generated: with the voters' texts.
-    """
-    vote = find_vote(decoding.aggregator)
+    crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], aggregator: str, answers_of: Reading
+) -> tuple[TokenIds, list[TokenUncertainty]]:
+    """The winner among texts after one prompt, their ends included, and how sure the crowd is of its tokens."""
+    vote = find_vote(aggregator)
     assert vote is not None, "the caller asked for it"
-    texts, sure = [], []
-    for number, prompt in enumerate(prompts):
-        voters = [voter[number] for voter in generated.voters]
-        read = read_texts(crowd, prompt, voters, decoding.aggregator)
-        wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
-        texts.append([token for token in voters[wins] if token not in decoding.ends])
-        sure.append(read[wins])
-    return replace(generated, crowd=texts, tokens=sure)
+    read = read_texts(crowd, prompt, voters, aggregator)
+    wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
+    return voters[wins], read[wins]
 
 
 def final_answers(texts: Sequence[str]) -> list[str]:

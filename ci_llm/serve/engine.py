@@ -122,7 +122,7 @@ class Engine(threading.Thread):
             self._pending.extend(requests)
             if not requests:  # only its prompt was read
                 self._end(job, Ended("length", 0))
-            if job.call.echo:
+            if job.call.body.echo:
                 return  # reading a prompt took a pass of its own: a step for the others comes first
 
     def _admit(self) -> None:

@@ -136,7 +136,7 @@ class RemoteAgents:
             ApiProblem: there are too many, or the engine would not give what they want.
         """
         for call in {job.call for job in jobs}:
-            if call.echo or call.logprobs is not None:
+            if call.body.echo or call.body.top is not None:
                 what = "log-probabilities are the engine's: ask it for those of an agent"
                 raise ApiProblem(400, what, "logprobs", "unsupported_parameter")
         if len(self._tasks) + len(jobs) > self._served.choices:
@@ -223,14 +223,14 @@ class RemoteAgents:
             "stop_token_ids": sorted(call.decoding.ends),
             "logprobs": 1,
             "return_token_ids": True,
-            **({"stop": list(call.stop)} if call.stop else {}),
+            **({"stop": call.body.stop} if call.body.stop else {}),
             **drawing,
         }
         [choice] = await self._completions(name, body)
-        text, complete = cut(str(choice["text"]), call.stop), choice["finish_reason"] == "stop"
+        text, complete = cut(str(choice["text"]), call.body.stop), choice["finish_reason"] == "stop"
         tokenizer = self._served.prompter.tokenizer
         ids = choice.get("token_ids") or tokenizer(text, add_special_tokens=False)["input_ids"]
-        if complete and not call.stop and not {*ids[-1:]} & call.decoding.ends:
+        if complete and not call.body.stop and not {*ids[-1:]} & call.decoding.ends:
             ids = [*ids, tokenizer.eos_token_id]
         own = [value for value in choice["logprobs"]["token_logprobs"] if value is not None]
         return Text(tuple(int(each) for each in ids), text, complete, math.fsum(own))

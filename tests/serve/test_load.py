@@ -84,6 +84,18 @@ def test_200_clients_get_their_own_answers_and_no_error_but_429(wide: Listening)
         assert settled[-1] - settled[0] < count / 1000 * 1_000_000
 
 
+def test_pages_of_other_sites_may_not_ask_a_server_without_a_key(wide: Listening) -> None:
+    def status(**headers: str) -> int:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return wide.http.post("/v1/chat/completions", json=chat(max_tokens=1), headers=given).status_code
+
+    assert status() == 200
+    assert status(origin=wide.url) == status(sec_fetch_site="same-origin") == 200
+    assert status(origin="https://behind.a.proxy", sec_fetch_site="same-origin") == 200
+    assert status(origin="https://elsewhere.example") == status(origin="null") == 403
+    assert status(origin=wide.url, sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
+
+
 def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
     async def vanish(stream: bool) -> None:
         async with aiohttp.ClientSession(headers=served.headers) as session:
