@@ -3,8 +3,8 @@
     decoder = Decoder(crowd, slots=32)
     decoder.admit([Request(ids, Decoding(max_new_tokens=64, ends=ends)), Request(other, decoding, who=2)])
     while decoder.open:
-        for token in decoder.step():        # one for every text whose prompt is read
-            token.request, token.chosen, token.error
+        for request in decoder.step():      # those whose prompt is read
+            request.chosen[-1], request.error
 
 Texts of the crowd, of single agents and of the base are open side by side, each with settings of its own. They join
 (`admit`) and leave (`release`, or by their ends) between two steps. A step takes the last token of every text and a
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, Literal
@@ -90,14 +90,10 @@ class Request:
     error: Exception | None = field(default=None, init=False)
     reused: int = field(default=0, init=False)
 
-
-@dataclass(frozen=True)
-class Token:
-    """What a step gave one text: a token, or the error by which the text has ended."""
-
-    request: Request
-    chosen: Chosen | None
-    error: Exception | None = None
+    def row(self) -> Row:
+        """How its tokens are chosen, from the first on."""
+        generator = generator_for(self.decoding.seed, *self.key) if self.decoding.do_sample else None
+        return Row(self.decoding, generator, self.uncertainty, self.top)
 
 
 @dataclass(eq=False)
@@ -212,9 +208,7 @@ class Decoder:
             self._require_servable(request)
         together: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
-            drawn = request.decoding.do_sample
-            generator = generator_for(request.decoding.seed, *request.key) if drawn else None
-            self._rows[request] = Row(request.decoding, generator, request.uncertainty, request.top)
+            self._rows[request] = request.row()
             together.setdefault(tuple(request.prompt), []).append(request)
         for ids, members in together.items():
             self._prompts += [_Prompt(ids, who, part) for who, part in self._readers(members)]
@@ -233,10 +227,10 @@ class Decoder:
         self._prompts = [prompt for prompt in self._prompts if prompt.members]
         self._forget()
 
-    def step(self) -> list[Token]:
-        """Read on in the prompts, and choose a token for every text whose prompt is read.
+    def step(self) -> list[Request]:
+        """Read on in the prompts, and choose a token for every text whose prompt is read; returns their requests.
 
-        A text that this ends, or that fails, is released.
+        A text that this ends, or that fails, is released; one that fails has its `error` and no new token.
 
         Raises:
             Exception: the base failed, for want of memory for instance. No text has moved; the step can be repeated,
@@ -252,7 +246,7 @@ class Decoder:
             if training:
                 self._crowd.train()
 
-    def _step(self) -> list[Token]:
+    def _step(self) -> list[Request]:
         passes: dict[str, list[_Part]] = {"crowd": [], "agents": [], "base": []}
         for part in self._parts():
             kind = "crowd" if part.of.who is CROWD else "base" if part.of.who == NOBODY else "agents"
@@ -391,7 +385,7 @@ class Decoder:
         model, agents = self._crowd.model, self._crowd.agents
         positions = [position for piece in pieces for position in range(piece.start, piece.end)]
         tokens = torch.tensor([ids, positions]).to(self._crowd.device)
-        with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else _once() as copies:
+        with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else nullcontext(1) as copies:
             dtype = compute_dtype(model.get_input_embeddings().weight)
             with agents.ready(dtype, training=False):
                 found = text_model(model)(
@@ -435,7 +429,7 @@ class Decoder:
 
     # What follows
 
-    def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Token]:
+    def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Request]:
         """A token for each text and for each request whose prompt is read, from logits [R, n, V]."""
         asked: list[tuple[_Text, int, int | None]] = []  # with the row of its logits, and the agent if it is one of R
         for row, part in enumerate(parts):
@@ -465,12 +459,12 @@ class Decoder:
         self._texts += texts
         return texts
 
-    def _moved(self, text: _Text, found: Chosen | Exception) -> Token:
+    def _moved(self, text: _Text, found: Chosen | Exception) -> Request:
         request = text.request
         if isinstance(found, Exception):
             request.finish, request.error = "error", found
             self.release(request)
-            return Token(request, None, found)
+            return request
         request.tokens.append(found.id)
         request.chosen.append(found)
         limit, count = positions_of(self._crowd.model.config), len(request.tokens)
@@ -480,12 +474,7 @@ class Decoder:
             request.finish = "length"
         if request.finish is not None:
             self.release(request)
-        return Token(request, found)
-
-
-@contextmanager
-def _once() -> Iterator[int]:
-    yield 1
+        return request
 
 
 #: Of the trial: more than a block, and more than a short attention window; new tokens; listed tokens.

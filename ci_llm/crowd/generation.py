@@ -32,7 +32,7 @@ from ci_llm.crowd.choosing import generate_key, vote_key, without_nan
 from ci_llm.crowd.decoder import Decoder, Request, decodes
 from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, free_positions, until
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.padded import as_in_generation, generate_batch, is_padding_invariant
+from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import BadInput
@@ -310,26 +310,15 @@ def _written_by_transformers(
 ) -> Iterator[tuple[TokenIds, Generated]]:
     """Batch by batch, each of which waits for its longest text."""
     while batch := list(islice(asked, at_a_time)):
-        prompts, numbers = [prompt for _, prompt in batch], [number for number, _ in batch]
+        found = [(prompt, requests_of(crowd, number, prompt, wanted)) for number, prompt in batch]
         with as_in_generation(crowd), nullcontext() if wanted.agent is None else crowd.active_agent(wanted.agent):
-            if crowd.padding_invariant is None and len({*map(len, prompts)}) > 1:
+            if crowd.padding_invariant is None and len({len(prompt) for prompt, _ in found}) > 1:
                 crowd.padding_invariant = is_padding_invariant(crowd.model, crowd.num_agents, crowd.pad_id)
-            size = 1 if crowd.padding_invariant is False else len(prompts)
-            parts = [
-                generate_batch(
-                    crowd,
-                    prompts[at : at + size],
-                    wanted.decoding,
-                    numbers[at : at + size],
-                    wanted.agent,
-                    include_agents=wanted.include_agents,
-                    uncertainty=wanted.uncertainty,
-                    stop=wanted.stop,
-                    is_over=wanted.is_over,
-                )
-                for at in range(0, len(prompts), size)
-            ]
-        yield from zip(prompts, (each for part in parts for each in part.apart()), strict=True)
+            size = 1 if crowd.padding_invariant is False else len(found)
+            for at in range(0, len(found), size):
+                together = [request for _, requests in found[at : at + size] for request in requests]
+                write_batch(crowd, together, wanted.agent, stop=wanted.stop, is_over=wanted.is_over)
+        yield from ((prompt, _generated(crowd, requests, wanted)) for prompt, requests in found)
 
 
 def _written(
@@ -348,8 +337,7 @@ def _written(
             requests = requests_of(crowd, number, prompt, wanted)
             decoder.admit(requests)
             open_.append((prompt, requests))
-        for token in decoder.step():
-            request = token.request
+        for request in decoder.step():
             if wanted.is_over and request.finish is None and wanted.is_over(request.tokens):
                 decoder.release(request)
         if wanted.stop():

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from ci_llm.crowd.decoder import Decoder, Request, Token
+from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.serve.jobs import Ended, Event, Job
 from ci_llm.serve.metrics import Metrics
@@ -136,22 +136,21 @@ class Engine(threading.Thread):
 
     def _step(self) -> None:
         try:
-            tokens = self._decoder.step()
+            moved = self._decoder.step()
         except Exception as error:  # memory above all: no text has moved, and the step is taken again without the last
             logger.exception("a step failed")
             self._fail([self._decoder.open[-1].tag] if self._decoder.open else [], _failure(error))
             return
         now = time.monotonic()
-        for token in tokens:
-            job = token.request.tag
-            if token.request in job.open:  # it may have failed by another of its texts
+        for request in moved:
+            job = request.tag
+            if request in job.open:  # it may have failed by another of its texts
                 job.first, job.last = job.first or now, now
-                self._take(job, token)
+                self._take(job, request)
 
-    def _take(self, job: Job, token: Token) -> None:
-        request = token.request
+    def _take(self, job: Job, request: Request) -> None:
         try:
-            if job.take(token, self._crowd):
+            if job.take(request):
                 self._decoder.release(request)
                 job.open.discard(request)
                 self._metrics.prefix(job.call.model, len(request.prompt), request.reused)

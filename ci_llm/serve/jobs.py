@@ -19,13 +19,12 @@ import torch
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import TokenUncertainty, of_text, signals
 from ci_llm.crowd.choosing import generate_key
-from ci_llm.crowd.decoder import Request, Token
+from ci_llm.crowd.decoder import Request
 from ci_llm.crowd.generation import Continuation, TextSoFar, Wanted, cut, elect, final_answers, requests_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
-from ci_llm.errors import ModelError
 from ci_llm.serve.call import Call
 from ci_llm.serve.problem import ApiProblem
 
@@ -104,8 +103,8 @@ class Job:
         """What is asked of the decoder next; nothing: the job has ended."""
         raise NotImplementedError
 
-    def take(self, token: Token, crowd: CrowdModel) -> bool:
-        """Take the next token of a request of this job; True if that request has ended.
+    def take(self, request: Request) -> bool:
+        """A request of this job has its next token; True if it has ended.
 
         Raises:
             Exception: the job fails.
@@ -142,7 +141,7 @@ class TextJob(Job):
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call = self.call
-        if call.body.echo:
+        if call.body.echo and not self.escalated:
             lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
             self.tell(Piece(str(_prompter(crowd).tokenizer.decode(list(self.prompt))), lines))
         if call.only_echo:
@@ -164,16 +163,15 @@ class TextJob(Job):
         )
         return [self.request]
 
-    def take(self, token: Token, crowd: CrowdModel) -> bool:
-        request, chosen = token.request, token.chosen
-        if chosen is None:
-            raise token.error or ModelError("no token was chosen")
+    def take(self, request: Request) -> bool:
+        if request.error is not None:
+            raise request.error
         assert self.text is not None, "it was asked for"
+        chosen = request.chosen[-1]
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
         shows = self.call.body.stream and not self.call.decides_at_the_end
         written = request.tokens[:-1] if request.finish == "stop" else request.tokens
-        if request.finish is None and (shows or self.call.body.stop):
-            self.stopped = self.text.update(written)
+        self.stopped = request.finish != "stop" and bool(shows or self.call.body.stop) and self.text.update(written)
         if self.stopped or request.finish is not None:
             self.text.finish(written)
             return True
@@ -193,14 +191,15 @@ class TextJob(Job):
                 self.lines.clear()
                 self.pieces.clear()
                 return None
-        log_probability = sum(each.log_probability for each in chosen)
-        about = _about(log_probability, sure, right, self.agents, own.minimum_confidence)
-        if about["abstained"]:
+        confidence = math.exp(sum(each.log_probability for each in chosen))
+        said = about(confidence, self.agents, right=right, minimum=own.minimum_confidence, sure=sure)
+        if said["abstained"]:
             self.pieces.clear()
+            self.lines.clear()
         if self.pieces or self.lines:
             self._show()
         reason = "stop" if self.stopped or self.request.finish == "stop" else "length"
-        return Ended(reason, len(chosen), about)
+        return Ended(reason, len(chosen), said)
 
     def _show(self) -> None:
         self.tell(Piece("".join(self.pieces), tuple(self.lines)))
@@ -230,9 +229,8 @@ class AgentsJob(Job):
             self.stops = {request: TextSoFar(tokenizer, call.body.stop) for request in self.texts}
         return self.texts
 
-    def take(self, token: Token, crowd: CrowdModel) -> bool:
+    def take(self, request: Request) -> bool:
         # An agent that fails, for want of finite numbers, has said what it has said.
-        request = token.request
         return request.finish is not None or (request in self.stops and self.stops[request].update(request.tokens))
 
     def close(self, crowd: CrowdModel) -> Ended | None:
@@ -245,14 +243,15 @@ class AgentsJob(Job):
             crowd, self.prompt, texts, how.aggregator, lambda texts: final_answers(self._worded(texts, crowd))
         )
         right, logs = _probability_right(crowd, call, sure), [math.log(max(one.probability, _LEAST)) for one in sure]
-        about = _about(sum(logs), sure, right, len(names), call.own.minimum_confidence)
+        minimum = call.own.minimum_confidence
+        said = about(math.exp(sum(logs)), len(names), right=right, minimum=minimum, sure=sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
-        if not about["abstained"]:
+        if not said["abstained"]:
             lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
             self.tell(Piece(answers[at], lines))
         reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
         shows = call.own.include_agents and len(texts) == len(names)  # and not several of each agent
-        return Ended(reason, len(sure), about, answers if shows else None)
+        return Ended(reason, len(sure), said, answers if shows else None)
 
     def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
         return [cut(_prompter(crowd).text(list(ids)), self.call.body.stop) for ids in texts]
@@ -311,12 +310,17 @@ def _probability_right(
     return right(signals(sure))
 
 
-def _about(
-    log_probability: float, sure: Sequence[TokenUncertainty], right: float | None, agents: int, minimum: float | None
+def about(
+    confidence: float | None,
+    agents: int,
+    *,
+    right: float | None = None,
+    minimum: float | None = None,
+    sure: Sequence[TokenUncertainty] = (),
 ) -> dict[str, Any]:
-    """The field `ci_llm` of an answer, as docs/serving.md describes it."""
+    """The field `ci_llm` of an answer, as docs/serving.md describes it; `confidence` is that of the text."""
     return {
-        "confidence": math.exp(log_probability) if right is None else right,
+        "confidence": confidence if right is None else right,
         "calibrated": right is not None,
         "agreement": None,
         "agents": agents,
