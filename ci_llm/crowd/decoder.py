@@ -166,11 +166,8 @@ class Decoder:
 
     def __init__(self, crowd: CrowdModel, slots: int = 32, *, budget: int = 512, reuse: bool = True) -> None:
         if slots < 1 or budget < BLOCK:
-            raise BadInput(
-                f"a decoder has at least 1 slot and reads at least {BLOCK} tokens of prompts in a step",
-                where=f"slots={slots}, budget={budget}",
-                hint="give larger numbers",
-            )
+            what = f"a decoder has at least 1 slot and reads at least {BLOCK} tokens of prompts in a step"
+            raise BadInput(what, where=f"slots={slots}, budget={budget}", hint="give larger numbers")
         self.slots, self.reused, self.read = slots, 0, 0
         self._crowd, self._budget, self._reuse = crowd, budget, reuse
         self._prompts: list[_Prompt] = []
@@ -201,9 +198,8 @@ class Decoder:
             BadInput, DataError: one of them cannot be served, or there are more than free slots; none is admitted then.
         """
         if len(requests) > self.free:
-            raise BadInput(
-                f"{len(requests)} requests for {self.free} free slots", where="Decoder.admit", hint="admit fewer"
-            )
+            what = f"{len(requests)} requests for {self.free} free slots"
+            raise BadInput(what, where="Decoder.admit", hint="admit fewer")
         for request in requests:
             self._require_servable(request)
         together: dict[tuple[int, ...], list[Request]] = {}
@@ -265,23 +261,18 @@ class Decoder:
     # What is read
 
     def _require_servable(self, request: Request) -> None:
-        limit, length = positions_of(self._crowd.model.config), len(request.prompt)
+        limit, length, agents = positions_of(self._crowd.model.config), len(request.prompt), self._crowd.num_agents
         if not length:
             raise DataError("a prompt is empty", where="Request.prompt", hint="leave it out")
         if limit is not None and length >= limit:
-            raise DataError(
-                f"a prompt has {length} tokens, and the base reads {limit}", where="Request.prompt", hint="shorten it"
-            )
-        if request.who not in (CROWD, NOBODY) and not 0 <= request.who < self._crowd.num_agents:
-            raise BadInput(
-                f"there is no agent {request.who}", where="Request.who", hint=f"0 to {self._crowd.num_agents - 1}"
-            )
+            what = f"a prompt has {length} tokens, and the base reads {limit}"
+            raise DataError(what, where="Request.prompt", hint="shorten it")
+        if request.who not in (CROWD, NOBODY) and not 0 <= request.who < agents:
+            raise BadInput(f"there is no agent {request.who}", where="Request.who", hint=f"0 to {agents - 1}")
         if request.who is CROWD and find_vote(request.decoding.aggregator):
-            raise BadInput(
-                f"{request.decoding.aggregator} decides between whole answers, and not token by token",
-                where="Request.decoding",
-                hint="request a text of each agent, and let `ci_llm.crowd.generation.elect` decide",
-            )
+            what = f"{request.decoding.aggregator} decides between whole answers, and not token by token"
+            hint = "request a text of each agent, and let `ci_llm.crowd.generation.elect` decide"
+            raise BadInput(what, where="Request.decoding", hint=hint)
         if request in self._rows or request.tokens:
             raise BadInput("a request is admitted once", where="Decoder.admit", hint="make another")
 
@@ -368,11 +359,8 @@ class Decoder:
                 if part.is_ready:
                     ready.append(at - 1)
             # In fp64 each agent's tokens are filled up; otherwise all together, by the last lane that has any.
-            if (
-                lane
-                and (is_fp64 or lane[-1] is parts[-1])
-                and (spare := spare_tokens(model, at - start * is_fp64, copies))
-            ):
+            is_filled = bool(lane) and (is_fp64 or lane[-1] is parts[-1])
+            if is_filled and (spare := spare_tokens(model, at - start * is_fp64, copies)):
                 ids += [self._crowd.pad_id] * spare
                 pieces.append(Piece(None, 0, spare))
                 at += spare
@@ -489,9 +477,8 @@ def decodes(crowd: CrowdModel) -> bool:
     if crowd.route != "packed":
         return False
     length, count, listed = _TRIAL
-    prompt = torch.randint(
-        0, crowd.head.weight.shape[0], (length,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, crowd.head.weight.shape[0], (length,), generator=generator).tolist()
     requests = [Request(prompt, Decoding(count), k, top=listed) for k in range(crowd.num_agents)]
     decoder = Decoder(crowd, len(requests))
     try:

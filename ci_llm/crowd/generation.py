@@ -15,6 +15,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -148,14 +149,14 @@ class Stream(Generic[T]):
     def __init__(self, produce: Callable[[Callable[[str], None], Callable[[], bool]], T]) -> None:
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         stopping = threading.Event()
-        outcome: list[T | BaseException] = []
+        outcome = Future[T]()
 
         def run() -> None:
             # The thread holds no reference to the iterator, so the iterator can be collected while the thread runs.
             try:
-                outcome.append(produce(pieces.put, stopping.is_set))
+                outcome.set_result(produce(pieces.put, stopping.is_set))
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
-                outcome.append(error)
+                outcome.set_exception(error)
             finally:
                 pieces.put(None)
 
@@ -171,10 +172,7 @@ class Stream(Generic[T]):
             Exception: what the thread raised.
         """
         self._thread.join()
-        [outcome] = self._outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        return self._outcome.result()
 
     def close(self) -> None:
         """Ask the thread to stop after the present token, and wait for it."""

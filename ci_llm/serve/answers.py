@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
-from transformers import PreTrainedTokenizerBase
-
 from ci_llm.crowd.answers import agreement
-from ci_llm.serve.call import Call
+from ci_llm.serve.call import Call, Served
 from ci_llm.serve.jobs import Ended, Job, Piece, TokenLine
 from ci_llm.serve.problem import ApiProblem
 
@@ -37,13 +34,10 @@ class Answer:
 
     Args:
         groups: for each choice the job that writes it, then that of the agents beside it.
-        names: of the agents.
     """
 
-    def __init__(
-        self, call: Call, groups: Sequence[Sequence[Job]], tokenizer: PreTrainedTokenizerBase, names: Sequence[str]
-    ) -> None:
-        self._call, self._tokenizer, self._names = call, tokenizer, names
+    def __init__(self, call: Call, groups: Sequence[Sequence[Job]], served: Served) -> None:
+        self._call, self._tokenizer, self._names = call, served.prompter.tokenizer, served.names
         self.choices = [Choice(index, jobs) for index, jobs in enumerate(groups)]
 
     async def whole(self) -> dict[str, Any]:
@@ -87,38 +81,22 @@ class Answer:
 
     async def _events(self) -> AsyncIterator[tuple[Choice, Piece | Ended]]:
         """Pieces of all choices as they come, and the end of each once the agents beside it have answered too."""
-        arrived: asyncio.Queue[tuple[Choice, Piece | Ended | ApiProblem]] = asyncio.Queue()
-        beside: dict[Job, asyncio.Task[Any]] = {}
-
-        async def forward(choice: Choice) -> None:
-            own, *agents = choice.jobs
-            while not isinstance(event := await own.out.get(), Ended | ApiProblem):
-                arrived.put_nowait((choice, event))
-            if agents and isinstance(event, Ended):
-                [job] = agents
-                beside.setdefault(job, asyncio.ensure_future(job.out.get()))
-                found = await asyncio.shield(beside[job])
-                choice.answers = found.answers if isinstance(found, Ended) else None
-                event = found if isinstance(found, ApiProblem) else event
-            arrived.put_nowait((choice, event))
-
-        tasks = [asyncio.ensure_future(forward(choice)) for choice in self.choices]
-        try:
-            left = len(tasks)
-            while left:
-                choice, event = await arrived.get()
-                if isinstance(event, ApiProblem):
-                    raise event
-                if isinstance(event, Piece):
-                    choice.text += event.text
-                    choice.lines += event.tokens
-                else:
-                    choice.ended, left = event, left - 1
-                    choice.answers = event.answers if choice.answers is None else choice.answers
+        open_, ended = [*self.choices], dict[Job, Ended]()
+        while open_:
+            job, event = await self._call.out.get()
+            if isinstance(event, ApiProblem):
+                raise event
+            if isinstance(event, Piece):
+                choice = next(choice for choice in open_ if choice.jobs[0] is job)
+                choice.text += event.text
+                choice.lines += event.tokens
                 yield choice, event
-        finally:
-            for task in (*tasks, *beside.values()):
-                task.cancel()
+                continue
+            ended[job] = event
+            for choice in [each for each in open_ if ended.keys() >= {*each.jobs}]:
+                open_.remove(choice)
+                choice.ended, choice.answers = ended[choice.jobs[0]], ended[choice.jobs[-1]].answers
+                yield choice, choice.ended
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         if self._call.is_chat:

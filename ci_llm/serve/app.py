@@ -158,7 +158,7 @@ class Service:
         call = await self._read(call_of, body, self._served)
         groups = jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]
-        answer = Answer(call, groups, self._served.prompter.tokenizer, self._served.names)
+        answer = Answer(call, groups, self._served)
         self._writer.submit(jobs)
         request.state.answer, request.state.word = answer, call.model
         if body.stream:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -68,6 +69,7 @@ class Call:
         prompts: token ids of each.
         own: what is asked of the crowd.
         id: of the answer.
+        out: what its texts tell, each event with the job that writes the text; on the event loop.
     """
 
     body: AnyBody
@@ -76,6 +78,7 @@ class Call:
     decoding: Decoding
     own: Own
     id: str
+    out: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -97,13 +97,19 @@ class Engine(threading.Thread):
                 if self._stopping and not (self._waiting or self._open):
                     break
             if self._abandons:
-                self._fail([*self._open, *self._waiting], ApiProblem(503, "the server is shutting down"))
-            self._forget_cancelled()
+                self._fail(self._all, ApiProblem(503, "the server is shutting down"))
+            for job in [job for job in self._all if job.cancelled]:
+                self._drop(job, "abort")
             self._begin_jobs()
             self._admit()
             self._step()
             self._metrics.load(len(self._decoder.open), len(self._waiting), self._decoder.slots)
             self._send()
+
+    @property
+    def _all(self) -> list[Job]:
+        with self._changed:
+            return [*self._open, *self._waiting]
 
     def _begin_jobs(self) -> None:
         """Take jobs out of the queue, those that came first, as long as there are slots for them."""
@@ -178,30 +184,22 @@ class Engine(threading.Thread):
             self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
             self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
 
-    def _forget_cancelled(self) -> None:
-        gone = [job for job in [*self._open, *self._waiting] if job.cancelled]
-        self._drop(gone)
-        for job in gone:
-            self._metrics.ended(job.call.model, "abort")
-
     def _fail(self, jobs: Iterable[Job], problem: ApiProblem) -> None:
-        listed = [*jobs]
-        self._drop(listed)
-        for job in listed:
+        for job in [*jobs]:
+            self._drop(job, "error")
             job.tell(problem)
-            self._metrics.ended(job.call.model, "error")
 
-    def _drop(self, jobs: Iterable[Job]) -> None:
-        """Free what these jobs hold, wherever they are."""
-        for job in jobs:
-            for request in job.open:
-                self._decoder.release(request)
-                with suppress(ValueError):  # it has a slot already
-                    self._pending.remove(request)
-            job.open.clear()
-            with self._changed, suppress(ValueError):  # it has left the queue
-                self._waiting.remove(job)
-            self._open.pop(job, None)
+    def _drop(self, job: Job, reason: str) -> None:
+        """Free what a job holds, wherever it is."""
+        for request in job.open:
+            self._decoder.release(request)
+            with suppress(ValueError):  # it has a slot already
+                self._pending.remove(request)
+        job.open.clear()
+        with self._changed, suppress(ValueError):  # it has left the queue
+            self._waiting.remove(job)
+        self._open.pop(job, None)
+        self._metrics.ended(job.call.model, reason)
 
     def _send(self) -> None:
         """Hand the events of a step to the event loop, in one call."""
@@ -214,7 +212,7 @@ class Engine(threading.Thread):
 
 def _deliver(events: Sequence[tuple[Job, Event]]) -> None:
     for job, event in events:
-        job.out.put_nowait(event)
+        job.call.out.put_nowait((job, event))
 
 
 def _failure(error: Exception) -> ApiProblem:

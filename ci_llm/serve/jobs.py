@@ -7,7 +7,6 @@ Legend: K agents.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import TokenUncertainty, of_text, signals
+from ci_llm.crowd.answers import Logistic, TokenUncertainty, of_text, signals
 from ci_llm.crowd.choosing import generate_key
 from ci_llm.crowd.decoder import Request
 from ci_llm.crowd.generation import Continuation, TextSoFar, Wanted, cut, elect, final_answers, requests_of
@@ -74,7 +73,6 @@ class Job:
 
     Attributes:
         number: of the text in its request; it keys the generator of a sample.
-        out: where its events go, on the event loop.
         outbox: of the engine, which empties it once in a step.
         cancelled: nobody waits for it any more.
         open: what is asked for and has not ended.
@@ -84,7 +82,6 @@ class Job:
     call: Call
     prompt: Sequence[int]
     number: int
-    out: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     outbox: list[tuple[Job, Event]] = field(default_factory=list)
     cancelled: bool = False
     open: set[Request] = field(default_factory=set)
@@ -157,7 +154,7 @@ class TextJob(Job):
             decoding,
             who,
             key=generate_key(self.number),
-            uncertainty=call.own.include_agents or _is_calibrated(crowd, call),
+            uncertainty=call.own.include_agents or _right_of(crowd, call) is not None,
             top=call.body.top or 0,
             tag=self,
         )
@@ -183,7 +180,8 @@ class TextJob(Job):
         assert self.request is not None, "it was asked for"
         own, chosen = self.call.own, self.request.chosen
         sure = [each.uncertainty for each in chosen if each.uncertainty is not None]
-        right = _probability_right(crowd, self.call, sure, alone=self._asks_one_first)
+        judge = _right_of(crowd, self.call, alone=self._asks_one_first)
+        right = judge and judge(signals(sure))
         if self._asks_one_first:
             assert crowd.calibration is not None, "the request was read so"
             if (right or 0) < crowd.calibration.escalates_below(own.agents_per_prompt or 1):
@@ -242,8 +240,8 @@ class AgentsJob(Job):
         winner, sure = elect(
             crowd, self.prompt, texts, how.aggregator, lambda texts: final_answers(self._worded(texts, crowd))
         )
-        right, logs = _probability_right(crowd, call, sure), [math.log(max(one.probability, _LEAST)) for one in sure]
-        minimum = call.own.minimum_confidence
+        logs, minimum = [math.log(max(one.probability, _LEAST)) for one in sure], call.own.minimum_confidence
+        right = (judge := _right_of(crowd, call)) and judge(signals(sure))
         said = about(math.exp(sum(logs)), len(names), right=right, minimum=minimum, sure=sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
         if not said["abstained"]:
@@ -291,23 +289,18 @@ def _prompter(crowd: CrowdModel) -> Prompter:
     return crowd.prompter
 
 
-def _is_calibrated(crowd: CrowdModel, call: Call) -> bool:
-    """Whether it is known how probably the answers to this call are right."""
-    calibration = crowd.calibration
-    if calibration is None:
-        return False
-    return call.who == calibration.agent or (call.who is None and calibration.aggregator == call.decoding.aggregator)
+def _right_of(crowd: CrowdModel, call: Call, *, alone: bool = False) -> Logistic | None:
+    """What says how probably an answer is right; None: there is no calibration, or it is about other answers.
 
-
-def _probability_right(
-    crowd: CrowdModel, call: Call, sure: Sequence[TokenUncertainty], *, alone: bool = False
-) -> float | None:
-    """That an answer is right, by the calibration; None: it is about other answers than these."""
-    calibration = crowd.calibration
-    if calibration is None or not _is_calibrated(crowd, call):
+    Args:
+        alone: whether the calibrated agent has answered for the crowd.
+    """
+    found = crowd.calibration
+    if found is None or (call.who is None and found.aggregator != call.decoding.aggregator):
         return None
-    right = calibration.agent_right if alone or call.who is not None else calibration.right
-    return right(signals(sure))
+    if call.who is None:
+        return found.agent_right if alone else found.right
+    return found.agent_right if call.who == found.agent else None
 
 
 def about(

@@ -211,18 +211,19 @@ class RemoteAgents:
 
     async def _write(self, job: Job) -> None:
         """Tell one job its text, or why there is none."""
+        tell = job.call.out.put_nowait
         try:
             async with self._free:
                 piece, ended = await (self._vote(job) if job.call.votes else self._one(job))
         except ApiProblem as problem:
-            job.out.put_nowait(problem)
+            tell((job, problem))
         except (KeyError, TypeError, ValueError) as error:  # a field is missing, or holds something else
             what = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
-            job.out.put_nowait(ApiProblem(502, what, code="engine_error"))
+            tell((job, ApiProblem(502, what, code="engine_error")))
         else:
-            job.out.put_nowait(piece)
+            tell((job, piece))
             self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
-            job.out.put_nowait(ended)
+            tell((job, ended))
 
     async def _one(self, job: Job) -> tuple[Piece, Ended]:
         """The text of one agent, or of the base. Those of one request are drawn by seeds of their own."""
