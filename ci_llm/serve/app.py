@@ -145,7 +145,8 @@ class Service:
         if self._key is None:
             origin, host = headers.get("origin"), headers.get("host", "")
             is_same = origin is None or origin.partition("://")[2] == host
-            if headers.get("sec-fetch-site", "same-origin" if is_same else "cross-site") not in _OWN_PAGES:
+            site = headers.get("sec-fetch-site", "none" if is_same else "cross-site")
+            if request.method == "POST" and site not in _OWN_PAGES:
                 raise ApiProblem(403, "pages of other sites may ask only with an API key", code="cross_origin")
             return
         given = headers.get("authorization", "").removeprefix("Bearer ")

@@ -63,7 +63,7 @@ class Engine(threading.Thread):
         """
         with self._changed:
             if not self.is_ready:
-                raise ApiProblem(503, "the server is shutting down", code="shutting_down", retry_after=5)
+                raise _leaving()
             waiting, slots = len(self._waiting), self._decoder.slots
             if waiting + len(jobs) > self._most_waiting + max(0, slots - len(self._open)):
                 wait = min(_LONGEST_WAIT_S, math.ceil(self._seconds * (1 + waiting / slots)))
@@ -89,22 +89,28 @@ class Engine(threading.Thread):
         self.join(bound_s)
 
     def run(self) -> None:
-        """Take steps until `stop`."""
+        """Take steps until `stop`. Whatever ends this thread, no client waits for ever."""
         torch.set_grad_enabled(False)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._open or self._stopping)
-                if self._stopping and not (self._waiting or self._open):
-                    break
-            if self._abandons:
-                self._fail(self._all, ApiProblem(503, "the server is shutting down"))
-            for job in [job for job in self._all if job.cancelled]:
-                self._drop(job, "abort")
-            self._begin_jobs()
-            self._admit()
-            self._step()
-            self._metrics.load(len(self._decoder.open), len(self._waiting), self._decoder.slots)
-            self._send()
+        try:
+            while self._has_work():
+                for job in [job for job in self._all if job.cancelled]:
+                    self._drop(job, "abort")
+                self._begin_jobs()
+                self._admit()
+                self._step()
+                self._metrics.load(len(self._decoder.open), len(self._waiting), self._decoder.slots)
+                self._send()
+        except Exception:
+            logger.exception("the engine has failed")
+        self._stopping = True
+        self._fail(self._all, _leaving())
+        self._send()
+
+    def _has_work(self) -> bool:
+        """Wait for work; False: there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._open or self._stopping)
+            return not self._abandons and bool(self._waiting or self._open)
 
     @property
     def _all(self) -> list[Job]:
@@ -213,6 +219,10 @@ class Engine(threading.Thread):
 def _deliver(events: Sequence[tuple[Job, Event]]) -> None:
     for job, event in events:
         job.call.out.put_nowait((job, event))
+
+
+def _leaving() -> ApiProblem:
+    return ApiProblem(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def _failure(error: Exception) -> ApiProblem:

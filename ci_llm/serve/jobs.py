@@ -181,7 +181,7 @@ class TextJob(Job):
         own, chosen = self.call.own, self.request.chosen
         sure = [each.uncertainty for each in chosen if each.uncertainty is not None]
         judge = _right_of(crowd, self.call, alone=self._asks_one_first)
-        right = judge and judge(signals(sure))
+        right = None if judge is None else judge(signals(sure))
         if self._asks_one_first:
             assert crowd.calibration is not None, "the request was read so"
             if (right or 0) < crowd.calibration.escalates_below(own.agents_per_prompt or 1):
@@ -241,7 +241,8 @@ class AgentsJob(Job):
             crowd, self.prompt, texts, how.aggregator, lambda texts: final_answers(self._worded(texts, crowd))
         )
         logs, minimum = [math.log(max(one.probability, _LEAST)) for one in sure], call.own.minimum_confidence
-        right = (judge := _right_of(crowd, call)) and judge(signals(sure))
+        judge = _right_of(crowd, call)
+        right = None if judge is None else judge(signals(sure))
         said = about(math.exp(sum(logs)), len(names), right=right, minimum=minimum, sure=sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
         if not said["abstained"]:
