@@ -101,7 +101,7 @@ class Engine:
             await self._session.close()
             self._session = None
 
-    async def get(self, method: str, path: str, body: Any = None) -> list[dict[str, Any]]:
+    async def ask(self, path: str, body: Any = None) -> list[dict[str, Any]]:
         """The models, or the choices of a completion in order.
 
         Raises:
@@ -109,12 +109,12 @@ class Engine:
         """
         assert self._session is not None, "it is open"
         try:
-            async with self._session.request(method, f"{self.url}/v1/{path}", json=body) as answer:
+            method, url = "GET" if body is None else "POST", f"{self.url}/v1/{path}"
+            async with self._session.request(method, url, json=body) as answer:
+                if answer.status == 200 and body is None:
+                    return list((await answer.json())["data"])
                 if answer.status == 200:
-                    found = await answer.json()
-                    return (
-                        list(found["data"]) if body is None else sorted(found["choices"], key=lambda one: one["index"])
-                    )
+                    return sorted((await answer.json())["choices"], key=lambda choice: int(choice["index"]))
                 said = f"the engine answered {answer.status}: {(await answer.text())[:300]}"
         except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
             said = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
@@ -129,19 +129,19 @@ async def _asked(engine: Engine, names: Sequence[str], prompt: Sequence[int]) ->
     where = f"--engine {engine.url}"
     engine.open()
     try:
-        limits = {str(model["id"]): model.get("max_model_len") for model in await engine.get("GET", "models")}
-    except ApiProblem as problem:
+        limits = {str(model["id"]): model.get("max_model_len") for model in await engine.ask("models")}
+    except (ApiProblem, KeyError, TypeError) as problem:
         hint = "start it first, and give its address; its key is in CI_LLM_ENGINE_API_KEY"
-        raise CiLlmError(str(problem), where=where, hint=hint) from problem
+        raise CiLlmError(f"the engine does not list its models: {problem}", where=where, hint=hint) from problem
     else:
         if missing := [name for name in names if name not in limits]:
             hint = "vllm serve BASE --enable-lora --lora-modules agent0=... : ci-llm export prints the line"
             raise BadInput(f"the engine has no model {', '.join(missing)}", where=where, hint=hint)
         body = {"model": names[0], "prompt": [prompt], "max_tokens": 1, "echo": True, "logprobs": 1}
         try:
-            [choice] = await engine.get("POST", "completions", body)
+            [choice] = await engine.ask("completions", body)
             _given(choice, 0, len(prompt))
-        except ApiProblem as problem:
+        except (ApiProblem, KeyError, TypeError, ValueError) as problem:
             hint = "it must give log-probabilities of a prompt, as vLLM does"
             raise BadInput(f"the engine cannot serve a crowd: {problem}", where=where, hint=hint) from problem
     finally:
@@ -253,7 +253,7 @@ class RemoteAgents:
         start = len(job.prompt)
         body = {"prompt": [[*job.prompt, *ids] for ids in distinct], "max_tokens": 1, "echo": True, "logprobs": 1}
         replies = await asyncio.gather(
-            *(self._engine.get("POST", "completions", {"model": name, **body}) for name in self._served.names)
+            *(self._engine.ask("completions", {"model": name, **body}) for name in self._served.names)
         )
         found = {}
         for number, ids in enumerate(distinct):
@@ -273,7 +273,7 @@ class RemoteAgents:
             **({"stop": call.body.stop} if call.body.stop else {}),
             **drawing,
         }
-        [choice] = await self._engine.get("POST", "completions", body)
+        [choice] = await self._engine.ask("completions", body)
         text, complete = cut(str(choice["text"]), call.body.stop), choice["finish_reason"] == "stop"
         tokenizer = self._served.prompter.tokenizer
         ids = choice.get("token_ids") or tokenizer(text, add_special_tokens=False)["input_ids"]
