@@ -210,7 +210,7 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> gen
         text = generation.TextSoFar(asked.prompter.tokenizer, options.stop_strings, emit)
         [found] = _generated(crowd, stoppable, options, uncertainty=True, is_over=text.update)
         text.finish(found.crowd[0])
-        return _Wording(crowd, asked, options).answer(0, found.crowd[0], found.tokens[0])
+        return _worded(crowd, asked, options, 0, found)
 
     kind = crowd.device.type
     # Autocast is a state of the thread, so that of the caller is handed on.
@@ -288,11 +288,9 @@ def _answered(
 def _ask_all(crowd: CrowdModel, asked: _Asked, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
     """All agents answer, token by token or by a vote."""
     include_agents = include_agents and bool(crowd.names)  # a base has none
-    wording = _Wording(crowd, asked, options)
     each = _generated(crowd, asked, options, include_agents=include_agents, uncertainty=True)
     for place, found in enumerate(each):
-        agents = [text for [text] in found.agents] if include_agents else []
-        yield wording.answer(place, found.crowd[0], found.tokens[0], agents)
+        yield _worded(crowd, asked, options, place, found, include_agents=include_agents)
 
 
 def _ask_one_first(crowd: CrowdModel, asked: _Asked, options: GenerationOptions) -> Iterator[Answer]:
@@ -300,10 +298,9 @@ def _ask_one_first(crowd: CrowdModel, asked: _Asked, options: GenerationOptions)
     calibration = _require_calibration(crowd, options.decoding.aggregator, abstains=False)
     limit = calibration.escalates_below(options.agents_per_prompt or 1)
     decoding = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
-    wording = _Wording(crowd, asked, options, calibration.agent_right)
     alone = _generated(crowd, asked, options, decoding, agent=calibration.agent, uncertainty=True)
     found = [
-        replace(wording.answer(place, each.crowd[0], each.tokens[0]), agents_asked=1)
+        replace(_worded(crowd, asked, options, place, each, right=calibration.agent_right), agents_asked=1)
         for place, each in enumerate(alone)
     ]
     unsure = [place for place, answer in enumerate(found) if (answer.probability_right or 0) < limit]
@@ -324,56 +321,48 @@ def _texts(asked: _Asked, all_ids: Sequence[TokenIds], options: GenerationOption
     return [generation.cut(asked.prompter.text(ids), options.stop_strings) for ids in all_ids]
 
 
-class _Wording:
-    """Makes answers of token ids.
+def _worded(
+    crowd: CrowdModel,
+    asked: _Asked,
+    options: GenerationOptions,
+    place: int,
+    found: Generated,
+    *,
+    include_agents: bool = False,
+    right: Logistic | None = None,
+) -> Answer:
+    """The answer to the prompt at this place of those asked.
 
     Args:
         right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
     """
-
-    def __init__(
-        self, crowd: CrowdModel, asked: _Asked, options: GenerationOptions, right: Logistic | None = None
-    ) -> None:
-        self._crowd, self._asked, self._options = crowd, asked, options
-        calibration = crowd.calibration
-        if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
-            right = calibration.right
-        self._right = right
-
-    def answer(
-        self,
-        number: int,
-        ids: TokenIds,
-        tokens: Sequence[TokenUncertainty],
-        own: Sequence[TokenIds] = (),
-    ) -> Answer:
-        """The answer to prompt `number` of those asked."""
-        asked, options = self._asked, self._options
-        [text], agents = _texts(asked, [ids], options), tuple(_texts(asked, own, options))
-        right = None if self._right is None else self._right(signals(tokens))
-        return Answer(
-            prompt=asked.prompts[number],
-            answer=text,
-            agents=agents,
-            agreement=agreement(text, agents) if agents else None,
-            probability_right=right,
-            abstained=right is not None and options.abstain_below is not None and right < options.abstain_below,
-            agents_asked=len(self._crowd.names),
-            complete=len(tokens) > len(ids) or len(text) < len(asked.prompter.text(ids)),
-            tokens=tuple(tokens),
-            **vars(of_text(tokens)),
-        )
+    [ids], [tokens], calibration = found.crowd, found.tokens, crowd.calibration
+    [text] = _texts(asked, [ids], options)
+    agents = tuple(_texts(asked, [own for [own] in found.agents], options)) if include_agents else ()
+    if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
+        right = calibration.right
+    probability = None if right is None else right(signals(tokens))
+    return Answer(
+        prompt=asked.prompts[place],
+        answer=text,
+        agents=agents,
+        agreement=agreement(text, agents) if agents else None,
+        probability_right=probability,
+        abstained=probability is not None and options.abstain_below is not None and probability < options.abstain_below,
+        agents_asked=len(crowd.names),
+        complete=len(tokens) > len(ids) or len(text) < len(asked.prompter.text(ids)),
+        tokens=tuple(tokens),
+        **vars(of_text(tokens)),
+    )
 
 
 def _require_calibration(crowd: CrowdModel, aggregator: str, *, abstains: bool) -> Calibration:
     """The crowd's calibration. Raises BadInput: it has none, or one of another aggregator."""
     found = crowd.calibration
     if found is None:
-        raise BadInput(
-            "this crowd has no calibration: nothing says how probably an answer is right",
-            where="abstain_below, agents_per_prompt",
-            hint="ci-llm evaluate RUN --calibrate, on validation rows",
-        )
+        what = "this crowd has no calibration: nothing says how probably an answer is right"
+        hint = "ci-llm evaluate RUN --calibrate, on validation rows"
+        raise BadInput(what, where="abstain_below, agents_per_prompt", hint=hint)
     if abstains and found.aggregator != aggregator:
         raise BadInput(
             f"the calibration is of aggregator {found.aggregator} and not {aggregator}",

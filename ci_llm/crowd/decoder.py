@@ -3,8 +3,8 @@
     decoder = Decoder(crowd, slots=32)
     decoder.admit([Request(ids, Decoding(max_new_tokens=64, ends=ends)), Request(other, decoding, who=2)])
     while decoder.open:
-        for token in decoder.step():        # one for every text whose prompt is read
-            token.request, token.chosen, token.error
+        for request in decoder.step():      # those whose prompt is read
+            request.chosen[-1], request.error
 
 Texts of the crowd, of single agents and of the base are open side by side, each with settings of its own. They join
 (`admit`) and leave (`release`, or by their ends) between two steps. A step takes the last token of every text and a
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, Literal
@@ -90,14 +90,10 @@ class Request:
     error: Exception | None = field(default=None, init=False)
     reused: int = field(default=0, init=False)
 
-
-@dataclass(frozen=True)
-class Token:
-    """What a step gave one text: a token, or the error by which the text has ended."""
-
-    request: Request
-    chosen: Chosen | None
-    error: Exception | None = None
+    def row(self) -> Row:
+        """How its tokens are chosen, from the first on."""
+        generator = generator_for(self.decoding.seed, *self.key) if self.decoding.do_sample else None
+        return Row(self.decoding, generator, self.uncertainty, self.top)
 
 
 @dataclass(eq=False)
@@ -170,11 +166,8 @@ class Decoder:
 
     def __init__(self, crowd: CrowdModel, slots: int = 32, *, budget: int = 512, reuse: bool = True) -> None:
         if slots < 1 or budget < BLOCK:
-            raise BadInput(
-                f"a decoder has at least 1 slot and reads at least {BLOCK} tokens of prompts in a step",
-                where=f"slots={slots}, budget={budget}",
-                hint="give larger numbers",
-            )
+            what = f"a decoder has at least 1 slot and reads at least {BLOCK} tokens of prompts in a step"
+            raise BadInput(what, where=f"slots={slots}, budget={budget}", hint="give larger numbers")
         self.slots, self.reused, self.read = slots, 0, 0
         self._crowd, self._budget, self._reuse = crowd, budget, reuse
         self._prompts: list[_Prompt] = []
@@ -205,16 +198,13 @@ class Decoder:
             BadInput, DataError: one of them cannot be served, or there are more than free slots; none is admitted then.
         """
         if len(requests) > self.free:
-            raise BadInput(
-                f"{len(requests)} requests for {self.free} free slots", where="Decoder.admit", hint="admit fewer"
-            )
+            what = f"{len(requests)} requests for {self.free} free slots"
+            raise BadInput(what, where="Decoder.admit", hint="admit fewer")
         for request in requests:
             self._require_servable(request)
         together: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
-            drawn = request.decoding.do_sample
-            generator = generator_for(request.decoding.seed, *request.key) if drawn else None
-            self._rows[request] = Row(request.decoding, generator, request.uncertainty, request.top)
+            self._rows[request] = request.row()
             together.setdefault(tuple(request.prompt), []).append(request)
         for ids, members in together.items():
             self._prompts += [_Prompt(ids, who, part) for who, part in self._readers(members)]
@@ -233,10 +223,10 @@ class Decoder:
         self._prompts = [prompt for prompt in self._prompts if prompt.members]
         self._forget()
 
-    def step(self) -> list[Token]:
-        """Read on in the prompts, and choose a token for every text whose prompt is read.
+    def step(self) -> list[Request]:
+        """Read on in the prompts, and choose a token for every text whose prompt is read; returns their requests.
 
-        A text that this ends, or that fails, is released.
+        A text that this ends, or that fails, is released; one that fails has its `error` and no new token.
 
         Raises:
             Exception: the base failed, for want of memory for instance. No text has moved; the step can be repeated,
@@ -252,7 +242,7 @@ class Decoder:
             if training:
                 self._crowd.train()
 
-    def _step(self) -> list[Token]:
+    def _step(self) -> list[Request]:
         passes: dict[str, list[_Part]] = {"crowd": [], "agents": [], "base": []}
         for part in self._parts():
             kind = "crowd" if part.of.who is CROWD else "base" if part.of.who == NOBODY else "agents"
@@ -271,23 +261,18 @@ class Decoder:
     # What is read
 
     def _require_servable(self, request: Request) -> None:
-        limit, length = positions_of(self._crowd.model.config), len(request.prompt)
+        limit, length, agents = positions_of(self._crowd.model.config), len(request.prompt), self._crowd.num_agents
         if not length:
             raise DataError("a prompt is empty", where="Request.prompt", hint="leave it out")
         if limit is not None and length >= limit:
-            raise DataError(
-                f"a prompt has {length} tokens, and the base reads {limit}", where="Request.prompt", hint="shorten it"
-            )
-        if request.who not in (CROWD, NOBODY) and not 0 <= request.who < self._crowd.num_agents:
-            raise BadInput(
-                f"there is no agent {request.who}", where="Request.who", hint=f"0 to {self._crowd.num_agents - 1}"
-            )
+            what = f"a prompt has {length} tokens, and the base reads {limit}"
+            raise DataError(what, where="Request.prompt", hint="shorten it")
+        if request.who not in (CROWD, NOBODY) and not 0 <= request.who < agents:
+            raise BadInput(f"there is no agent {request.who}", where="Request.who", hint=f"0 to {agents - 1}")
         if request.who is CROWD and find_vote(request.decoding.aggregator):
-            raise BadInput(
-                f"{request.decoding.aggregator} decides between whole answers, and not token by token",
-                where="Request.decoding",
-                hint="request a text of each agent, and let `ci_llm.crowd.generation.elect` decide",
-            )
+            what = f"{request.decoding.aggregator} decides between whole answers, and not token by token"
+            hint = "request a text of each agent, and let `ci_llm.crowd.generation.elect` decide"
+            raise BadInput(what, where="Request.decoding", hint=hint)
         if request in self._rows or request.tokens:
             raise BadInput("a request is admitted once", where="Decoder.admit", hint="make another")
 
@@ -374,11 +359,8 @@ class Decoder:
                 if part.is_ready:
                     ready.append(at - 1)
             # In fp64 each agent's tokens are filled up; otherwise all together, by the last lane that has any.
-            if (
-                lane
-                and (is_fp64 or lane[-1] is parts[-1])
-                and (spare := spare_tokens(model, at - start * is_fp64, copies))
-            ):
+            is_filled = bool(lane) and (is_fp64 or lane[-1] is parts[-1])
+            if is_filled and (spare := spare_tokens(model, at - start * is_fp64, copies)):
                 ids += [self._crowd.pad_id] * spare
                 pieces.append(Piece(None, 0, spare))
                 at += spare
@@ -391,7 +373,7 @@ class Decoder:
         model, agents = self._crowd.model, self._crowd.agents
         positions = [position for piece in pieces for position in range(piece.start, piece.end)]
         tokens = torch.tensor([ids, positions]).to(self._crowd.device)
-        with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else _once() as copies:
+        with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else nullcontext(1) as copies:
             dtype = compute_dtype(model.get_input_embeddings().weight)
             with agents.ready(dtype, training=False):
                 found = text_model(model)(
@@ -435,7 +417,7 @@ class Decoder:
 
     # What follows
 
-    def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Token]:
+    def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Request]:
         """A token for each text and for each request whose prompt is read, from logits [R, n, V]."""
         asked: list[tuple[_Text, int, int | None]] = []  # with the row of its logits, and the agent if it is one of R
         for row, part in enumerate(parts):
@@ -465,12 +447,12 @@ class Decoder:
         self._texts += texts
         return texts
 
-    def _moved(self, text: _Text, found: Chosen | Exception) -> Token:
+    def _moved(self, text: _Text, found: Chosen | Exception) -> Request:
         request = text.request
         if isinstance(found, Exception):
             request.finish, request.error = "error", found
             self.release(request)
-            return Token(request, None, found)
+            return request
         request.tokens.append(found.id)
         request.chosen.append(found)
         limit, count = positions_of(self._crowd.model.config), len(request.tokens)
@@ -480,12 +462,7 @@ class Decoder:
             request.finish = "length"
         if request.finish is not None:
             self.release(request)
-        return Token(request, found)
-
-
-@contextmanager
-def _once() -> Iterator[int]:
-    yield 1
+        return request
 
 
 #: Of the trial: more than a block, and more than a short attention window; new tokens; listed tokens.
@@ -500,9 +477,8 @@ def decodes(crowd: CrowdModel) -> bool:
     if crowd.route != "packed":
         return False
     length, count, listed = _TRIAL
-    prompt = torch.randint(
-        0, crowd.head.weight.shape[0], (length,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, crowd.head.weight.shape[0], (length,), generator=generator).tolist()
     requests = [Request(prompt, Decoding(count), k, top=listed) for k in range(crowd.num_agents)]
     decoder = Decoder(crowd, len(requests))
     try:

@@ -6,7 +6,7 @@ Legend: K agents, B prompts, n texts that each agent draws for a vote.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -104,18 +104,6 @@ class Generated:
     tokens: list[list[TokenUncertainty]] = field(default_factory=list)
     agents_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
     voters: list[list[list[int]]] = field(default_factory=list)
-
-    def apart(self) -> Iterator[Generated]:
-        """The texts of each prompt; the inverse of `joined`."""
-        for b in range(max(len(self.crowd), *(len(texts) for texts in self.voters), 0)):
-            part = slice(b, b + 1)
-            yield Generated(
-                self.crowd[part],
-                [each[part] for each in self.agents],
-                self.tokens[part],
-                [each[part] for each in self.agents_tokens],
-                [each[part] for each in self.voters],
-            )
 
     @classmethod
     def joined(cls, parts: Sequence[Generated]) -> Generated:

@@ -15,6 +15,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -32,7 +33,7 @@ from ci_llm.crowd.choosing import generate_key, vote_key, without_nan
 from ci_llm.crowd.decoder import Decoder, Request, decodes
 from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, free_positions, until
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.padded import as_in_generation, generate_batch, is_padding_invariant
+from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import BadInput
@@ -42,6 +43,8 @@ T = TypeVar("T")
 
 #: What a decoder writes for bytes that are no character, or not yet.
 _INCOMPLETE = "\ufffd"
+#: Tokens that are decoded again with new ones: what a token means may depend on those before it.
+_WINDOW: Final = 16
 #: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -91,10 +94,11 @@ class TextSoFar:
     ) -> None:
         self._tokenizer, self._stop_strings, self._emit = tokenizer, stop_strings, emit
         self._emitted = ""
+        self._start, self._read, self._before, self._context = 0, 0, "", ""
 
     def update(self, ids: Sequence[int]) -> bool:
         """Emit what all ids so far have settled; True if a stop string is in it."""
-        text = self._decode(self._settled(ids)).rstrip(_INCOMPLETE)
+        text = self._so_far(self._settled(ids)).rstrip(_INCOMPLETE)
         kept = cut(text, self._stop_strings)
         if len(kept) < len(text):
             self._advance(kept)
@@ -103,6 +107,15 @@ class TextSoFar:
             text = text[: max(0, text.rfind(" "))]
         self._advance(text[: len(text) - held_back(text, self._stop_strings)])
         return False
+
+    def _so_far(self, ids: Sequence[int]) -> str:
+        """The text of all these ids, of which only the last are decoded: all of them every time would be T² steps."""
+        fresh = self._decode(ids[self._start :])
+        text = self._before + fresh[len(self._context) :]
+        is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
+        if is_settled and len(ids) - self._read >= _WINDOW and (context := self._decode(ids[self._read :])).strip():
+            self._start, self._read, self._before, self._context = self._read, len(ids), text, context
+        return text
 
     def finish(self, ids: Sequence[int]) -> None:
         """Emit what is left of the text of all ids."""
@@ -136,14 +149,14 @@ class Stream(Generic[T]):
     def __init__(self, produce: Callable[[Callable[[str], None], Callable[[], bool]], T]) -> None:
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         stopping = threading.Event()
-        outcome: list[T | BaseException] = []
+        outcome = Future[T]()
 
         def run() -> None:
             # The thread holds no reference to the iterator, so the iterator can be collected while the thread runs.
             try:
-                outcome.append(produce(pieces.put, stopping.is_set))
+                outcome.set_result(produce(pieces.put, stopping.is_set))
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
-                outcome.append(error)
+                outcome.set_exception(error)
             finally:
                 pieces.put(None)
 
@@ -159,10 +172,7 @@ class Stream(Generic[T]):
             Exception: what the thread raised.
         """
         self._thread.join()
-        [outcome] = self._outcome
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        return self._outcome.result()
 
     def close(self) -> None:
         """Ask the thread to stop after the present token, and wait for it."""
@@ -279,8 +289,10 @@ def generate_each(
         except Exception as error:  # families raise errors of every kind for what they do not support
             raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
         if generated.voters:
-            answers_of = wanted.answers_of or _reading(crowd.prompter)
-            generated = elect(crowd, [prompt], generated, wanted.decoding, answers_of)
+            voters, how = [text for [text] in generated.voters], wanted.decoding
+            text, sure = elect(crowd, prompt, voters, how.aggregator, wanted.answers_of or _reading(crowd.prompter))
+            text = [token for token in text if token not in how.ends]
+            generated = replace(generated, crowd=[text], tokens=[sure])
         yield generated
 
 
@@ -296,26 +308,15 @@ def _written_by_transformers(
 ) -> Iterator[tuple[TokenIds, Generated]]:
     """Batch by batch, each of which waits for its longest text."""
     while batch := list(islice(asked, at_a_time)):
-        prompts, numbers = [prompt for _, prompt in batch], [number for number, _ in batch]
+        found = [(prompt, requests_of(crowd, number, prompt, wanted)) for number, prompt in batch]
         with as_in_generation(crowd), nullcontext() if wanted.agent is None else crowd.active_agent(wanted.agent):
-            if crowd.padding_invariant is None and len({*map(len, prompts)}) > 1:
+            if crowd.padding_invariant is None and len({len(prompt) for prompt, _ in found}) > 1:
                 crowd.padding_invariant = is_padding_invariant(crowd.model, crowd.num_agents, crowd.pad_id)
-            size = 1 if crowd.padding_invariant is False else len(prompts)
-            parts = [
-                generate_batch(
-                    crowd,
-                    prompts[at : at + size],
-                    wanted.decoding,
-                    numbers[at : at + size],
-                    wanted.agent,
-                    include_agents=wanted.include_agents,
-                    uncertainty=wanted.uncertainty,
-                    stop=wanted.stop,
-                    is_over=wanted.is_over,
-                )
-                for at in range(0, len(prompts), size)
-            ]
-        yield from zip(prompts, (each for part in parts for each in part.apart()), strict=True)
+            size = 1 if crowd.padding_invariant is False else len(found)
+            for at in range(0, len(found), size):
+                together = [request for _, requests in found[at : at + size] for request in requests]
+                write_batch(crowd, together, wanted.agent, stop=wanted.stop, is_over=wanted.is_over)
+        yield from ((prompt, _generated(crowd, requests, wanted)) for prompt, requests in found)
 
 
 def _written(
@@ -323,7 +324,7 @@ def _written(
 ) -> Iterator[tuple[TokenIds, Generated]]:
     """By the decoder: a prompt is taken as soon as so many texts have ended as follow it."""
     open_: deque[tuple[TokenIds, list[Request]]] = deque()
-    each = len(_requests(crowd, 0, [0], wanted))
+    each = len(requests_of(crowd, 0, [0], wanted))
     decoder, more = Decoder(crowd, at_a_time * each), True
     while more or open_:
         while more and decoder.free >= each:
@@ -331,11 +332,10 @@ def _written(
                 more = False
                 break
             number, prompt = taken
-            requests = _requests(crowd, number, prompt, wanted)
+            requests = requests_of(crowd, number, prompt, wanted)
             decoder.admit(requests)
             open_.append((prompt, requests))
-        for token in decoder.step():
-            request = token.request
+        for request in decoder.step():
             if wanted.is_over and request.finish is None and wanted.is_over(request.tokens):
                 decoder.release(request)
         if wanted.stop():
@@ -348,7 +348,7 @@ def _written(
             yield prompt, _generated(crowd, requests, wanted)
 
 
-def _requests(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
+def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
     """What follows one prompt: the text of the crowd unless it votes, those of the agents, and those that they draw."""
     decoding, vote, sure = wanted.decoding, wanted.vote, wanted.uncertainty
     agents = range(1 if wanted.agent is not None else crowd.num_agents)
@@ -364,7 +364,7 @@ def _requests(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) 
 
 
 def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
-    """Sort the texts of one prompt, which lie as in `_requests`."""
+    """Sort the texts of one prompt, which lie as in `requests_of`."""
     vote, count = wanted.vote, 1 if wanted.agent is not None else crowd.num_agents
     whole = [request.tokens for request in requests]
     texts = [until(wanted.decoding.ends, tokens) for tokens in whole]
@@ -392,23 +392,14 @@ def _reading(prompter: Prompter | None) -> Reading:
 
 
 def elect(
-    crowd: CrowdModel, prompts: Sequence[TokenIds], generated: Generated, decoding: Decoding, answers_of: Reading
-) -> Generated:
-    """What was generated for B prompts, with the winners of the vote as texts of the crowd.
-
-    Args:
-        generated: with the voters' texts.
-    """
-    vote = find_vote(decoding.aggregator)
+    crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], aggregator: str, answers_of: Reading
+) -> tuple[TokenIds, list[TokenUncertainty]]:
+    """The winner among texts after one prompt, their ends included, and how sure the crowd is of its tokens."""
+    vote = find_vote(aggregator)
     assert vote is not None, "the caller asked for it"
-    texts, sure = [], []
-    for number, prompt in enumerate(prompts):
-        voters = [voter[number] for voter in generated.voters]
-        read = read_texts(crowd, prompt, voters, decoding.aggregator)
-        wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
-        texts.append([token for token in voters[wins] if token not in decoding.ends])
-        sure.append(read[wins])
-    return replace(generated, crowd=texts, tokens=sure)
+    read = read_texts(crowd, prompt, voters, aggregator)
+    wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
+    return voters[wins], read[wins]
 
 
 def final_answers(texts: Sequence[str]) -> list[str]:

@@ -5,16 +5,16 @@ answer alone, or vote, once more for each of these texts. Transformers manages c
 family. One logits processor (`CrowdChoice`) replaces the K distributions of a row by the token that the crowd chose, so
 that all K copies of the row go on with the same text.
 
-Legend: K agents, B prompts, R rows per agent, of which the first F are the agent's own, T tokens, V vocabulary.
+Legend: K agents, R rows per agent, of which the first F are the agent's own, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,12 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import Learned, find_vote
-from ci_llm.crowd.answers import TokenUncertainty
-from ci_llm.crowd.choosing import Row, choose, generate_key, vote_key
-from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, free_positions, until
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.choosing import choose
+from ci_llm.crowd.decoder import Request
+from ci_llm.crowd.decoding import TokenIds, free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.lora.passes import distance, dtypes_of, tolerance
-
-T = TypeVar("T")
 
 #: Rows leave a batch when they are at least this share of it: a batch that goes on costs a few milliseconds.
 _LEAVING: Final = 0.25
@@ -74,39 +71,21 @@ class LiveRows:
 
 
 class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
-    """Replaces the K distributions of a row of the crowd by its choice.
-
-    In its own rows every agent takes its most probable token; or it draws, in the rows behind its first for each
-    prompt.
+    """Replaces the K distributions of a row of the crowd by its choice, and that of an agent's own row by its token.
 
     Args:
-        numbers: of the prompts, which key the generators.
-        uncertainty: whether to record how sure the crowd and the agents are.
-
-    Attributes:
-        recorded: how sure each of the texts was, token by token, also after its end; empty without `uncertainty`.
+        requests: of the texts, by number. What is chosen is added to their `chosen`, also after their ends.
     """
 
-    def __init__(
-        self,
-        rows: LiveRows,
-        decoding: Decoding,
-        numbers: Sequence[int],
-        *,
-        uncertainty: bool = False,
-        learned: Learned | None = None,
-    ) -> None:
-        self._rows, self._decoding, self._numbers = rows, decoding, numbers
-        self._uncertainty, self._learned, self._vote = uncertainty, learned, find_vote(decoding.aggregator)
-        self._how: dict[int, Row] = {}
-        self.recorded: list[list[TokenUncertainty]] = [[] for _ in range(rows.num_texts)]
+    def __init__(self, rows: LiveRows, requests: Sequence[Request], learned: Learned | None = None) -> None:
+        self._rows, self._requests, self._learned = rows, requests, learned
+        self._how = [request.row() for request in requests]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[rows, V] logits -> the same, with 0 at the chosen token and -inf elsewhere in the rows that were chosen."""
+        """[rows, V] logits -> the same, with 0 at the chosen token and -inf elsewhere."""
         rows = self._rows
         own = rows.texts < rows.num_own
-        if own.any() and (self._uncertainty or self._vote):
-            # An agent with NaN writes anything.
+        if own.any():  # an agent with NaN writes anything
             scores[own] = self._forced(scores[own].nan_to_num(nan=0.0)[None], rows.texts[own])
         if not own.all():
             shared = scores[~own].unflatten(0, (rows.num_agents, -1))
@@ -117,35 +96,14 @@ class CrowdChoice(LogitsProcessor):  # type: ignore[misc]
     def _forced(self, logits: Tensor, texts: Tensor) -> Tensor:
         """The choice from [K, n, V] for each of these texts [n]: 0 at the chosen token and -inf elsewhere, [n, V]."""
         listed = texts.tolist()
-        found = choose(logits, [self._row(text) for text in listed], self._learned)
         ids = []
-        for text, each in zip(listed, found, strict=True):
+        for text, each in zip(listed, choose(logits, [self._how[text] for text in listed], self._learned), strict=True):
             if isinstance(each, Exception):
                 raise each
             ids.append([each.id])
-            if each.uncertainty is not None:
-                self.recorded[text].append(each.uncertainty)
+            self._requests[text].chosen.append(each)
         chosen = torch.tensor(ids, device=logits.device)
         return torch.full_like(logits[0], float("-inf")).scatter_(-1, chosen, 0.0)
-
-    def _row(self, text: int) -> Row:
-        if text not in self._how:
-            self._how[text] = self._made(text)
-        return self._how[text]
-
-    def _made(self, text: int) -> Row:
-        rows, vote, decoding, prompts = self._rows, self._vote, self._decoding, len(self._numbers)
-        if text >= rows.num_own:
-            key = generate_key(self._numbers[text - rows.num_own])
-            generator = generator_for(decoding.seed, *key) if decoding.do_sample else None
-            return Row(decoding, generator, self._uncertainty)
-        agent, row = divmod(text, rows.first)
-        time, prompt = divmod(row, prompts)
-        if vote is None or not vote.samples or not time:
-            return Row(replace(decoding, do_sample=False), None, self._uncertainty)
-        key = vote_key(self._numbers[prompt], agent * vote.samples + time - 1)
-        drawing = replace(decoding, do_sample=True, temperature=vote.temperature)
-        return Row(drawing, generator_for(decoding.seed, *key), self._uncertainty)
 
 
 @dataclass(eq=False)
@@ -214,32 +172,37 @@ def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
         crowd.train(training)
 
 
-def generate_batch(
+def write_batch(
     crowd: CrowdModel,
-    prompts: Sequence[TokenIds],
-    decoding: Decoding,
-    numbers: Sequence[int],
+    requests: Sequence[Request],
     agent: int | None,
     *,
-    include_agents: bool,
-    uncertainty: bool,
     stop: Callable[[], bool],
     is_over: Callable[[TokenIds], bool] | None,
-) -> Generated:
-    """Continue a batch of prompts, by the arguments of `generate_ids`; of a crowd that votes, what it votes on."""
+) -> None:
+    """Write the texts of a batch of requests: each has its tokens then.
+
+    Args:
+        agent: writes alone, as a crowd of one.
+        stop, is_over: as in `generate_ids`.
+    """
     model, reading = crowd.model, crowd.agents.reading
     num_agents, learned = (crowd.num_agents, crowd.learned) if agent is None else (1, None)
-    free = free_positions(model, prompts, numbers)
-    prompt_rows, first = _rows(prompts, decoding, include_agents=include_agents)
-    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(prompt_rows, crowd.pad_id))
-    end, cache = ids.shape[1] + min(decoding.max_new_tokens, free), _selectable_cache(model)
-    rows = LiveRows(num_agents, first, len(prompt_rows) - first)
-    choice = CrowdChoice(rows, decoding, numbers, uncertainty=uncertainty, learned=learned)
-    ends = TextEnds(rows, ids.shape[1], decoding.ends, is_over, stop, cache is not None)
+    shared = [request for request in requests if request.who == agent]
+    others = [request for request in requests if request.who != agent]
+    own = [[request for request in others if request.who == k] for k in range(num_agents)]
+    texts = [*chain(*own), *shared]
+    prompts = [request.prompt for each in own for request in (*each, *shared)]
+    ids, mask = (x.to(model.device) for x in _left_padded(prompts, crowd.pad_id))
+    width, decoding = ids.shape[1], requests[0].decoding
+    end = width + min(decoding.max_new_tokens, free_positions(model, prompts))
+    cache = _selectable_cache(model)
+    rows = LiveRows(num_agents, len(own[0]), len(shared))
+    ends = TextEnds(rows, width, decoding.ends, is_over, stop, cache is not None)
     # The processor leaves one token per row, which also holds for sampling.
     how: Any = {"pad_token_id": crowd.pad_id, "do_sample": False, "use_cache": True}
     kept: Any = {} if cache is None else {"past_key_values": cache}
-    spans = None
+    choice, spans = LogitsProcessorList([CrowdChoice(rows, texts, learned)]), None
     with _blank_generation_config(model):
         while True:
             with reading.of(reading.agent, spans=spans):
@@ -247,7 +210,7 @@ def generate_batch(
                     input_ids=ids,
                     attention_mask=mask,
                     generation_config=GenerationConfig(max_new_tokens=end - ids.shape[1], **how),
-                    logits_processor=LogitsProcessorList([choice]),
+                    logits_processor=choice,
                     stopping_criteria=StoppingCriteriaList([ends]),
                     synced_gpus=False,  # processes with a sharded base keep in step by themselves
                     **kept,
@@ -259,7 +222,9 @@ def generate_batch(
             ids, mask = ids[places], F.pad(mask[places], (0, ids.shape[1] - mask.shape[1]), value=1)
             spans = rows.spans  # one token of each row is read from here on
     ends.end(ids)
-    return _generated([ends.texts[text] for text in range(rows.num_texts)], rows, len(prompts), decoding, choice)
+    for number, request in enumerate(texts):
+        request.tokens = ends.texts[number]
+        del request.chosen[len(request.tokens) :]
 
 
 def _selectable_cache(model: PreTrainedModel) -> DynamicCache | None:
@@ -268,18 +233,6 @@ def _selectable_cache(model: PreTrainedModel) -> DynamicCache | None:
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     return cache if {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer} else None
-
-
-def _rows(prompts: Sequence[TokenIds], decoding: Decoding, *, include_agents: bool) -> tuple[list[TokenIds], int]:
-    """The R rows of every agent, of which the first F are its own: R rows and F.
-
-    Every prompt stands there for each text of an agent alone, the greedy one first, and then for the crowd.
-    """
-    vote = find_vote(decoding.aggregator)
-    if vote is None:
-        return list(prompts) * (1 + include_agents), include_agents * len(prompts)
-    rows = list(prompts) * (1 + (vote.samples or 0))
-    return rows, len(rows)
 
 
 def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
@@ -301,26 +254,6 @@ def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], p
     with _blank_generation_config(model):
         found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
         return found.logits[1][0]  # type: ignore[no-any-return]
-
-
-def _generated(
-    whole: Sequence[list[int]], rows: LiveRows, prompts: int, decoding: Decoding, choice: CrowdChoice
-) -> Generated:
-    """Sort the texts, which are numbered as in `LiveRows` and have their ends."""
-    vote, own, count = find_vote(decoding.aggregator), rows.num_own, rows.num_agents
-    texts = [until(decoding.ends, tokens) for tokens in whole]
-    sure = [numbers[: len(tokens)] for numbers, tokens in zip(choice.recorded, whole, strict=True)]
-    voters = _of_agents(whole[:own], count, prompts)[bool(vote.samples)] if vote else []
-    agents, _ = _of_agents(texts[:own], count, prompts)
-    agents_tokens, _ = _of_agents(sure[:own], count, prompts)
-    return Generated(texts[own:], agents, sure[own:], agents_tokens, voters)
-
-
-def _of_agents(rows: Sequence[T], num_agents: int, prompts: int) -> tuple[list[list[T]], list[list[T]]]:
-    """What the K·F rows of the agents hold, agent-major: the greedy texts [K][B], and the drawn ones [K·n][B]."""
-    lists = [list(rows[at : at + prompts]) for at in range(0, len(rows), prompts)]
-    each = len(lists) // num_agents
-    return lists[:: each or 1], [part for number, part in enumerate(lists) if number % each]
 
 
 @contextmanager

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
-from transformers import PreTrainedTokenizerBase
-
 from ci_llm.crowd.answers import agreement
-from ci_llm.serve.body import CompletionBody
-from ci_llm.serve.call import Call
+from ci_llm.serve.call import Call, Served
 from ci_llm.serve.jobs import Ended, Job, Piece, TokenLine
 from ci_llm.serve.problem import ApiProblem
 
@@ -32,23 +28,16 @@ class Choice:
     ended: Ended | None = None
     answers: Sequence[str] | None = None
 
-    @property
-    def new_tokens(self) -> int:
-        return self.ended.tokens if self.ended else 0
-
 
 class Answer:
     """The answer to one call.
 
     Args:
         groups: for each choice the job that writes it, then that of the agents beside it.
-        names: of the agents.
     """
 
-    def __init__(
-        self, call: Call, groups: Sequence[Sequence[Job]], tokenizer: PreTrainedTokenizerBase, names: Sequence[str]
-    ) -> None:
-        self._call, self._tokenizer, self._names = call, tokenizer, names
+    def __init__(self, call: Call, groups: Sequence[Sequence[Job]], served: Served) -> None:
+        self._call, self._tokenizer, self._names = call, served.prompter.tokenizer, served.names
         self.choices = [Choice(index, jobs) for index, jobs in enumerate(groups)]
 
     async def whole(self) -> dict[str, Any]:
@@ -59,28 +48,25 @@ class Answer:
         """
         async for _ in self._events():
             pass
-        return self._head("chat.completion" if self._call.is_chat else "text_completion") | {
-            "choices": [self._whole(choice) for choice in self.choices],
-            "usage": self.usage,
-        }
+        return self._head("chat.completion") | {"choices": list(map(self._whole, self.choices)), "usage": self.usage}
 
     async def stream(self) -> AsyncIterator[str]:
         """Chunks as lines of server-sent events; an error in their midst is a chunk of its own, and the last."""
-        call = self._call
-        if call.is_chat:
+        body = self._call.body
+        if self._call.is_chat:
             for choice in self.choices:
-                yield self._chunk(choice.index, {"role": "assistant", "content": ""})
+                yield self._chunk(choice, {"role": "assistant", "content": ""})
         try:
             async for choice, event in self._events():
                 if isinstance(event, Piece):
-                    yield self._chunk(choice.index, event.text, lines=event.tokens)
+                    yield self._chunk(choice, {"content": event.text}, event.tokens)
                 else:
-                    yield self._chunk(choice.index, "", ended=choice)
+                    yield self._chunk(choice, {})
         except ApiProblem as problem:
             yield _event({"error": problem.error})
             return
-        if call.include_usage:
-            yield _event(self._head(self._chunk_kind) | {"choices": [], "usage": self.usage})
+        if body.include_usage:
+            yield _event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage})
         yield DONE
 
     @property
@@ -89,97 +75,59 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
-        prompt, new = sum(map(len, self._call.prompts)), sum(choice.new_tokens for choice in self.choices)
+        prompt = sum(map(len, self._call.prompts))
+        new = sum(choice.ended.tokens for choice in self.choices if choice.ended)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     async def _events(self) -> AsyncIterator[tuple[Choice, Piece | Ended]]:
         """Pieces of all choices as they come, and the end of each once the agents beside it have answered too."""
-        arrived: asyncio.Queue[tuple[Choice, Piece | Ended | ApiProblem]] = asyncio.Queue()
-        beside: dict[Job, asyncio.Task[Any]] = {}
-
-        async def forward(choice: Choice) -> None:
-            own, *agents = choice.jobs
-            while not isinstance(event := await own.out.get(), Ended | ApiProblem):
-                arrived.put_nowait((choice, event))
-            if agents and isinstance(event, Ended):
-                [job] = agents
-                beside.setdefault(job, asyncio.ensure_future(job.out.get()))
-                found = await asyncio.shield(beside[job])
-                choice.answers = found.answers if isinstance(found, Ended) else None
-                event = found if isinstance(found, ApiProblem) else event
-            arrived.put_nowait((choice, event))
-
-        tasks = [asyncio.ensure_future(forward(choice)) for choice in self.choices]
-        try:
-            left = len(tasks)
-            while left:
-                choice, event = await arrived.get()
-                if isinstance(event, ApiProblem):
-                    raise event
-                if isinstance(event, Piece):
-                    choice.text += event.text
-                    choice.lines += event.tokens
-                else:
-                    choice.ended, left = event, left - 1
-                    choice.answers = event.answers if choice.answers is None else choice.answers
+        open_, ended = [*self.choices], dict[Job, Ended]()
+        while open_:
+            job, event = await self._call.out.get()
+            if isinstance(event, ApiProblem):
+                raise event
+            if isinstance(event, Piece):
+                choice = next(choice for choice in open_ if choice.jobs[0] is job)
+                choice.text += event.text
+                choice.lines += event.tokens
                 yield choice, event
-        finally:
-            for task in (*tasks, *beside.values()):
-                task.cancel()
+                continue
+            ended[job] = event
+            for choice in [each for each in open_ if ended.keys() >= {*each.jobs}]:
+                open_.remove(choice)
+                choice.ended, choice.answers = ended[choice.jobs[0]], ended[choice.jobs[-1]].answers
+                yield choice, choice.ended
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        assert choice.ended is not None, "all have ended"
-        written: dict[str, Any] = {"text": choice.text}
         if self._call.is_chat:
-            written = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        elif isinstance(self._call.body, CompletionBody) and self._call.body.return_token_ids:
-            written["token_ids"] = [line.id for line in choice.lines]
-        return {
-            "index": choice.index,
-            **written,
-            "logprobs": self._logprobs(choice.lines),
-            "finish_reason": choice.ended.reason,
-            "ci_llm": self._own(choice),
-        }
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            return self._choice(choice, {"message": message}, choice.lines)
+        ids = {"token_ids": [line.id for line in choice.lines]} if self._call.body.return_token_ids else {}
+        return self._choice(choice, {"text": choice.text, **ids}, choice.lines)
 
-    def _own(self, choice: Choice) -> dict[str, Any]:
-        assert choice.ended is not None, "it has ended"
-        own, answers = choice.ended.own, choice.answers
-        if answers is None:
-            return own
-        agreed = None if own["abstained"] else agreement(choice.text, answers)
-        return own | {"agreement": agreed, "answers": dict(zip(self._names, answers, strict=True))}
+    def _chunk(self, choice: Choice, delta: dict[str, str], lines: Sequence[TokenLine] = ()) -> str:
+        said = {"delta": delta} if self._call.is_chat else {"text": delta.get("content", "")}
+        found = self._head("chat.completion.chunk") | {"choices": [self._choice(choice, said, lines)]}
+        return _event(found | ({"usage": None} if self._call.body.include_usage else {}))
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._call.is_chat else "text_completion"
+    def _choice(self, choice: Choice, said: dict[str, Any], lines: Sequence[TokenLine]) -> dict[str, Any]:
+        """A choice with what is said of it; once it has ended, why, and the field `ci_llm`."""
+        found = {"index": choice.index, **said, "logprobs": self._logprobs(lines), "finish_reason": None}
+        if (ended := choice.ended) is None:
+            return found
+        own = dict(ended.own)
+        if choice.answers is not None:
+            own["agreement"] = None if own["abstained"] else agreement(choice.text, choice.answers)
+            own["answers"] = dict(zip(self._names, choice.answers, strict=True))
+        return found | {"finish_reason": ended.reason, "ci_llm": own}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, chat_kind: str) -> dict[str, Any]:
         call = self._call
+        kind = chat_kind if call.is_chat else "text_completion"
         return {"id": call.id, "object": kind, "created": call.created, "model": call.model}
 
-    def _chunk(
-        self,
-        index: int,
-        said: str | dict[str, str],
-        *,
-        lines: Sequence[TokenLine] = (),
-        ended: Choice | None = None,
-    ) -> str:
-        choice: dict[str, Any] = {"index": index}
-        if self._call.is_chat:
-            choice["delta"] = said if isinstance(said, dict) else {"content": said} if ended is None else {}
-        else:
-            choice["text"] = said
-        choice["logprobs"] = self._logprobs(lines) if lines else None
-        choice["finish_reason"] = ended.ended.reason if ended and ended.ended else None
-        if ended is not None:
-            choice["ci_llm"] = self._own(ended)
-        usage = {"usage": None} if self._call.include_usage else {}
-        return _event(self._head(self._chunk_kind) | {"choices": [choice]} | usage)
-
     def _logprobs(self, lines: Sequence[TokenLine]) -> dict[str, Any] | None:
-        if self._call.logprobs is None:
+        if self._call.body.top is None or not lines:
             return None
         if self._call.is_chat:
             content = [
@@ -188,14 +136,12 @@ class Answer:
             ]
             return {"content": content, "refusal": None}
         texts = [self._decoded(line.id) for line in lines]
+        tops = [{self._decoded(token): max(log, _LOWEST) for token, log in line.top} for line in lines]
         return {
             "tokens": texts,
             "token_logprobs": [None if line.logprob is None else max(line.logprob, _LOWEST) for line in lines],
-            "top_logprobs": [
-                {self._decoded(t): max(p, _LOWEST) for t, p in line.top} if line.logprob is not None else None
-                for line in lines
-            ],
-            "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+            "top_logprobs": [None if line.logprob is None else top for line, top in zip(lines, tops, strict=True)],
+            "text_offset": [0, *accumulate(map(len, texts))][:-1],
         }
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:

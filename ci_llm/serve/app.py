@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,8 +21,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ci_llm.serve.answers import Answer
-from ci_llm.serve.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, checked, parsed
-from ci_llm.serve.call import Served, call_of, chat_ids, text_ids
+from ci_llm.serve.body import AnyBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, checked, parsed
+from ci_llm.serve.call import Served, call_of, chat_ids, text_ids, unknown_model
 from ci_llm.serve.jobs import Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
 from ci_llm.serve.problem import ApiProblem, bad
@@ -29,8 +30,10 @@ from ci_llm.serve.problem import ApiProblem, bad
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Handle = Callable[[Request], Awaitable[Response]]
 LARGEST_BODY: Final = 8 << 20
 _ENDLESS: Final = 8  # times the largest body
+_OWN_PAGES: Final = ("same-origin", "none")
 _GONE: Final = 499  # nobody reads it
 #: Seconds for a step that is under way when all answers are written or given up.
 _LEAVE_S: Final = 5.0
@@ -83,17 +86,19 @@ class Service:
         self._key, self.drain_s, self._born = key, drain_s, int(time.time())
         # One thread, for the event loop has to go on, and a chat template has a state while it is rendered.
         self._reader = ThreadPoolExecutor(1, "ci_llm reader")
+        guarded: dict[tuple[str, str], Handle] = {
+            ("POST", "/v1/chat/completions"): partial(self._answer, ChatBody),
+            ("POST", "/v1/completions"): partial(self._answer, CompletionBody),
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/v1/models/{name:path}"): self._model,
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
+        }
+        free = {"/healthz": self._health, "/metrics": self._prometheus, "/": self._page}
         self.app = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
-                Route("/v1/models", self._guarded(self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
-                Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
-                Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
-                Route("/healthz", self._health, methods=["GET"]),
-                Route("/metrics", self._prometheus, methods=["GET"]),
-                Route("/", self._page, methods=["GET"]),
+                *(Route(path, self._guarded(handle), methods=[method]) for (method, path), handle in guarded.items()),
+                *(Route(path, handle, methods=["GET"]) for path, handle in free.items()),
             ],
             exception_handlers={HTTPException: _no_such, Exception: _broken},
             lifespan=self._lifespan,
@@ -111,62 +116,64 @@ class Service:
         await asyncio.to_thread(self._writer.stop, _LEAVE_S)
         self._reader.shutdown()
 
-    def _guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, handle: Handle) -> Handle:
         """Ask for the key first, make problems answers, and leave a line in the log."""
 
         async def handler(request: Request) -> Response:
-            began = time.monotonic()
+            request.state.began, request.state.word = time.monotonic(), "-"
             try:
                 self._authorize(request)
                 response = await handle(request)
             except ApiProblem as problem:
                 self._metrics.refused(problem.status)
-                response = problem.response()
-                logger.info("%s %s %d %s", request.method, request.url.path, problem.status, problem.error["code"])
-                return response
+                response, request.state.word = problem.response(), problem.error["code"]
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
-            if not isinstance(response, StreamingResponse) and request.method == "POST":
-                _log(request, response.status_code, began)
+            if not isinstance(response, Events) and (request.method == "POST" or response.status_code >= 400):
+                _log(request, response.status_code)
             return response
 
         return handler
 
     def _authorize(self, request: Request) -> None:
+        """Ask for the key. Where there is none, anybody may ask, but for the pages of other sites.
+
+        A browser lets every page that is open in it post to this machine. What it says of the page's origin is checked
+        as by `CrossOriginProtection` of Go's net/http; other clients say nothing of the kind.
+        """
+        headers = request.headers
         if self._key is None:
+            origin, host = headers.get("origin"), headers.get("host", "")
+            is_same = origin is None or origin.partition("://")[2] == host
+            site = headers.get("sec-fetch-site", "none" if is_same else "cross-site")
+            if request.method == "POST" and site not in _OWN_PAGES:
+                raise ApiProblem(403, "pages of other sites may ask only with an API key", code="cross_origin")
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode("latin-1"), self._key.encode()):  # as starlette decodes headers
             what = "Incorrect API key provided" if given else "You did not provide an API key (Authorization: Bearer)"
             raise ApiProblem(401, what, code="invalid_api_key")
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody)
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody)
-
-    async def _answer(self, request: Request, kind: type[ChatBody] | type[CompletionBody]) -> Response:
+    async def _answer(self, kind: type[AnyBody], request: Request) -> Response:
         body = checked(kind, await _json(request))
         call = await self._read(call_of, body, self._served)
-        began, groups = time.monotonic(), jobs_of(call)
+        groups = jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]
-        answer = Answer(call, groups, self._served.prompter.tokenizer, self._served.names)
+        answer = Answer(call, groups, self._served)
         self._writer.submit(jobs)
-        request.state.asked = call.model
+        request.state.answer, request.state.word = answer, call.model
+        if body.stream:
 
-        def end() -> None:
-            self._writer.cancel(jobs)
-            _log(request, 200 if answer.is_whole else _GONE, began, answer)
+            def end() -> None:
+                self._writer.cancel(jobs)
+                _log(request, 200 if answer.is_whole else _GONE)
 
-        if call.body.stream:
             return Events(answer.stream(), end)
         whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 raise ClientDisconnect
-            request.state.usage = answer.usage
             return JSONResponse(whole.result())
         finally:
             self._writer.cancel(jobs)
@@ -183,7 +190,7 @@ class Service:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._served.models:
-            raise ApiProblem(404, f"The model `{name}` does not exist", "model", "model_not_found")
+            raise unknown_model(name)
         return JSONResponse(self._entry(name))
 
     def _entry(self, name: str) -> dict[str, Any]:
@@ -251,24 +258,25 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _log(request: Request, status: int, began: float, answer: Answer | None = None) -> None:
-    """One line about a request, without any of its content."""
-    usage = answer.usage if answer else getattr(request.state, "usage", None)
+def _log(request: Request, status: int) -> None:
+    """One line about a request, without any of its content: its model, or the code of its error."""
+    state = request.state
+    usage = state.answer.usage if "answer" in state else None
     told = f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens" if usage else ""
-    model = getattr(request.state, "asked", "-")
-    seconds = time.monotonic() - began
-    logger.info("%s %s %d %s%s %.3f s", request.method, request.url.path, status, model, told, seconds)
+    seconds = time.monotonic() - state.began
+    logger.info("%s %s %d %s%s %.3f s", request.method, request.url.path, status, state.word, told, seconds)
 
 
 async def _no_such(request: Request, error: Exception) -> Response:
+    """A path or a method that there is not, by starlette's routes."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        what = f"Unknown request URL: {request.method} {request.url.path}"
-        return ApiProblem(404, what, code="unknown_url").response()
-    if error.status_code == 405:
-        what = f"{request.url.path} does not take {request.method}"
-        return ApiProblem(405, what, code="method_not_allowed").response()
-    return ApiProblem(error.status_code, str(error.detail)).response()
+    path, method = request.url.path, request.method
+    known = {
+        404: (f"Unknown request URL: {method} {path}", "unknown_url"),
+        405: (f"{path} does not take {method}", "method_not_allowed"),
+    }
+    what, code = known.get(error.status_code, (str(error.detail), None))
+    return ApiProblem(error.status_code, what, code=code).response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -6,24 +6,25 @@ answer are accepted, because clients send them unasked.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import from_json
 
 from ci_llm.serve.problem import ApiProblem, bad
 
 #: Accepted, and without effect on an answer.
 HARMLESS: Final = {
-    *(
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-    ),
-    *("safety_identifier", "service_tier", "store", "user", "verbosity"),
+    *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "store", "user"),
+    *("reasoning_effort", "safety_identifier", "service_tier", "verbosity"),
 }
 #: Would change an answer in a way that is not built: only the values that leave it as it is are taken.
 REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -59,6 +60,11 @@ T = TypeVar("T", bound=BaseModel)
 
 def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
+
+
+def _zero_if_tiny(temperature: float) -> float:
+    """Logits divided by less than this may overflow in fp32; vLLM takes the most probable token too."""
+    return temperature if temperature >= 1e-5 else 0.0
 
 
 def _text_of(content: Any) -> Any:
@@ -130,21 +136,20 @@ class Body(_Strict):
 
     model: str
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS), BeforeValidator(_as_list)]
-        | None
-    ) = None
-    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None  # of vLLM, as top_k and min_p
-    ignore_eos: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_zero_if_tiny)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] = 0  # of vLLM, as min_p; 0 and -1 are all of them
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS), BeforeValidator(_as_list)
+    ] = []
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] = []
+    ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
-    stream: bool | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    ci_llm: Own | None = None
+    ci_llm: Own = Own()
 
     @model_validator(mode="after")
     def _stream_options_belong_to_a_stream(self) -> Body:
@@ -152,14 +157,20 @@ class Body(_Strict):
             raise bad("stream_options", "only allowed with stream: true")
         return self
 
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: ClassVar[bool] = False
+    return_token_ids: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _fits(self) -> ChatBody:
@@ -171,14 +182,24 @@ class ChatBody(Body):
             raise bad("max_tokens", "expected at least 1")
         return self
 
+    @property
+    def top(self) -> int | None:
+        """How many of the most probable tokens come with each token; None: no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wanted(self) -> int | None:
+        """New tokens; None: it does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
 
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
     prompt: Annotated[list[str] | list[list[Id]], Field(min_length=1), BeforeValidator(_prompts)]
-    echo: bool | None = None
+    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None  # of vLLM
+    return_token_ids: bool = False  # of vLLM
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionBody:
@@ -187,6 +208,19 @@ class CompletionBody(Body):
         if self.max_tokens == 0 and not self.echo:
             raise bad("max_tokens", "expected at least 1; 0 with echo: true")
         return self
+
+    @property
+    def top(self) -> int | None:
+        """As in `ChatBody`."""
+        return self.logprobs
+
+    @property
+    def wanted(self) -> int | None:
+        """As in `ChatBody`."""
+        return self.max_tokens
+
+
+AnyBody = ChatBody | CompletionBody
 
 
 class TokenizeBody(_Strict):
@@ -217,16 +251,16 @@ def parsed(raw: bytes) -> dict[str, Any]:
         ApiProblem: there is none.
     """
     try:
-        found = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiProblem(400, f"the body of the request is no JSON: {error}") from error
+        found = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiProblem(400, f"the body of the request is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise bad(None, "the body of the request is no JSON object", "invalid_type")
+        raise bad(None, "the body of the request is not a JSON object", "invalid_type")
     return found
 
 
 def checked(kind: type[T], given: dict[str, Any]) -> T:
-    """The fields of a body, each with a value in its range.
+    """The fields of a body, each with a value in its range; null is what a field that is not there means.
 
     Raises:
         ApiProblem: of the first field that is wrong.
@@ -235,14 +269,11 @@ def checked(kind: type[T], given: dict[str, Any]) -> T:
         value = given.get(name)
         if value is not None and not any(value == each and type(value) is not bool for each in nothing):
             raise bad(name, "this server does not support it", "unsupported_parameter")
+    without = HARMLESS | REFUSED.keys() | {name for name in kind.model_fields if given.get(name) is None}
     try:
-        return kind.model_validate({name: x for name, x in given.items() if name not in HARMLESS | REFUSED.keys()})
+        return kind.model_validate({name: value for name, value in given.items() if name not in without})
     except ValidationError as error:
         raise _problem(error) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _problem(error: ValidationError) -> ApiProblem:

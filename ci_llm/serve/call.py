@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
 from ci_llm.lora.layer import NOBODY
-from ci_llm.serve.body import ChatBody, CompletionBody, Message, Own
+from ci_llm.serve.body import AnyBody, ChatBody, CompletionBody, Message, Own
 from ci_llm.serve.problem import ApiProblem, bad
 
 #: Tokens of a completion that says no length, as at OpenAI; a chat goes on to the end of the context.
@@ -67,52 +68,26 @@ class Call:
         who: the agent that is asked; None: the crowd, `NOBODY`: the base alone.
         prompts: token ids of each.
         own: what is asked of the crowd.
+        id: of the answer.
+        out: what its texts tell, each event with the job that writes the text; on the event loop.
     """
 
-    body: ChatBody | CompletionBody
+    body: AnyBody
     who: int | None
     prompts: Sequence[Sequence[int]]
     decoding: Decoding
     own: Own
+    id: str
+    out: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     created: int = field(default_factory=lambda: int(time.time()))
-    _number: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
 
     @property
-    def id(self) -> str:
-        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self._number}"
-
-    @property
     def model(self) -> str:
         return self.body.model
-
-    @property
-    def each(self) -> int:
-        """Texts for each prompt."""
-        return self.body.n or 1
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return tuple(self.body.stop or ())
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.body.stream_options and self.body.stream_options.include_usage)
-
-    @property
-    def logprobs(self) -> int | None:
-        """How many of the most probable tokens come with each token; None: no log-probabilities at all."""
-        if isinstance(self.body, CompletionBody):
-            return self.body.logprobs
-        return (self.body.top_logprobs or 0) if self.body.logprobs else None
-
-    @property
-    def echo(self) -> bool:
-        """Whether the prompt comes back before the answer, with its own log-probabilities."""
-        return isinstance(self.body, CompletionBody) and bool(self.body.echo)
 
     @property
     def only_echo(self) -> bool:
@@ -129,26 +104,36 @@ class Call:
         return self.votes or self.own.minimum_confidence is not None or self.own.agents_per_prompt is not None
 
 
-def call_of(body: ChatBody | CompletionBody, served: Served) -> Call:
+def call_of(body: AnyBody, served: Served) -> Call:
     """Read a request.
 
     Raises:
         ApiProblem: it cannot be answered.
     """
     if body.model not in served.models:
-        raise ApiProblem(404, f"The model `{body.model}` does not exist", "model", "model_not_found")
+        raise unknown_model(body.model)
     who, own = served.models[body.model], _own(body, served)
     prompts = [chat_ids(body.messages, served)] if isinstance(body, ChatBody) else _prompts(body, served)
-    if (body.n or 1) * len(prompts) > served.choices:
+    if (body.n + own.include_agents) * len(prompts) > served.choices:
         raise bad("n", f"one request may ask for at most {served.choices} answers")
     ends = frozenset() if body.ignore_eos else served.ends
     decoding = Decoding(
         max_new_tokens=_length(body, max(map(len, prompts)), served.context),
-        ends=ends | served.prompter.ends_among(body.stop or ()) | {*(body.stop_token_ids or ())},
+        ends=ends | served.prompter.ends_among(body.stop) | {*body.stop_token_ids},
         aggregator=own.aggregator or served.aggregators[0],
-        **_drawing(body),
+        do_sample=body.temperature > 0,  # without a temperature the most probable token, as `ci-llm generate`
+        temperature=body.temperature or 1.0,
+        top_p=body.top_p,
+        top_k=body.top_k if body.top_k > 0 else None,
+        min_p=body.min_p,
+        seed=torch.Generator().seed() if body.seed is None else body.seed,
     )
-    return Call(body, who, prompts, decoding, own)
+    kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+    return Call(body, who, prompts, decoding, own, f"{kind}-{uuid.uuid4().hex}")
+
+
+def unknown_model(name: str) -> ApiProblem:
+    return ApiProblem(404, f"The model `{name}` does not exist", "model", "model_not_found")
 
 
 def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
@@ -176,39 +161,23 @@ def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
     return prompts
 
 
-def _length(body: ChatBody | CompletionBody, longest: int, context: int) -> int:
+def _length(body: AnyBody, longest: int, context: int) -> int:
     """At most so many new tokens; a chat that says nothing goes on to the end of the context."""
-    is_chat = isinstance(body, ChatBody)
-    wanted = body.max_completion_tokens if isinstance(body, ChatBody) else None
-    wanted = body.max_tokens if wanted is None else wanted
-    if longest + (1 if wanted is None else wanted) > context:
+    is_chat, left = isinstance(body, ChatBody), context - longest
+    if (1 if body.wanted is None else body.wanted) > left:
         what = (
             f"This model's maximum context length is {context} tokens. However, you requested {longest} in the prompt"
+            f" and {body.wanted or 1} in the answer."
         )
-        what += f" and {wanted or 1} in the answer."
         raise ApiProblem(400, what, "messages" if is_chat else "prompt", "context_length_exceeded")
-    if wanted is None:
-        return context - longest if is_chat else min(COMPLETION_TOKENS, context - longest)
-    return max(1, wanted)
+    if body.wanted is None:
+        return left if is_chat else min(COMPLETION_TOKENS, left)
+    return max(1, body.wanted)
 
 
-def _drawing(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """How tokens are drawn; without a temperature the most probable one is taken, as by `ci-llm generate`."""
-    if not body.temperature:
-        return {}
-    return {
-        "do_sample": True,
-        "temperature": float(body.temperature),
-        "top_p": float(1.0 if body.top_p is None else body.top_p),
-        "top_k": body.top_k if (body.top_k or 0) > 0 else None,  # 0 and -1 are vLLM's words for all of them
-        "min_p": float(body.min_p or 0.0),
-        "seed": torch.Generator().seed() if body.seed is None else body.seed,
-    }
-
-
-def _own(body: ChatBody | CompletionBody, served: Served) -> Own:
+def _own(body: AnyBody, served: Served) -> Own:
     """What is asked of the crowd: what the request says, else what the server was started with."""
-    said = body.ci_llm or Own()
+    said = body.ci_llm
     if served.models[body.model] is not None:
         if said != Own():
             raise bad("ci_llm", f"only {served.crowd} takes it: {body.model} answers alone")

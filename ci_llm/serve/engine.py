@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from ci_llm.crowd.decoder import Decoder, Request, Token
+from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.serve.jobs import Ended, Event, Job
 from ci_llm.serve.metrics import Metrics
@@ -63,7 +63,7 @@ class Engine(threading.Thread):
         """
         with self._changed:
             if not self.is_ready:
-                raise ApiProblem(503, "the server is shutting down", code="shutting_down", retry_after=5)
+                raise _leaving()
             waiting, slots = len(self._waiting), self._decoder.slots
             if waiting + len(jobs) > self._most_waiting + max(0, slots - len(self._open)):
                 wait = min(_LONGEST_WAIT_S, math.ceil(self._seconds * (1 + waiting / slots)))
@@ -89,21 +89,33 @@ class Engine(threading.Thread):
         self.join(bound_s)
 
     def run(self) -> None:
-        """Take steps until `stop`."""
+        """Take steps until `stop`. Whatever ends this thread, no client waits for ever."""
         torch.set_grad_enabled(False)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._open or self._stopping)
-                if self._stopping and not (self._waiting or self._open):
-                    break
-            if self._abandons:
-                self._fail([*self._open, *self._waiting], ApiProblem(503, "the server is shutting down"))
-            self._forget_cancelled()
-            self._begin_jobs()
-            self._admit()
-            self._step()
-            self._metrics.load(len(self._decoder.open), len(self._waiting), self._decoder.slots)
-            self._send()
+        try:
+            while self._has_work():
+                for job in [job for job in self._all if job.cancelled]:
+                    self._drop(job, "abort")
+                self._begin_jobs()
+                self._admit()
+                self._step()
+                self._metrics.load(len(self._decoder.open), len(self._waiting), self._decoder.slots)
+                self._send()
+        except Exception:
+            logger.exception("the engine has failed")
+        self._stopping = True
+        self._fail(self._all, _leaving())
+        self._send()
+
+    def _has_work(self) -> bool:
+        """Wait for work; False: there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._open or self._stopping)
+            return not self._abandons and bool(self._waiting or self._open)
+
+    @property
+    def _all(self) -> list[Job]:
+        with self._changed:
+            return [*self._open, *self._waiting]
 
     def _begin_jobs(self) -> None:
         """Take jobs out of the queue, those that came first, as long as there are slots for them."""
@@ -122,7 +134,7 @@ class Engine(threading.Thread):
             self._pending.extend(requests)
             if not requests:  # only its prompt was read
                 self._end(job, Ended("length", 0))
-            if job.call.echo:
+            if job.call.body.echo:
                 return  # reading a prompt took a pass of its own: a step for the others comes first
 
     def _admit(self) -> None:
@@ -136,22 +148,21 @@ class Engine(threading.Thread):
 
     def _step(self) -> None:
         try:
-            tokens = self._decoder.step()
+            moved = self._decoder.step()
         except Exception as error:  # memory above all: no text has moved, and the step is taken again without the last
             logger.exception("a step failed")
             self._fail([self._decoder.open[-1].tag] if self._decoder.open else [], _failure(error))
             return
         now = time.monotonic()
-        for token in tokens:
-            job = token.request.tag
-            if token.request in job.open:  # it may have failed by another of its texts
+        for request in moved:
+            job = request.tag
+            if request in job.open:  # it may have failed by another of its texts
                 job.first, job.last = job.first or now, now
-                self._take(job, token)
+                self._take(job, request)
 
-    def _take(self, job: Job, token: Token) -> None:
-        request = token.request
+    def _take(self, job: Job, request: Request) -> None:
         try:
-            if job.take(token, self._crowd):
+            if job.take(request):
                 self._decoder.release(request)
                 job.open.discard(request)
                 self._metrics.prefix(job.call.model, len(request.prompt), request.reused)
@@ -179,30 +190,22 @@ class Engine(threading.Thread):
             self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
             self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
 
-    def _forget_cancelled(self) -> None:
-        gone = [job for job in [*self._open, *self._waiting] if job.cancelled]
-        self._drop(gone)
-        for job in gone:
-            self._metrics.ended(job.call.model, "abort")
-
     def _fail(self, jobs: Iterable[Job], problem: ApiProblem) -> None:
-        listed = [*jobs]
-        self._drop(listed)
-        for job in listed:
+        for job in [*jobs]:
+            self._drop(job, "error")
             job.tell(problem)
-            self._metrics.ended(job.call.model, "error")
 
-    def _drop(self, jobs: Iterable[Job]) -> None:
-        """Free what these jobs hold, wherever they are."""
-        for job in jobs:
-            for request in job.open:
-                self._decoder.release(request)
-                with suppress(ValueError):  # it has a slot already
-                    self._pending.remove(request)
-            job.open.clear()
-            with self._changed, suppress(ValueError):  # it has left the queue
-                self._waiting.remove(job)
-            self._open.pop(job, None)
+    def _drop(self, job: Job, reason: str) -> None:
+        """Free what a job holds, wherever it is."""
+        for request in job.open:
+            self._decoder.release(request)
+            with suppress(ValueError):  # it has a slot already
+                self._pending.remove(request)
+        job.open.clear()
+        with self._changed, suppress(ValueError):  # it has left the queue
+            self._waiting.remove(job)
+        self._open.pop(job, None)
+        self._metrics.ended(job.call.model, reason)
 
     def _send(self) -> None:
         """Hand the events of a step to the event loop, in one call."""
@@ -215,7 +218,11 @@ class Engine(threading.Thread):
 
 def _deliver(events: Sequence[tuple[Job, Event]]) -> None:
     for job, event in events:
-        job.out.put_nowait(event)
+        job.call.out.put_nowait((job, event))
+
+
+def _leaving() -> ApiProblem:
+    return ApiProblem(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def _failure(error: Exception) -> ApiProblem:

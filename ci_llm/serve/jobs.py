@@ -7,7 +7,6 @@ Legend: K agents.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -16,17 +15,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ci_llm.crowd.aggregators import aggregate, find_vote
-from ci_llm.crowd.answers import TokenUncertainty, of_text, signals
-from ci_llm.crowd.choosing import generate_key, vote_key
-from ci_llm.crowd.decoder import Request, Token
-from ci_llm.crowd.decoding import Generated
-from ci_llm.crowd.generation import Continuation, TextSoFar, cut, elect, final_answers
+from ci_llm.crowd.aggregators import aggregate
+from ci_llm.crowd.answers import Logistic, TokenUncertainty, of_text, signals
+from ci_llm.crowd.choosing import generate_key
+from ci_llm.crowd.decoder import Request
+from ci_llm.crowd.generation import Continuation, TextSoFar, Wanted, cut, elect, final_answers, requests_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
-from ci_llm.errors import ModelError
 from ci_llm.serve.call import Call
 from ci_llm.serve.problem import ApiProblem
 
@@ -76,7 +73,6 @@ class Job:
 
     Attributes:
         number: of the text in its request; it keys the generator of a sample.
-        out: where its events go, on the event loop.
         outbox: of the engine, which empties it once in a step.
         cancelled: nobody waits for it any more.
         open: what is asked for and has not ended.
@@ -86,7 +82,6 @@ class Job:
     call: Call
     prompt: Sequence[int]
     number: int
-    out: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     outbox: list[tuple[Job, Event]] = field(default_factory=list)
     cancelled: bool = False
     open: set[Request] = field(default_factory=set)
@@ -105,8 +100,8 @@ class Job:
         """What is asked of the decoder next; nothing: the job has ended."""
         raise NotImplementedError
 
-    def take(self, token: Token, crowd: CrowdModel) -> bool:
-        """Take the next token of a request of this job; True if that request has ended.
+    def take(self, request: Request) -> bool:
+        """A request of this job has its next token; True if it has ended.
 
         Raises:
             Exception: the job fails.
@@ -143,8 +138,8 @@ class TextJob(Job):
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call = self.call
-        if call.echo:
-            lines = [] if call.logprobs is None else prompt_lines(crowd, call, self.prompt)
+        if call.body.echo and not self.escalated:
+            lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
             self.tell(Piece(str(_prompter(crowd).tokenizer.decode(list(self.prompt))), lines))
         if call.only_echo:
             return []
@@ -152,32 +147,32 @@ class TextJob(Job):
         if self._asks_one_first:
             assert crowd.calibration is not None, "the request was read so"
             who, decoding = crowd.calibration.agent, replace(decoding, aggregator="probability")
-        self.text = TextSoFar(_prompter(crowd).tokenizer, call.stop, self.pieces.append)
+        self.text = TextSoFar(_prompter(crowd).tokenizer, call.body.stop, self.pieces.append)
         self.agents += len(crowd.names) if who is None else int(who >= 0)
         self.request = Request(
             self.prompt,
             decoding,
             who,
             key=generate_key(self.number),
-            uncertainty=call.own.include_agents or _is_calibrated(crowd, call),
-            top=call.logprobs or 0,
+            uncertainty=call.own.include_agents or _right_of(crowd, call) is not None,
+            top=call.body.top or 0,
             tag=self,
         )
         return [self.request]
 
-    def take(self, token: Token, crowd: CrowdModel) -> bool:
-        request, chosen = token.request, token.chosen
-        if chosen is None:
-            raise token.error or ModelError("no token was chosen")
+    def take(self, request: Request) -> bool:
+        if request.error is not None:
+            raise request.error
         assert self.text is not None, "it was asked for"
+        chosen = request.chosen[-1]
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
+        shows = self.call.body.stream and not self.call.decides_at_the_end
         written = request.tokens[:-1] if request.finish == "stop" else request.tokens
-        self.stopped = request.finish != "stop" and self.text.update(written)
+        self.stopped = request.finish != "stop" and bool(shows or self.call.body.stop) and self.text.update(written)
         if self.stopped or request.finish is not None:
-            if not self.stopped:
-                self.text.finish(written)
+            self.text.finish(written)
             return True
-        if self.call.body.stream and self.pieces and not self.call.decides_at_the_end:
+        if shows and self.pieces:
             self._show()
         return False
 
@@ -185,7 +180,8 @@ class TextJob(Job):
         assert self.request is not None, "it was asked for"
         own, chosen = self.call.own, self.request.chosen
         sure = [each.uncertainty for each in chosen if each.uncertainty is not None]
-        right = _probability_right(crowd, self.call, sure, alone=self._asks_one_first)
+        judge = _right_of(crowd, self.call, alone=self._asks_one_first)
+        right = None if judge is None else judge(signals(sure))
         if self._asks_one_first:
             assert crowd.calibration is not None, "the request was read so"
             if (right or 0) < crowd.calibration.escalates_below(own.agents_per_prompt or 1):
@@ -193,14 +189,15 @@ class TextJob(Job):
                 self.lines.clear()
                 self.pieces.clear()
                 return None
-        log_probability = sum(each.log_probability for each in chosen)
-        about = _about(log_probability, sure, right, self.agents, own.minimum_confidence)
-        if about["abstained"]:
+        confidence = math.exp(sum(each.log_probability for each in chosen))
+        said = about(confidence, self.agents, right=right, minimum=own.minimum_confidence, sure=sure)
+        if said["abstained"]:
             self.pieces.clear()
+            self.lines.clear()
         if self.pieces or self.lines:
             self._show()
         reason = "stop" if self.stopped or self.request.finish == "stop" else "length"
-        return Ended(reason, len(chosen), about)
+        return Ended(reason, len(chosen), said)
 
     def _show(self) -> None:
         self.tell(Piece("".join(self.pieces), tuple(self.lines)))
@@ -214,72 +211,59 @@ class AgentsJob(Job):
 
     Attributes:
         texts: what is asked of the agents, agent by agent.
+        stops: of each text, whether a stop string is in it.
     """
 
     texts: list[Request] = field(default_factory=list)
-
-    @property
-    def _samples(self) -> int:
-        vote = find_vote(self.call.decoding.aggregator)
-        return (vote.samples or 0) if vote and self.call.votes else 0
+    stops: dict[Request, TextSoFar] = field(default_factory=dict)
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
-        agents, decoding = range(crowd.num_agents), replace(self.call.decoding, aggregator="probability")
-        greedy = replace(decoding, do_sample=False)
-        if not self._samples:
-            self.texts = [Request(self.prompt, greedy, k, tag=self) for k in agents]
-            return self.texts
-        vote = find_vote(self.call.decoding.aggregator)
-        assert vote is not None, "only votes draw"
-        drawn = replace(decoding, do_sample=True, temperature=vote.temperature)
-        keys = [(k, vote_key(self.number, k * self._samples + n)) for k in agents for n in range(self._samples)]
-        self.texts = [Request(self.prompt, drawn, k, key=key, tag=self) for k, key in keys]
+        call, tokenizer = self.call, _prompter(crowd).tokenizer
+        requests = requests_of(crowd, self.number, self.prompt, Wanted(call.decoding, include_agents=not call.votes))
+        self.texts = requests if call.votes else requests[1:]  # the crowd's own is another job's
+        for request in self.texts:
+            request.tag = self
+        if call.body.stop:
+            self.stops = {request: TextSoFar(tokenizer, call.body.stop) for request in self.texts}
         return self.texts
 
-    def take(self, token: Token, crowd: CrowdModel) -> bool:
+    def take(self, request: Request) -> bool:
         # An agent that fails, for want of finite numbers, has said what it has said.
-        return token.request.finish is not None or self._stopped(token.request.tokens, crowd)
+        return request.finish is not None or (request in self.stops and self.stops[request].update(request.tokens))
 
     def close(self, crowd: CrowdModel) -> Ended | None:
-        texts = [request.tokens for request in self.texts]
+        call, texts = self.call, [request.tokens for request in self.texts]
         answers = self._worded(texts, crowd)
-        if not self.call.votes:
+        if not call.votes:
             return Ended("stop", sum(map(len, texts)), answers=answers)
-        call, decoding = self.call, self.call.decoding
-        generated = Generated([], [], [], [], [[text] for text in texts])
-
-        def read(texts: Sequence[Sequence[int]]) -> list[str]:
-            return final_answers(self._worded(texts, crowd))
-
-        found = elect(crowd, [self.prompt], generated, decoding, read)
-        [ids], [sure] = found.crowd, found.tokens
-        right, logs = _probability_right(crowd, call, sure), [math.log(max(one.probability, _LEAST)) for one in sure]
-        about = _about(sum(logs), sure, right, len(crowd.names), call.own.minimum_confidence)
-        if not about["abstained"]:
-            winner = next(text for text in texts if [one for one in text if one not in decoding.ends] == ids)
+        how, names = call.decoding, crowd.names
+        winner, sure = elect(
+            crowd, self.prompt, texts, how.aggregator, lambda texts: final_answers(self._worded(texts, crowd))
+        )
+        logs, minimum = [math.log(max(one.probability, _LEAST)) for one in sure], call.own.minimum_confidence
+        judge = _right_of(crowd, call)
+        right = None if judge is None else judge(signals(sure))
+        said = about(math.exp(sum(logs)), len(names), right=right, minimum=minimum, sure=sure)
+        at = next(n for n, text in enumerate(texts) if text is winner)
+        if not said["abstained"]:
             lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
-            self.tell(Piece(self._worded([ids], crowd)[0], lines))
-        complete = len(sure) > len(ids) or self._stopped(ids, crowd)
-        shown = answers if call.own.include_agents and not self._samples else None
-        return Ended("stop" if complete else "length", len(sure), about, shown)
-
-    def _stopped(self, ids: Sequence[int], crowd: CrowdModel) -> bool:
-        stop = self.call.stop
-        return bool(stop) and TextSoFar(_prompter(crowd).tokenizer, stop).update(ids)
+            self.tell(Piece(answers[at], lines))
+        reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
+        shows = call.own.include_agents and len(texts) == len(names)  # and not several of each agent
+        return Ended(reason, len(sure), said, answers if shows else None)
 
     def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
-        return [cut(_prompter(crowd).text(list(ids)), self.call.stop) for ids in texts]
+        return [cut(_prompter(crowd).text(list(ids)), self.call.body.stop) for ids in texts]
 
 
 def jobs_of(call: Call) -> list[list[Job]]:
     """The jobs of a request: for each of its answers the one that writes it, then that of the agents beside it."""
     found: list[list[Job]] = []
     beside = call.own.include_agents and call.who is None and not call.votes
+    kind, each = AgentsJob if call.votes else TextJob, call.body.n
     for at, prompt in enumerate(call.prompts):
         agents: list[Job] = [AgentsJob(call, prompt, 0, writes=False)] if beside else []
-        for number in range(at * call.each, (at + 1) * call.each):
-            own: Job = AgentsJob(call, prompt, number) if call.votes else TextJob(call, prompt, number)
-            found.append([own, *agents])
+        found += [[kind(call, prompt, number), *agents] for number in range(at * each, (at + 1) * each)]
     return found
 
 
@@ -290,7 +274,7 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
     if not rest:
         return lines
     batch = pack([Continuation.after(prompt[:1], rest)], [0])
-    reading, top = crowd.agents.reading, max(1, call.logprobs or 0)
+    reading, top = crowd.agents.reading, max(1, call.body.top or 0)
     with reading.of(reading.agent if call.who is None else call.who):
         for each, targets in targets_of(crowd, [batch]):
             mixed = aggregate(each, call.decoding.aggregator, crowd.learned) if call.who is None else each[0]
@@ -306,31 +290,31 @@ def _prompter(crowd: CrowdModel) -> Prompter:
     return crowd.prompter
 
 
-def _is_calibrated(crowd: CrowdModel, call: Call) -> bool:
-    """Whether it is known how probably the answers to this call are right."""
-    calibration = crowd.calibration
-    if calibration is None:
-        return False
-    return call.who == calibration.agent or (call.who is None and calibration.aggregator == call.decoding.aggregator)
+def _right_of(crowd: CrowdModel, call: Call, *, alone: bool = False) -> Logistic | None:
+    """What says how probably an answer is right; None: there is no calibration, or it is about other answers.
 
-
-def _probability_right(
-    crowd: CrowdModel, call: Call, sure: Sequence[TokenUncertainty], *, alone: bool = False
-) -> float | None:
-    """That an answer is right, by the calibration; None: it is about other answers than these."""
-    calibration = crowd.calibration
-    if calibration is None or not _is_calibrated(crowd, call):
+    Args:
+        alone: whether the calibrated agent has answered for the crowd.
+    """
+    found = crowd.calibration
+    if found is None or (call.who is None and found.aggregator != call.decoding.aggregator):
         return None
-    right = calibration.agent_right if alone or call.who is not None else calibration.right
-    return right(signals(sure))
+    if call.who is None:
+        return found.agent_right if alone else found.right
+    return found.agent_right if call.who == found.agent else None
 
 
-def _about(
-    log_probability: float, sure: Sequence[TokenUncertainty], right: float | None, agents: int, minimum: float | None
+def about(
+    confidence: float | None,
+    agents: int,
+    *,
+    right: float | None = None,
+    minimum: float | None = None,
+    sure: Sequence[TokenUncertainty] = (),
 ) -> dict[str, Any]:
-    """The field `ci_llm` of an answer, as docs/serving.md describes it."""
+    """The field `ci_llm` of an answer, as docs/serving.md describes it; `confidence` is that of the text."""
     return {
-        "confidence": math.exp(log_probability) if right is None else right,
+        "confidence": confidence if right is None else right,
         "calibrated": right is not None,
         "agreement": None,
         "agents": agents,

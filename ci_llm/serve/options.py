@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ci_llm.errors import BadInput
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,3 +30,10 @@ class Options:
     agents_per_prompt: float | None = None
     engine_key: str | None = None
     drain_s: int = 30
+
+    def within(self, limit: int) -> int:
+        """The context where so many tokens are read at most. Raises BadInput: more are wanted."""
+        if self.context is not None and self.context > limit:
+            where = f"--max-model-len {self.context}"
+            raise BadInput(f"the base reads {limit} tokens", where=where, hint="give at most that")
+        return self.context or limit

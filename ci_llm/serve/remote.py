@@ -24,8 +24,8 @@ from ci_llm.crowd.generation import cut, final_answers
 from ci_llm.crowd.pretrained import open_wording
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.serve.app import Service
-from ci_llm.serve.call import BASE, Call, Served
-from ci_llm.serve.jobs import Ended, Job, Piece
+from ci_llm.serve.call import BASE, Served
+from ci_llm.serve.jobs import Ended, Job, Piece, about
 from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
 from ci_llm.serve.problem import ApiProblem
@@ -50,6 +50,11 @@ class Text:
     is_complete: bool
     log_probability: float
 
+    def told(self, confidence: float | None, agents: int, answers: Sequence[str] | None = None) -> tuple[Piece, Ended]:
+        """As the answer of so many agents."""
+        reason = "stop" if self.is_complete else "length"
+        return Piece(self.text), Ended(reason, len(self.ids), about(confidence, agents), answers)
+
 
 def of_engine(run: str, url: str, options: Options) -> Service:
     """A service by agents that the server at `url` holds. It is asked at once whether it has them, and can score texts.
@@ -57,77 +62,116 @@ def of_engine(run: str, url: str, options: Options) -> Service:
     Raises:
         BadInput: it has not, or cannot. CiLlmError: it does not answer.
     """
-    prompter, names = open_wording(run)
-    metrics = Metrics(options.name)
-    base, limit = asyncio.run(_asked(url.rstrip("/"), names, options.engine_key, prompter.ids("2 + 2?")))
-    if options.context is not None and options.context > limit:
-        hint = "give at most that"
-        raise BadInput(f"the engine reads {limit} tokens", where=f"--max-model-len {options.context}", hint=hint)
+    (prompter, names), url = open_wording(run), url.rstrip("/")
+    base, limit = asyncio.run(_asked(Engine(url, options.engine_key, _STARTS), names, prompter.ids("2 + 2?")))
     served = Served(
         prompter=prompter,
         names=names,
         crowd=options.name,
-        context=options.context or limit,
+        context=options.within(limit),
         vocabulary=len(prompter.tokenizer),
         ends=prompter.ends,
         choices=options.slots + options.queue,
         aggregators=VOTES,
         has_base=base is not None,
     )
-    writer = RemoteAgents(url.rstrip("/"), served, base, options, metrics)
+    metrics = Metrics(options.name)
+    writer = RemoteAgents(Engine(url, options.engine_key, _PATIENCE), served, base, options.slots, metrics)
     return Service(served, writer, metrics, options.key, options.drain_s)
 
 
-async def _asked(url: str, names: Sequence[str], key: str | None, prompt: Sequence[int]) -> tuple[str | None, int]:
-    """The name of the base there, and how many tokens all models read."""
-    async with aiohttp.ClientSession(headers=_headers(key), timeout=_STARTS) as session:
+class Engine:
+    """The server that holds the agents, by its API."""
+
+    def __init__(self, url: str, key: str | None, timeout: aiohttp.ClientTimeout) -> None:
+        self.url, self._timeout = url, timeout
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> None:
+        """Called on the event loop."""
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
+
+    @property
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def ask(self, path: str, body: Any = None) -> list[dict[str, Any]]:
+        """The models, or the choices of a completion in order.
+
+        Raises:
+            ApiProblem: the engine refuses, or does not answer as OpenAI's API does.
+        """
+        assert self._session is not None, "it is open"
         try:
-            listed = (await _reply(session.get(f"{url}/v1/models")))["data"]
-            limits = {str(model["id"]): model.get("max_model_len") for model in listed}
-            if missing := [name for name in names if name not in limits]:
-                hint = "vllm serve BASE --enable-lora --lora-modules agent0=... : ci-llm export prints the line"
-                raise BadInput(f"the engine has no model {', '.join(missing)}", where=f"--engine {url}", hint=hint)
-            body = {"model": names[0], "prompt": [prompt], "max_tokens": 1, "echo": True, "logprobs": 1}
-            [choice] = (await _reply(session.post(f"{url}/v1/completions", json=body)))["choices"]
-            _given(choice, 0, len(prompt))
-        except ApiProblem as problem:
-            what = f"the engine cannot serve a crowd: {problem}"
-            hint = "it must give log-probabilities of a prompt, as vLLM does; its key is in CI_LLM_ENGINE_API_KEY"
-            raise BadInput(what, where=f"--engine {url}", hint=hint) from problem
+            method, url = "GET" if body is None else "POST", f"{self.url}/v1/{path}"
+            async with self._session.request(method, url, json=body) as answer:
+                if answer.status == 200 and body is None:
+                    return list((await answer.json())["data"])
+                if answer.status == 200:
+                    return sorted((await answer.json())["choices"], key=lambda choice: int(choice["index"]))
+                said = f"the engine answered {answer.status}: {(await answer.text())[:300]}"
         except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            what = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
-            raise CiLlmError(what, where=f"--engine {url}", hint="start it first, and give its address") from error
-    own = [int(limit) for name, limit in limits.items() if name in names and limit]
+            said = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
+            raise ApiProblem(502, said, code="engine_error") from error
+        if answer.status == 429:
+            raise ApiProblem(429, said, code="rate_limit_exceeded", retry_after=1)
+        raise ApiProblem(502, said, code="engine_error")
+
+
+async def _asked(engine: Engine, names: Sequence[str], prompt: Sequence[int]) -> tuple[str | None, int]:
+    """The name of the base there, and how many tokens all models read."""
+    where = f"--engine {engine.url}"
+    engine.open()
+    try:
+        limits = {str(model["id"]): model.get("max_model_len") for model in await engine.ask("models")}
+    except (ApiProblem, KeyError, TypeError) as problem:
+        hint = "start it first, and give its address; its key is in CI_LLM_ENGINE_API_KEY"
+        raise CiLlmError(f"the engine does not list its models: {problem}", where=where, hint=hint) from problem
+    else:
+        if missing := [name for name in names if name not in limits]:
+            hint = "vllm serve BASE --enable-lora --lora-modules agent0=... : ci-llm export prints the line"
+            raise BadInput(f"the engine has no model {', '.join(missing)}", where=where, hint=hint)
+        body = {"model": names[0], "prompt": [prompt], "max_tokens": 1, "echo": True, "logprobs": 1}
+        try:
+            [choice] = await engine.ask("completions", body)
+            _given(choice, 0, len(prompt))
+        except (ApiProblem, KeyError, TypeError, ValueError) as problem:
+            hint = "it must give log-probabilities of a prompt, as vLLM does"
+            raise BadInput(f"the engine cannot serve a crowd: {problem}", where=where, hint=hint) from problem
+    finally:
+        await engine.close()
     others = [name for name in limits if name not in names]
-    base = BASE if BASE in others else next(iter(others), None)
-    return base, min(own, default=1 << 12)
+    own = [int(limit) for name, limit in limits.items() if name in names and limit]
+    return BASE if BASE in others else next(iter(others), None), min(own, default=1 << 12)
 
 
 class RemoteAgents:
     """Who writes the texts of a `Service`: agents on another server.
 
     Args:
-        url: of that server, without a slash at its end.
         base: the name of the base there; None: it is not served.
+        slots: texts that are written at a time.
     """
 
-    def __init__(self, url: str, served: Served, base: str | None, options: Options, metrics: Metrics) -> None:
-        self._url, self._served, self._base, self._metrics = url, served, base, metrics
-        self._options, self._tasks = options, dict[Job, asyncio.Task[None]]()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._slots = asyncio.Semaphore(options.slots)
-        self._stopping = False
+    def __init__(self, engine: Engine, served: Served, base: str | None, slots: int, metrics: Metrics) -> None:
+        self._engine, self._served, self._base, self._metrics = engine, served, base, metrics
+        self._slots, self._free, self._tasks = slots, asyncio.Semaphore(slots), dict[Job, asyncio.Task[None]]()
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes new work."""
-        return self._session is not None and not self._stopping
+        return self._engine.is_open
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the connections; called on the event loop."""
         self._loop = loop
-        self._session = aiohttp.ClientSession(headers=_headers(self._options.engine_key), timeout=_PATIENCE)
+        self._engine.open()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Let these texts be written, all or none of them.
@@ -135,10 +179,10 @@ class RemoteAgents:
         Raises:
             ApiProblem: there are too many, or the engine would not give what they want.
         """
-        for call in {job.call for job in jobs}:
-            if call.echo or call.logprobs is not None:
-                what = "log-probabilities are the engine's: ask it for those of an agent"
-                raise ApiProblem(400, what, "logprobs", "unsupported_parameter")
+        body = jobs[0].call.body
+        if body.echo or body.top is not None:
+            what = "log-probabilities are the engine's: ask it for those of an agent"
+            raise ApiProblem(400, what, "logprobs", "unsupported_parameter")
         if len(self._tasks) + len(jobs) > self._served.choices:
             raise ApiProblem(429, "too many texts wait already", code="rate_limit_exceeded", retry_after=1)
         for job in jobs:
@@ -152,8 +196,8 @@ class RemoteAgents:
 
     def _count(self) -> None:
         """What is under way, and what waits for a slot here."""
-        running = min(len(self._tasks), self._options.slots)
-        self._metrics.load(running, len(self._tasks) - running, self._options.slots)
+        running = min(len(self._tasks), self._slots)
+        self._metrics.load(running, len(self._tasks) - running, self._slots)
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give up these texts, and the requests for them."""
@@ -163,31 +207,33 @@ class RemoteAgents:
 
     def stop(self, bound_s: float) -> None:
         """Close the connections; not called on the event loop."""
-        self._stopping = True
-        if self._loop is not None and self._session is not None:
-            asyncio.run_coroutine_threadsafe(self._session.close(), self._loop).result(bound_s)
+        asyncio.run_coroutine_threadsafe(self._engine.close(), self._loop).result(bound_s)
 
     async def _write(self, job: Job) -> None:
         """Tell one job its text, or why there is none."""
+        tell = job.call.out.put_nowait
         try:
-            async with self._slots:
+            async with self._free:
                 piece, ended = await (self._vote(job) if job.call.votes else self._one(job))
-            job.out.put_nowait(piece)
-            self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
-            job.out.put_nowait(ended)
         except ApiProblem as problem:
-            job.out.put_nowait(problem)
-        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            what = f"the engine failed ({type(error).__name__}: {error})"
-            job.out.put_nowait(ApiProblem(502, what, code="engine_error"))
+            tell((job, problem))
+        except (KeyError, TypeError, ValueError) as error:  # a field is missing, or holds something else
+            what = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
+            tell((job, ApiProblem(502, what, code="engine_error")))
+        else:
+            tell((job, piece))
+            self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
+            tell((job, ended))
 
     async def _one(self, job: Job) -> tuple[Piece, Ended]:
-        """The text of one agent, or of the base."""
-        call = job.call
-        name = self._base if call.model == BASE else call.model
-        text = await self._text(str(name), job, **_drawing(call, job.number))
-        own = self._about(call, math.exp(text.log_probability), int(call.model != BASE))
-        return Piece(text.text), Ended(_reason(text), len(text.ids), own)
+        """The text of one agent, or of the base. Those of one request are drawn by seeds of their own."""
+        call, how = job.call, job.call.decoding
+        drawing: dict[str, Any] = {"temperature": 0}
+        if how.do_sample:
+            drawing = {"temperature": how.temperature, "top_p": how.top_p, "min_p": how.min_p}
+            drawing |= {"seed": how.seed + job.number} | ({} if how.top_k is None else {"top_k": how.top_k})
+        text = await self._text(str(self._base if call.model == BASE else call.model), job, **drawing)
+        return text.told(math.exp(text.log_probability), agents=int(call.model != BASE))
 
     async def _vote(self, job: Job) -> tuple[Piece, Ended]:
         """The text that wins."""
@@ -198,17 +244,17 @@ class RemoteAgents:
         vote = find_vote(call.decoding.aggregator)
         assert vote is not None, "only votes are offered"
         wins = vote.winner(final_answers([text.text for text in texts]), scores)
-        confidence = None if together is None else math.exp(scores[wins])
-        own, won = self._about(call, confidence, len(names)), texts[wins]
         answers = [text.text for text in texts] if call.own.include_agents else None
-        return Piece(won.text), Ended(_reason(won), len(won.ids), own, answers)
+        return texts[wins].told(None if together is None else math.exp(scores[wins]), len(names), answers)
 
     async def _scored(self, job: Job, texts: Sequence[Text]) -> dict[tuple[int, ...], float]:
         """The crowd's log-probability of each distinct text: the log of the agents' mean, token by token, in sum."""
         distinct = list(dict.fromkeys(text.ids for text in texts))
         start = len(job.prompt)
         body = {"prompt": [[*job.prompt, *ids] for ids in distinct], "max_tokens": 1, "echo": True, "logprobs": 1}
-        replies = await asyncio.gather(*(self._completions(name, body) for name in self._served.names))
+        replies = await asyncio.gather(
+            *(self._engine.ask("completions", {"model": name, **body}) for name in self._served.names)
+        )
         found = {}
         for number, ids in enumerate(distinct):
             rows = [_given(choices[number], start, start + len(ids)) for choices in replies]
@@ -218,45 +264,23 @@ class RemoteAgents:
     async def _text(self, name: str, job: Job, **drawing: Any) -> Text:
         call = job.call
         body = {
+            "model": name,
             "prompt": [list(job.prompt)],
             "max_tokens": call.decoding.max_new_tokens,
             "stop_token_ids": sorted(call.decoding.ends),
             "logprobs": 1,
             "return_token_ids": True,
-            **({"stop": list(call.stop)} if call.stop else {}),
+            **({"stop": call.body.stop} if call.body.stop else {}),
             **drawing,
         }
-        [choice] = await self._completions(name, body)
-        text, complete = cut(str(choice["text"]), call.stop), choice["finish_reason"] == "stop"
+        [choice] = await self._engine.ask("completions", body)
+        text, complete = cut(str(choice["text"]), call.body.stop), choice["finish_reason"] == "stop"
         tokenizer = self._served.prompter.tokenizer
         ids = choice.get("token_ids") or tokenizer(text, add_special_tokens=False)["input_ids"]
-        if complete and not call.stop and not {*ids[-1:]} & call.decoding.ends:
+        if complete and not call.body.stop and not {*ids[-1:]} & call.decoding.ends:
             ids = [*ids, tokenizer.eos_token_id]
         own = [value for value in choice["logprobs"]["token_logprobs"] if value is not None]
         return Text(tuple(int(each) for each in ids), text, complete, math.fsum(own))
-
-    async def _completions(self, name: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The choices of a completion, in order."""
-        assert self._session is not None, "it has begun"
-        reply = await _reply(self._session.post(f"{self._url}/v1/completions", json={"model": name, **body}))
-        return sorted(reply["choices"], key=lambda choice: int(choice["index"]))
-
-    def _about(self, call: Call, confidence: float | None, agents: int) -> dict[str, Any]:
-        about = {"confidence": confidence, "calibrated": False, "agreement": None, "agents": agents}
-        return about | {"abstained": False, "disagreement": None}
-
-
-def _reason(text: Text) -> str:
-    return "stop" if text.is_complete else "length"
-
-
-def _drawing(call: Call, number: int) -> dict[str, Any]:
-    """How an agent draws; the texts of one request by seeds of their own."""
-    how = call.decoding
-    if not how.do_sample:
-        return {"temperature": 0}
-    named = {"temperature": how.temperature, "top_p": how.top_p, "min_p": how.min_p, "seed": how.seed + number}
-    return named | ({} if how.top_k is None else {"top_k": how.top_k})
 
 
 def _given(choice: Mapping[str, Any], start: int, end: int) -> list[float]:
@@ -266,27 +290,3 @@ def _given(choice: Mapping[str, Any], start: int, end: int) -> list[float]:
     if len(found) < end or None in values:
         raise ApiProblem(502, "it gives no log-probabilities of a prompt", code="engine_error")
     return [float(value) for value in values]
-
-
-def _headers(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-async def _reply(asked: Any) -> dict[str, Any]:
-    """The JSON of an answer.
-
-    Raises:
-        ApiProblem: the engine refuses; with its status and words.
-    """
-    async with asked as answer:
-        if answer.status == 200:
-            found: dict[str, Any] = await answer.json()
-            return found
-        said = (await answer.text())[:300]
-        busy = answer.status == 429
-        raise ApiProblem(
-            429 if busy else 502,
-            f"the engine answered {answer.status}: {said}",
-            code="rate_limit_exceeded" if busy else "engine_error",
-            retry_after=1 if busy else None,
-        )

@@ -44,11 +44,13 @@ def of_run(crowd: Crowd, options: Options) -> Service:
     if defaults != Own() and (reason := uncalibrated(crowd.calibration, "probability")):
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence, --agents-per-prompt", hint=hint)
+    if options.name in crowd.names:
+        raise BadInput("an agent has this name", where=f"--served-model-name {options.name}", hint="give another one")
     served = Served(
         prompter=prompter,
         names=crowd.names,
-        crowd=_own_name(options.name, crowd.names),
-        context=_context(options.context, limit),
+        crowd=options.name,
+        context=options.within(limit),
         vocabulary=crowd.model.get_input_embeddings().weight.shape[0],
         ends=ends_of_answers(crowd),
         choices=options.slots + options.queue,
@@ -87,18 +89,6 @@ def run_until_signal(service: Service, host: str, port: int) -> int:
     )
     uvicorn.Server(config).run(sockets=[listening])
     return 0
-
-
-def _own_name(name: str, agents: list[str]) -> str:
-    if name in agents:
-        raise BadInput("an agent has this name", where=f"--served-model-name {name}", hint="give another one")
-    return name
-
-
-def _context(wanted: int | None, limit: int) -> int:
-    if wanted is not None and wanted > limit:
-        raise BadInput(f"the base reads {limit} tokens", where=f"--max-model-len {wanted}", hint="give at most that")
-    return wanted or limit
 
 
 def _log_to_stderr() -> None:

@@ -13,7 +13,7 @@ from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote,
 from ci_llm.crowd.answers import final_answer, of_text
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import Generated, elect, read_texts
+from ci_llm.crowd.generation import elect, read_texts
 from ci_llm.embedded import rows
 from tests.support.crowds import K, disturbed_crowd
 
@@ -147,9 +147,8 @@ def test_of_long_texts_the_more_probable_one_is_elected(crowd: Crowd) -> None:
     less, more = (of_text(tokens) for tokens in read_texts(crowd, prompt, texts, "probability"))
     assert less.confidence == more.confidence == 0
     assert less.log_probability < more.log_probability
-    generated = Generated(crowd=[[]], agents=[], voters=[[text] for text in texts])
-    found = elect(crowd, [prompt], generated, Decoding(400, frozenset(), "rerank"), lambda each: ["1"] * len(each))
-    assert found.crowd == [texts[1]]
+    winner, _ = elect(crowd, prompt, texts, "rerank", lambda each: ["1"] * len(each))
+    assert winner == texts[1]
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd import columns
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.decoder import decodes
+from ci_llm.crowd.choosing import generate_key
+from ci_llm.crowd.decoder import Request, decodes
 from ci_llm.crowd.decoding import Decoding, Generated
 from ci_llm.crowd.generation import Wanted, generate_each, generate_ids
 from ci_llm.crowd.padded import CrowdChoice, LiveRows
@@ -324,14 +325,11 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(
     wanted[wanted.argsort(descending=True)[kept:]] = 0
     wanted /= wanted.sum()
     scores = per_agent.repeat_interleave(draws, dim=0)
-    chosen = CrowdChoice(LiveRows(2, 0, draws), decoding, range(draws))(
-        torch.zeros(2 * draws, 1, dtype=torch.long), scores
-    )
+    requests = [Request([0], decoding, key=generate_key(number)) for number in range(draws)]
+    chosen = CrowdChoice(LiveRows(2, 0, draws), requests)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
     assert torch.equal(chosen[:draws], chosen[draws:])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    again = CrowdChoice(LiveRows(2, 0, draws), decoding, range(draws))(
-        torch.zeros(2 * draws, 1, dtype=torch.long), scores
-    )
+    again = CrowdChoice(LiveRows(2, 0, draws), requests)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
     assert torch.equal(again, chosen)
     assert ((chosen == 0).sum(-1) == 1).all()
     found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws

@@ -18,7 +18,7 @@ from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoder import Decoder, Token
+from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
@@ -124,7 +124,7 @@ def train_and_count(folder: str, words: list[str]) -> int:
     class Counted(Decoder):
         """The decoder of texts, and not that of the trial before the first of them."""
 
-        def step(self) -> list[Token]:
+        def step(self) -> list[Request]:
             count("generation")
             return super().step()
 

@@ -73,11 +73,15 @@ def test_a_request_chooses_how_the_agents_become_one(served: Listening, crowd: C
 
 
 def test_self_consistency_draws_and_votes_as_at_home(served: Listening, crowd: Crowd) -> None:
-    [wanted] = crowd.generate([QUESTION], aggregator="self_consistency", seed=5, details=True, **SHORT)
-    fields = {"seed": 5, "max_tokens": 24, "ci_llm": {"aggregator": "self_consistency"}}
-    [choice] = served.ask(**fields)["choices"]
-    assert choice["message"]["content"] == wanted.answer
-    assert choice["ci_llm"]["confidence"] == pytest.approx(wanted.confidence, rel=1e-4)
+    texts = []
+    for seed in (5, 6, 7):
+        [wanted] = crowd.generate([QUESTION], aggregator="self_consistency", seed=seed, details=True, **SHORT)
+        fields = {"seed": seed, "max_tokens": 24, "ci_llm": {"aggregator": "self_consistency"}}
+        [choice] = served.ask(**fields)["choices"]
+        assert choice["message"]["content"] == wanted.answer
+        assert choice["ci_llm"]["confidence"] == pytest.approx(wanted.confidence, rel=1e-4)
+        texts.append(wanted.answer)
+    assert len({*texts}) > 1, "the seed counts"
 
 
 def test_pieces_make_the_whole_and_end_with_reason_and_usage(served: Listening) -> None:
@@ -103,6 +107,7 @@ def test_samples_are_those_of_their_seed_and_differ_within_a_request(served: Lis
     assert len({*texts}) > 1
     assert text_of(served.ask(seed=11, max_tokens=24, **drawing)) == texts[0]
     assert many["usage"]["prompt_tokens"] == served.ask(max_tokens=1)["usage"]["prompt_tokens"], "it is read once"
+    assert text_of(served.ask(seed=11, max_tokens=24, temperature=1e-40)) == text_of(served.ask(max_tokens=24))
     sharp = served.ask(seed=11, max_tokens=24, temperature=2, min_p=1.0)
     assert text_of(sharp) == text_of(served.ask(max_tokens=24)), "only the most probable token is left"
 

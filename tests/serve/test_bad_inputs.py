@@ -36,6 +36,8 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "NaN in JSON": (b'{"model": "crowd", "temperature": NaN}', 400, None, None),
     "not UTF-8": (b'{"model": "\xff"}', 400, None, None),
     "deep nesting": (b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None, None),
+    "half a surrogate pair": (json.dumps(says("\ud83d")).encode(), 400, None, None),
+    "half a pair as a name": (b'{"model": "crowd", "\\ud83d": 1}', 400, None, None),
     "a list": (b"[]", 400, "invalid_type", None),
     "no model": ({"messages": [MESSAGE]}, 400, "missing_required_parameter", "model"),
     "model a number": (chat(model=3), 400, "missing_required_parameter", "model"),
@@ -90,12 +92,15 @@ COMPLETIONS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "a token id below 0": ({"prompt": [-1]}, 400, "invalid_type", "prompt[0]"),
     "prompts of mixed kinds": ({"prompt": [1, "x"]}, 400, "invalid_type", "prompt[0]"),
     "no prompt": ({}, 400, "missing_required_parameter", "prompt"),
+    "texts of agents above what fits": (
+        {"prompt": ["x"] * 7, "ci_llm": {"include_agents": True}}, 400, "invalid_value", "n",
+    ),
     "an empty list": ({"prompt": []}, 400, "invalid_value", "prompt"),
     "an empty prompt": ({"prompt": [[]]}, 400, "invalid_value", "prompt"),
     "an echo in pieces": ({"prompt": "x", "echo": True, "stream": True}, 400, "unsupported_value", "echo"),
     "no tokens": ({"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
     "a suffix": ({"prompt": "x", "suffix": "y"}, 400, "unsupported_parameter", "suffix"),
-}
+}  # fmt: skip
 
 
 def refused(answer: httpx.Response) -> tuple[int, str | None, str | None]:

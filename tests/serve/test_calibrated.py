@@ -67,6 +67,8 @@ def test_an_answer_below_the_minimum_is_withheld(sure: Listening, answers: list[
         told = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         assert told == choice["message"]["content"], "nothing was shown before it was decided"
         withheld += below
+    hidden = {"logprobs": True, "max_tokens": 24, "ci_llm": {"minimum_confidence": 1.0}}
+    assert sure.ask(QUESTIONS[0], **hidden)["choices"][0]["logprobs"] is None, "they would spell it"
     assert withheld == 3
 
 
@@ -80,6 +82,10 @@ def test_one_agent_is_asked_first_and_all_where_it_is_unsure(sure: Listening, ca
         found.append(choice["ci_llm"]["agents"])
     assert found == [answer.agents_asked for answer in wanted]
     assert {*found} == {1, 1 + K}
+    unsure = {"agents_per_prompt": 1 + K, "minimum_confidence": 0.0}
+    [echo] = sure.complete(prompt="Ann has", echo=True, max_tokens=4, ci_llm=unsure)["choices"]
+    assert echo["ci_llm"]["agents"] == 1 + K
+    assert echo["text"].count("Ann has") == 1
 
 
 def test_the_server_s_own_minimum_holds_where_a_request_says_nothing(calibrated: Crowd) -> None:

@@ -159,6 +159,9 @@ def test_an_engine_is_asked_at_the_start_for_what_is_needed(stand_in: tuple[str,
     with pytest.raises(BadInput, match="has no model agent2") as refusal:
         of_engine(str(saved), url, Options())
     assert "--lora-modules" in str(refusal.value.hint)
+    engine.do_GET = lambda self: self.reply({"data": ["a name"]})  # type: ignore[method-assign]
+    with pytest.raises(CiLlmError, match="does not list its models"):
+        of_engine(str(saved), url, Options())
     with pytest.raises(CiLlmError, match="does not answer") as silent:
         of_engine(str(saved), "http://127.0.0.1:9", Options())
     assert silent.value.exit_code == 1

@@ -23,6 +23,7 @@ import pytest
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
+from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
 from ci_llm.serve.start import of_run, run_until_signal
 from tests.serve.listening import Listening, chat
@@ -82,6 +83,18 @@ def test_200_clients_get_their_own_answers_and_no_error_but_429(wide: Listening)
     if campaign.in_full:
         settled = memory[len(memory) // 10 :]
         assert settled[-1] - settled[0] < count / 1000 * 1_000_000
+
+
+def test_pages_of_other_sites_may_not_ask_a_server_without_a_key(wide: Listening) -> None:
+    def status(**headers: str) -> int:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return wide.http.post("/v1/chat/completions", json=chat(max_tokens=1), headers=given).status_code
+
+    assert status() == 200
+    assert status(origin=wide.url) == status(sec_fetch_site="same-origin") == 200
+    assert status(origin="https://behind.a.proxy", sec_fetch_site="same-origin") == 200
+    assert status(origin="https://elsewhere.example") == status(origin="null") == 403
+    assert status(origin=wide.url, sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
 
 
 def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
@@ -165,6 +178,18 @@ def test_an_error_in_a_step_costs_one_text_and_not_the_others(
     assert "no memory" not in error["message"], "what it says may tell of this machine"
     good = [body["choices"][0]["message"] for status, body in found if status == 200]
     assert good == [wanted[0]["message"]] * 2
+
+
+def test_no_client_waits_for_an_engine_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("ci_llm.serve.engine.logger.exception", lambda *_: None)
+    with Listening(of_run(disturbed_crowd(), Options())) as listening:
+        monkeypatch.setattr(Metrics, "load", failing)
+        for path in ("/v1/chat/completions", "/v1/chat/completions", "/healthz"):
+            answer = listening.http.request("POST" if "chat" in path else "GET", path, json=chat(**LONG))
+            assert answer.status_code == 503
 
 
 # As a process of its own
