@@ -73,17 +73,13 @@ def head_outputs(
         )
     if batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="batch_size", hint="give 1 or more")
-    rows, training = _rows(crowd, texts, answers), crowd.training
-    crowd.eval()
+    rows = _rows(crowd, texts, answers)
     parts = [torch.zeros(crowd.num_agents, 0, crowd.settings.outputs, dtype=torch.float64)]
-    try:
+    with crowd.evaluating():
         for at in range(0, len(rows), batch_size):
             part = rows[at : at + batch_size]
             batch = pack([unit_of([row]) for row in part], range(len(part))).to(crowd.device)
-            values = crowd(batch).values
-            parts.append(values.double().cpu())
-    finally:
-        crowd.train(training)
+            parts.append(crowd(batch).values.double().cpu())
     return torch.cat(parts, 1)
 
 
