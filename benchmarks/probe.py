@@ -32,7 +32,7 @@ from ci_llm.crowd.aggregators import probability
 from ci_llm.crowd.answers import Logistic, signals, token_uncertainty, tokens_of
 from ci_llm.crowd.asking import prompter_of
 from ci_llm.crowd.generation import Continuation
-from ci_llm.crowd.ranking import auroc
+from ci_llm.crowd.judging import auroc
 from ci_llm.data.batches import pack
 from ci_llm.evaluation.sureness import at_coverage
 

@@ -361,9 +361,11 @@ def load_error(model_name: str, error: Exception) -> ModelError:
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Switch off all dropout of a base, for good."""
+    """Switch off all dropout of a base, for good: its layers, and the shares that families give to functions."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    for holder in (model.config, model.config.get_text_config(), *model.modules()):
+        for name, value in vars(holder).items():
+            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
+                setattr(holder, name, 0.0)

@@ -163,12 +163,10 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """What only some objectives have."""
     if c.objective == "auto":
         return
-    if (metric := c.metric_for_best_model) not in (*_OF_ALL, *METRICS_OF.get(c.objective, _OF_PAIRS)):
-        yield Clash(
-            ("metric_for_best_model", "objective"),
-            f"an evaluation of objective {c.objective} has no {metric}",
-            f"take one of {', '.join((*_OF_ALL, *METRICS_OF.get(c.objective, _OF_PAIRS)))}",
-        )
+    metrics = (*_OF_ALL, *METRICS_OF.get(c.objective, _OF_PAIRS))
+    if c.metric_for_best_model not in metrics:
+        what = f"an evaluation of objective {c.objective} has no {c.metric_for_best_model}"
+        yield Clash(("metric_for_best_model", "objective"), what, f"take one of {', '.join(metrics)}")
     for key in ("num_labels", "label_names"):
         if getattr(c, key) is not None and c.objective in ("reward", "regression"):
             yield Clash((key, "objective"), f"{key} is about classes, and this is {c.objective}", f"{key}=null")
@@ -190,9 +188,8 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     }
     for key, (holds, why, usual) in wrong.items():
         if holds:
-            yield Clash(
-                (key, "objective"), f"{key} is for objective sft, and this is {c.objective}: {why}", f"{key}={usual}"
-            )
+            what = f"{key} is for objective sft, and this is {c.objective}: {why}"
+            yield Clash((key, "objective"), what, f"{key}={usual}")
 
 
 def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:

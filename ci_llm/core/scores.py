@@ -7,20 +7,21 @@ from collections.abc import Mapping, Sequence
 from statistics import stdev
 from typing import Any, Final
 
-#: The metrics by which steps and trials are compared, and whether more of them is better.
-GREATER_IS_BETTER: Final[Mapping[str, bool]] = {
-    "nll": False,
-    "exact_match": True,
-    "rewards/accuracies": True,
-    "rewards/auroc": True,
-    "rewards/margins": True,
-    "f1": True,
-    "auroc": True,
-    "calibration_error": False,
-    "mse": False,
-    "mae": False,
-    "r2": True,
+#: What steps and trials are compared by: the part of an `evaluation.json` that has it, and whether more is better.
+_METRICS: Final[Mapping[str, tuple[str, bool]]] = {
+    "nll": ("", False),
+    "exact_match": ("", True),
+    "rewards/accuracies": ("preferences", True),
+    "rewards/auroc": ("preferences", True),
+    "rewards/margins": ("preferences", True),
+    "f1": ("classes", True),
+    "auroc": ("classes", True),
+    "calibration_error": ("classes", False),
+    "mse": ("numbers", False),
+    "mae": ("numbers", False),
+    "r2": ("numbers", True),
 }
+GREATER_IS_BETTER: Final[Mapping[str, bool]] = {metric: greater for metric, (_, greater) in _METRICS.items()}
 
 
 def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
@@ -29,11 +30,9 @@ def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
     Raises:
         KeyError: nothing.
     """
-    if metric in ("nll", "exact_match"):
-        return evaluation[metric]  # type: ignore[no-any-return]
-    kind = "numbers" if metric in ("mse", "mae", "r2") else "classes"
-    kind = "preferences" if metric.startswith("rewards/") else kind
-    return evaluation[kind][metric.removeprefix("rewards/")]  # type: ignore[no-any-return]
+    part, _ = _METRICS[metric]
+    found = evaluation[part] if part else evaluation
+    return found[metric.removeprefix("rewards/")]  # type: ignore[no-any-return]
 
 
 def place_of_trial(trial: int, scores: Sequence[float | None], metric: str) -> tuple[bool, int, float, int]:

@@ -1,126 +1,169 @@
-"""What heads are worth on pairs and labelled rows: the scores of every row, and figures of classes and numbers.
+"""How good agents and crowd are at pairs, rated and labelled rows that were not trained on.
 
-The probabilities of the crowd are the mean of its agents', and so are its numbers. A row costs its loss:
-cross-entropy in nats, the squared error, or of a pair -log σ(better - worse).
+A pair is ranked right if its chosen answer has the higher reward; ties count as wrong, as in TRL. Rated rows are judged
+by the share of (good, bad) couples that are in order. Rewards, probabilities and numbers of the crowd are the mean of
+its agents'. With heads a row costs its loss: cross-entropy in nats, the squared error, or of a pair
+-log σ(better - worse).
 
-Legend: K agents, U units (pairs or labelled rows), n classes; index K stands for the crowd.
+Legend: K agents, U units (pairs, rated or labelled rows), n classes; index K stands for the crowd.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from ci_llm.core.scores import paired_interval
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.ranking import Ranking, auroc
+from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.batches import Batch
 
 #: Into so many bins of equal width a calibration error sorts probabilities.
 BINS: Final = 10
 
+J = TypeVar("J", bound="Judged")
+
 
 @dataclass(frozen=True)
-class Classes:
-    """What classes were predicted.
+class Judged:
+    """What was found about U units.
 
     Attributes:
-        probabilities: [K+1, U, n] fp64.
-        labels: [U] the number of each row's class.
+        found: [K, U, ...] fp64 of the agents.
+        labels: [U] what is right.
+        key: the place of the figures in `evaluation.json`.
+        prefix: before the names of the figures in metrics.jsonl.
     """
 
-    probabilities: Tensor
+    found: Tensor
     labels: Tensor
-    key: ClassVar = "classes"
+    key: ClassVar[str]
+    prefix: ClassVar[str] = ""
 
     @classmethod
-    def joined(cls, parts: Sequence[Classes]) -> Classes:
-        """The rows of all parts, in order."""
-        return cls(torch.cat([part.probabilities for part in parts], 1), torch.cat([part.labels for part in parts]))
+    def joined(cls: type[J], parts: Iterable[J]) -> J:
+        """The units of all parts, in order."""
+        listed = list(parts)
+        return cls(torch.cat([part.found for part in listed], 1), torch.cat([part.labels for part in listed]))
+
+    @property
+    def everyone(self) -> Tensor:
+        """[K+1, U, ...], of the crowd last."""
+        return torch.cat([self.found, self.found.mean(0, keepdim=True)])
 
     @property
     def figures(self) -> dict[str, list[float]]:
-        """By measure, K agents and then the crowd."""
-        found = {
-            "accuracy": [float((own.argmax(-1) == self.labels).double().mean()) for own in self.probabilities],
-            "f1": [macro_f1(own.argmax(-1), self.labels) for own in self.probabilities],
-            "auroc": [self._auroc(own) for own in self.probabilities],
-            "calibration_error": [calibration_error(own, self.labels) for own in self.probabilities],
+        """By measure, K agents and then the crowd; the first one is told to people."""
+        raise NotImplementedError
+
+    @property
+    def told(self) -> str:
+        """What the first figure is."""
+        raise NotImplementedError
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """By the names of metrics.jsonl, for the agents of these names."""
+        return {
+            f"eval/{who}/{self.prefix}{name}": value
+            for name, values in self.figures.items()
+            for who, value in zip([*names, "crowd"], values, strict=True)
         }
-        return {name: values for name, values in found.items() if not any(map(math.isnan, values))}
+
+    def record(self) -> dict[str, Any]:
+        """What `evaluation.json` has under `key`."""
+        figures = {name: {"agents": values[:-1], "crowd": values[-1]} for name, values in self.figures.items()}
+        return {"n": len(self.labels), **figures}
+
+    def __str__(self) -> str:
+        *agents, crowd = next(iter(self.figures.values()))
+        return f"{self.told}: crowd {crowd:.3f}; agents {', '.join(f'{own:.3f}' for own in agents)}"
+
+
+class Ranking(Judged):
+    """Rewards: `found` [K, U, 2] of the chosen and the rejected answer, or of rated rows [K, U, 1]; `labels` are bool,
+    whether a rated row is good."""
+
+    key = "preferences"
+    prefix = "rewards/"
+
+    @property
+    def are_pairs(self) -> bool:
+        return self.found.shape[-1] == 2
+
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        everyone, good = self.everyone, self.labels
+        if self.are_pairs:
+            gaps = everyone[..., 0] - everyone[..., 1]
+            return {"accuracies": (gaps > 0).double().mean(1).tolist(), "margins": gaps.mean(1).tolist()}
+        margins = everyone[:, good, 0].mean(1) - everyone[:, ~good, 0].mean(1)
+        return {"auroc": [_area(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
+
+    @property
+    def told(self) -> str:
+        return f"of {len(self.labels)} pairs ranked right" if self.are_pairs else "AUROC of the ratings"
+
+    def record(self) -> dict[str, Any]:
+        """The same, and what the crowd is better by than the mean of its agents, with an interval over pairs."""
+        record, interval = super().record(), None
+        if self.are_pairs:
+            right = (self.everyone[..., 0] > self.everyone[..., 1]).double()
+            interval = paired_interval((right[-1] - right[:-1].mean(0)).tolist())
+        first = next(iter(self.figures))
+        gain = record[first]["crowd"] - sum(record[first]["agents"]) / len(self.found)
+        record[first]["crowd_minus_mean"] = {"value": gain, "interval95": interval}
+        return record
+
+
+class Classes(Judged):
+    """Probabilities: `found` [K, U, n]; `labels` are the numbers of the classes."""
+
+    key = "classes"
+
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        everyone, labels = self.everyone, self.labels
+        sure, said = everyone.max(-1)
+        figures = {
+            "accuracy": (said == labels).double().mean(1).tolist(),
+            "f1": [macro_f1(own, labels) for own in said],
+            "auroc": [self._auroc(own) for own in everyone],
+            "calibration_error": [calibration_error(*own) for own in zip(sure, said == labels, strict=True)],
+        }
+        return {name: values for name, values in figures.items() if not any(map(math.isnan, values))}
 
     def _auroc(self, probabilities: Tensor) -> float:
         """Of two classes that of the second; of more the mean over classes, each against the others."""
-        classes = [1] if probabilities.shape[-1] == 2 else [*range(probabilities.shape[-1])]
-        areas = [auroc(probabilities[:, each], self.labels == each) for each in classes]
-        known = [area for area in areas if area is not None]
-        return fmean(known) if known else math.nan
+        classes = [1] if probabilities.shape[-1] == 2 else range(probabilities.shape[-1])
+        return float(torch.tensor([_area(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
 
-    def metrics(self, names: Sequence[str]) -> dict[str, float]:
-        """By the names of metrics.jsonl, for the agents of these names."""
-        return _metrics(self.figures, names)
-
-    def record(self) -> dict[str, Any]:
-        """`classes` of `evaluation.json`."""
-        return {"n": len(self.labels), **_record(self.figures)}
-
-    def __str__(self) -> str:
-        return _told(f"accuracy of {self.probabilities.shape[-1]} classes", self.figures["accuracy"])
+    @property
+    def told(self) -> str:
+        return f"accuracy of {self.found.shape[-1]} classes"
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What numbers were predicted.
+class Numbers(Judged):
+    """Numbers: `found` [K, U]; `labels` are those to be predicted."""
 
-    Attributes:
-        values: [K+1, U] fp64.
-        labels: [U] fp64.
-    """
-
-    values: Tensor
-    labels: Tensor
-    key: ClassVar = "numbers"
-
-    @classmethod
-    def joined(cls, parts: Sequence[Numbers]) -> Numbers:
-        """The rows of all parts, in order."""
-        return cls(torch.cat([part.values for part in parts], 1), torch.cat([part.labels for part in parts]))
+    key = "numbers"
+    told = "mean squared error"
 
     @property
     def figures(self) -> dict[str, list[float]]:
-        """By measure, K agents and then the crowd; `r2` is the share of the variance that is explained."""
-        errors = (self.values - self.labels) ** 2
-        spread = ((self.labels - self.labels.mean()) ** 2).mean()
-        found = {"mse": errors.mean(1), "mae": errors.sqrt().mean(1)}
-        if spread > 0:
-            found["r2"] = 1 - found["mse"] / spread
-        return {name: values.tolist() for name, values in found.items()}
-
-    def metrics(self, names: Sequence[str]) -> dict[str, float]:
-        """By the names of metrics.jsonl, for the agents of these names."""
-        return _metrics(self.figures, names)
-
-    def record(self) -> dict[str, Any]:
-        """`numbers` of `evaluation.json`."""
-        return {"n": len(self.labels), **_record(self.figures)}
-
-    def __str__(self) -> str:
-        return _told("mean squared error", self.figures["mse"])
-
-
-Judged = Ranking | Classes | Numbers
-
-
-def joined(parts: Iterable[Judged]) -> Judged | None:
-    """The rows of all parts, which are of one kind, in order; None for no part."""
-    listed: Any = list(parts)
-    return type(listed[0]).joined(listed) if listed else None
+        """`r2` is the share of the variance that is explained."""
+        errors = (self.everyone - self.labels) ** 2
+        figures = {"mse": errors.mean(1), "mae": errors.sqrt().mean(1)}
+        if (variance := self.labels.var(correction=0)) > 0:
+            figures["r2"] = 1 - figures["mse"] / variance
+        return {name: values.tolist() for name, values in figures.items()}
 
 
 def judge(crowd: CrowdModel, batch: Batch) -> tuple[Tensor, Tensor, Judged]:
@@ -129,59 +172,76 @@ def judge(crowd: CrowdModel, batch: Batch) -> tuple[Tensor, Tensor, Judged]:
     Returns:
         [K+1, U] whether each is right, of numbers never; [K+1, U] fp64 what each costs; and what was found.
     """
-    found = crowd(batch)
-    assert found.values is not None
+    output = crowd(batch)
+    assert output.values is not None
     assert batch.labels is not None
-    values, labels = found.values.double().cpu(), batch.labels.cpu()
+    values, labels = output.values.double().cpu(), batch.labels.cpu()
     if batch.num_rows == 2 * batch.num_units:
         ranking = Ranking(values[..., 0].unflatten(1, (-1, 2)), labels > 0)
-        gap = ranking.rewards.diff(dim=-1)[..., 0].neg()
-        gap = torch.cat([gap, gap.mean(0, keepdim=True)])
-        return gap > 0, -F.logsigmoid(gap), ranking
+        gaps = ranking.everyone[..., 0] - ranking.everyone[..., 1]
+        return gaps > 0, -F.logsigmoid(gaps), ranking
     if values.shape[-1] == 1:
-        numbers = Numbers(with_mean(values[..., 0]), labels)
-        errors = (numbers.values - labels) ** 2
+        numbers = Numbers(values[..., 0], labels)
+        errors = (numbers.everyone - labels) ** 2
         return torch.zeros_like(errors, dtype=torch.bool), errors, numbers
-    classes = Classes(with_mean(values.softmax(-1)), labels.long())
-    of_label = classes.probabilities.gather(-1, classes.labels.expand(len(values) + 1, -1)[..., None])[..., 0]
-    return classes.probabilities.argmax(-1) == classes.labels, -of_label.log(), classes
+    classes = Classes(values.softmax(-1), labels.long())
+    everyone, of_row = classes.everyone, torch.arange(len(labels))
+    return everyone.argmax(-1) == classes.labels, -everyone[:, of_row, classes.labels].log(), classes
 
 
-def with_mean(values: Tensor) -> Tensor:
-    """[K, ...] of agents -> [K+1, ...], of the crowd last."""
-    return torch.cat([values, values.mean(0, keepdim=True)])
+@torch.no_grad()
+def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> Ranking | None:
+    """Let the agents judge every unit of `batches` by their log-probabilities.
+
+    Args:
+        stop: called before every batch.
+
+    Returns:
+        the ranking, of no unit at all for no batch; None if `stop` returned True.
+    """
+    crowd, parts = objective.crowd, list[Ranking]()
+    with crowd.evaluating():
+        for batch in batches:
+            if stop():
+                return None
+            batch = batch.to(crowd.device)
+            rewards = objective.objective.rewards(objective.evidence(crowd(batch), batch))
+            assert batch.labels is not None
+            parts.append(Ranking(rewards.unflatten(1, (batch.num_units, -1)).cpu(), (batch.labels > 0).cpu()))
+    width = 2 if objective.objective.needs.rows == "pairs" else 1  # a process may have no unit
+    nothing = Ranking(torch.zeros(crowd.num_agents, 0, width, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))
+    return Ranking.joined(parts or [nothing])
 
 
-def macro_f1(found: Tensor, labels: Tensor) -> float:
+def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
+    """The area under the ROC curve, by the statistic of Mann and Whitney: the chance that a right answer has a higher
+    number than a wrong one; ties count half. None if all are right, or none."""
+    numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
+    if is_right.all() or not is_right.any():
+        return None
+    wrong = np.sort(numbers[~is_right])
+    below, not_above = (np.searchsorted(wrong, numbers[is_right], side) for side in ("left", "right"))
+    return float((below + not_above).mean() / 2 / len(wrong))
+
+
+def _area(sure: Tensor, right: Tensor) -> float:
+    """`auroc`, or NaN."""
+    return math.nan if (area := auroc(sure, right)) is None else area
+
+
+def macro_f1(said: Tensor, labels: Tensor) -> float:
     """The mean over the classes that occur, predicted or as labels, of F1 = 2 TP / (2 TP + FP + FN)."""
-    scores = []
-    for each in torch.cat([found, labels]).unique():
-        right = int(((found == each) & (labels == each)).sum())
-        scores.append(2 * right / int((found == each).sum() + (labels == each).sum()))
-    return fmean(scores) if scores else math.nan
+    count = 1 + max([0, *said.tolist(), *labels.tolist()])
+    right, *occurring = (each.bincount(minlength=count) for each in (labels[said == labels], said, labels))
+    total = torch.stack(occurring).sum(0)
+    return float((2 * right[total > 0].double() / total[total > 0]).mean())
 
 
-def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
-    """How far the largest probability is from the share of right rows, in the mean over bins (Guo et al., 2017)."""
-    sure, found = probabilities.max(-1)
-    right, bins = (found == labels).double(), (sure * BINS).long().clamp(max=BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, right - sure)
-    return float(gaps.abs().sum() / len(labels)) if len(labels) else math.nan
+def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:
+    """The mean distance of a bin's share of right answers from its mean probability, weighted by answers.
 
-
-def _metrics(figures: dict[str, list[float]], names: Sequence[str]) -> dict[str, float]:
-    everyone = [*names, "crowd"]
-    return {
-        f"eval/{who}/{name}": value
-        for name, values in figures.items()
-        for who, value in zip(everyone, values, strict=True)
-    }
-
-
-def _record(figures: dict[str, list[float]]) -> dict[str, Any]:
-    return {name: {"agents": values[:-1], "crowd": values[-1]} for name, values in figures.items()}
-
-
-def _told(what: str, values: Sequence[float]) -> str:
-    *agents, crowd = values
-    return f"{what}: crowd {crowd:.3f}; agents {', '.join(f'{own:.3f}' for own in agents)}"
+    Source: Guo et al., "On Calibration of Modern Neural Networks", 2017.
+    """
+    p, is_right = np.asarray(probabilities, float), np.asarray(right, float)
+    bins = np.minimum((p * BINS).astype(int), BINS - 1)
+    return float(np.abs(np.bincount(bins, is_right - p)).sum() / len(p)) if len(p) else math.nan

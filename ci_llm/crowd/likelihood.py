@@ -91,16 +91,12 @@ def log_probs(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | No
 
 def disagreement(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
     """See `Crowd.disagreement`."""
-    rows, training, found = _rows(crowd, asked, answers), crowd.training, []
-    crowd.eval()
-    try:
-        with torch.no_grad():
-            for batch in _batches(rows, batch_size):
-                apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in targets_of(crowd, [batch])])
-                sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add_(0, batch.target_rows, apart)
-                found.append(sums / torch.bincount(batch.target_rows, minlength=batch.num_rows).clamp_min(1))
-    finally:
-        crowd.train(training)
+    rows, found = _rows(crowd, asked, answers), []
+    with crowd.evaluating(), torch.no_grad():
+        for batch in _batches(rows, batch_size):
+            apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in targets_of(crowd, [batch])])
+            sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add_(0, batch.target_rows, apart)
+            found.append(sums / torch.bincount(batch.target_rows, minlength=batch.num_rows).clamp_min(1))
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 

@@ -93,15 +93,14 @@ def choose_route(crowd: CrowdModel) -> str | None:
 @contextmanager
 def _random_agents(crowd: CrowdModel) -> Iterator[None]:
     """Give the agents random weights for the trial: with B = 0 a mix-up of adapters would change nothing."""
-    weights, training = crowd.agents.weights, crowd.training
+    weights = crowd.agents.weights
     kept, generator = weights.clone(), torch.Generator().manual_seed(0)
     weights.copy_(torch.randn(kept.shape, generator=generator) * 0.05)
-    crowd.eval()
     try:
-        yield
+        with crowd.evaluating():
+            yield
     finally:
         weights.copy_(kept)
-        crowd.train(training)
 
 
 def _reference(crowd: CrowdModel, batch: Batch) -> Tensor:
@@ -335,17 +334,14 @@ class CrowdModel(nn.Module):
 
     def _under_start(self, start: Tensor, batch: Batch, agent: int | None) -> Tensor:
         """[K, S], or [1, S] of one agent, under the weights with which agents began, without dropout and noise."""
-        weights, training = self.agents.weights.data, self.training  # autograd shall not see that they change
+        weights = self.agents.weights.data  # autograd shall not see that they change
         own = weights.clone()
-        self.eval()
         try:
             weights.copy_(start)
-            with self.agents.reading.of(self.agents.reading.agent if agent is None else agent):
-                states = self.states(batch)
-            return passes.target_log_probs(states[:, batch.predict_from], batch.targets, self.head)
+            with self.evaluating(), self.agents.reading.of(self.agents.reading.agent if agent is None else agent):
+                return self._log_probs(self.states(batch), batch, self.head)
         finally:
             weights.copy_(own)
-            self.train(training)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of every agent, in packed order on either route."""
@@ -367,6 +363,16 @@ class CrowdModel(nn.Module):
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
         passes.recompute_layers(self.model, self.agents)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside; training mode afterwards, if it was before."""
+        training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(training)
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,14 +20,7 @@ from ci_llm.crowd.model import AgentOutputs, CrowdModel, CrowdOutput
 from ci_llm.crowd.objective import Objective as NextToken
 from ci_llm.crowd.objective import StepLoss, bootstrap_weights
 from ci_llm.data.batches import AgentBatches, Batch
-from ci_llm.objectives import Evidence, Metrics, Objective, RowKind, for_agent, pairs
-
-#: What is measured of all pairs or rated rows, beside what an objective adds. The names are TRL's.
-_NAMES: Final[dict[RowKind, tuple[str, ...]]] = {
-    "pairs": ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
-    "rated": ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
-    "labelled": (),
-}
+from ci_llm.objectives import Evidence, Metrics, Objective, for_agent, pairs
 
 
 @dataclass(frozen=True)
@@ -62,9 +54,16 @@ class Preferences:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        needs = self.objective.needs
-        names = (name for name in _NAMES[needs.rows] if not (needs.head and name.startswith("logps")))
-        return (*names, *self.objective.metric_names)
+        """Those of TRL, and what the objective adds."""
+        needs, kinds = self.objective.needs, ["rewards"] if self.objective.needs.head else ["rewards", "logps"]
+        judged = [f"{kind}/{side}" for kind in kinds for side in ("chosen", "rejected")]
+        names = {
+            "rewards/accuracies": needs.rows == "pairs",
+            **dict.fromkeys(judged, needs.rows != "labelled"),
+            "nll_loss": needs.nll != "none",
+            "kl": needs.mismatched,
+        }
+        return (*(name for name, holds in names.items() if holds), *self.objective.metric_names)
 
     @staticmethod
     def count(batch: Batch | AgentBatches) -> int:
@@ -112,7 +111,8 @@ class Preferences:
         weighted = losses * bootstrap_weights(keys, batch.sample_ids).to(losses) if any(keys) else losses
         with torch.no_grad():
             measured = _measured(objective, evidence)
-            found = [torch.stack([total, torch.zeros_like(total) + count], -1) for total, count in measured.values()]
+            sums = (measured[name] for name in self.metric_names)
+            found = [torch.stack([total, torch.zeros_like(total) + count], -1) for total, count in sums]
             metrics = torch.stack(found, 1) if found else losses.new_zeros(len(losses), 0, 2)
         return StepLoss(
             total=weighted.sum(),
@@ -129,30 +129,30 @@ class Preferences:
             output: of all agents, or of one.
         """
         needs, part = self.objective.needs, slice(None) if agent is None else slice(agent, agent + 1)
-        log_probs, labels = output.log_probs, batch.labels
-        assert batch.answered is not None
+        labels, answered = batch.labels, batch.answered
         assert labels is not None
+        assert answered is not None
+        judged = {"pairs": None, "rated": labels > 0}.get(needs.rows, labels)
+        counts = torch.tensor(batch.target_counts, device=labels.device)
         if output.values is not None:
-            counts = torch.tensor(batch.target_counts, device=labels.device)
-            return Evidence(log_probs.double()[:, :0], counts, labels=labels, values=output.values.double())
-        answers = log_probs.where(batch.answered, 0.0) if needs.nll == "rows" else log_probs
-        ones = batch.answered.double()[None]
+            nothing = output.log_probs.double()[:, :0]
+            return Evidence(nothing, counts, labels=judged, values=output.values.double())
+
+        def sums_of(log_probs: Tensor) -> Tensor:
+            return row_sums(log_probs.where(answered, 0.0) if needs.nll == "rows" else log_probs, batch)
+
         found = Evidence(
-            sums=row_sums(answers, batch),
-            lengths=row_sums(ones, batch)[0],
-            labels=labels > 0 if needs.rows == "rated" else None,
+            sums=sums_of(output.log_probs),
+            lengths=row_sums(answered[None], batch)[0],
+            reference=sums_of(self.crowd.reference(batch, agent)) if needs.reference else None,
+            labels=judged,
             kl=None if self.facts.kl is None else self.facts.kl[part],
         )
-        if needs.reference:
-            base = self.crowd.reference(batch, agent)
-            base = base.where(batch.answered, 0.0) if needs.nll == "rows" else base
-            found = replace(found, reference=row_sums(base, batch))
-        if needs.nll != "none":
-            counts = torch.tensor(batch.target_counts, device=log_probs.device)
-            shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[part, None]
-            nll = -(row_sums(log_probs, batch) if needs.nll == "rows" else found.sums)
-            found = replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
-        return found
+        if needs.nll == "none":
+            return found
+        shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[part, None]
+        nll = -(row_sums(output.log_probs, batch) if needs.nll == "rows" else found.sums)
+        return replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
 
 
 #: What a run trains by.
@@ -166,25 +166,22 @@ def row_sums(values: Tensor, batch: Batch) -> Tensor:
 
 def _measured(objective: Objective, e: Evidence) -> Metrics:
     """Sum [K] and count of what is measured, by the names of `Preferences.metric_names`."""
+    found: dict[str, tuple[Tensor, Tensor | float]] = {**objective.metrics(e)}
+    if e.nll is not None and e.nll_tokens is not None:
+        found["nll_loss"] = e.nll.sum(1), e.nll_tokens.sum()
+    if e.kl is not None:
+        found["kl"] = e.kl[:, 0] * e.sums.shape[1], float(e.sums.shape[1])
     if objective.needs.rows == "labelled":
-        return objective.metrics(e)
+        return found
     rewards = objective.rewards(e)
-    if e.values is not None or e.labels is None:
+    for kind, values in (("rewards", rewards), *((("logps", e.sums),) if e.values is None else ())):
+        better, worse = pairs(values)
+        sides: list[tuple[Tensor, Tensor | float]] = [(better, better.shape[1]), (worse, worse.shape[1])]
+        if e.labels is not None:
+            sides = [(values.where(good, 0.0), good.sum()) for good in (e.labels, ~e.labels)]
+        for side, (own, count) in zip(("chosen", "rejected"), sides, strict=True):
+            found[f"{kind}/{side}"] = own.sum(1), count
+    if objective.needs.rows == "pairs":
         better, worse = pairs(rewards)
-        units = float(better.shape[1])
-        found: Metrics = {
-            "rewards/chosen": (better.sum(1), units),
-            "rewards/rejected": (worse.sum(1), units),
-            "rewards/accuracies": ((better > worse).double().sum(1), units),
-        }
-        if e.values is None:
-            logps = zip(("logps/chosen", "logps/rejected"), pairs(e.sums), strict=True)
-            found = {**found, **{name: (values.sum(1), units) for name, values in logps}}
-    else:
-        sides = {"chosen": e.labels, "rejected": ~e.labels}
-        found = {
-            f"{what}/{side}": (values.where(mask, 0.0).sum(1), mask.sum())
-            for what, values in (("rewards", rewards), ("logps", e.sums))
-            for side, mask in sides.items()
-        }
-    return {**found, **objective.metrics(e)}
+        found["rewards/accuracies"] = (better > worse).double().sum(1), float(better.shape[1])
+    return found

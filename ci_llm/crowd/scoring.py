@@ -26,7 +26,7 @@ from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
 from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.generation import Wanted, generate_each
-from ci_llm.crowd.judging import Judged, joined, judge
+from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.batches import Batch
@@ -59,11 +59,12 @@ class Scores:
     def joined(cls, parts: Iterable[Scores]) -> Scores:
         """The rows of all parts, in order."""
         listed = list(parts)
+        judged = [part.judged for part in listed if part.judged is not None]
         return cls(
-            torch.cat([p.right for p in listed], dim=1).cpu(),
-            torch.cat([p.nll for p in listed], dim=1).cpu(),
-            torch.cat([p.tokens for p in listed]),
-            judged=joined(p.judged for p in listed if p.judged is not None),
+            torch.cat([part.right for part in listed], dim=1).cpu(),
+            torch.cat([part.nll for part in listed], dim=1).cpu(),
+            torch.cat([part.tokens for part in listed]),
+            judged=judged[0].joined(judged) if judged else None,
         )
 
     @classmethod
@@ -140,24 +141,19 @@ def score(
     """Score every row of `batches`.
 
     Args:
-        crowd: is in training mode afterwards if it was before.
         aggregator: a module of `ci_llm.crowd.aggregators`.
         stop: called before every batch.
 
     Returns:
         the scores, of no row at all for no batch; None if `stop` returned True.
     """
-    training = crowd.training
-    crowd.eval()
     nothing = torch.zeros(crowd.num_agents + 1, 0, dtype=torch.float64)
     parts = list[Scores]()
-    try:
+    with crowd.evaluating():
         for batch in batches:
             if stop():
                 return None
             parts.append(_score_batch(crowd, batch, aggregator))
-    finally:
-        crowd.train(training)
     return Scores.joined(parts or [Scores(nothing.bool(), nothing, nothing[0].long())])  # a process may have no row
 
 

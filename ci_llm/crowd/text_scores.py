@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,17 +74,13 @@ def head_outputs(
         )
     if batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="batch_size", hint="give 1 or more")
-    rows, training = _rows(crowd, texts, answers), crowd.training
-    crowd.eval()
+    rows = _rows(crowd, texts, answers)
     parts = [torch.zeros(crowd.num_agents, 0, crowd.settings.outputs, dtype=torch.float64)]
-    try:
+    with crowd.evaluating():
         for at in range(0, len(rows), batch_size):
             part = rows[at : at + batch_size]
             batch = pack([unit_of([row]) for row in part], range(len(part))).to(crowd.device)
-            values = crowd(batch).values
-            parts.append(values.double().cpu())
-    finally:
-        crowd.train(training)
+            parts.append(crowd(batch).values.double().cpu())
     return torch.cat(parts, 1)
 
 
@@ -109,20 +106,15 @@ def _rows(crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Se
 
 def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: float | None) -> TextScore:
     """The score of one text by the numbers [K, n] of the heads."""
-    if crowd.settings.outputs == 1:
-        return TextScore(*_spread(outputs[:, 0], spreads))
-    each = outputs.softmax(-1)
-    mean = each.mean(0)
-    best = int(mean.argmax())
-    return TextScore(
-        *_spread(each[:, best], spreads),
-        label=crowd.classes[best],
-        probabilities=dict(zip(crowd.classes, mean.tolist(), strict=True)),
-        abstained=abstain_below is not None and float(mean[best]) < abstain_below,
-    )
-
-
-def _spread(scores: Tensor, spreads: float) -> tuple[tuple[float, ...], float, float, float]:
+    about_classes: dict[str, Any] = {}
+    scores = outputs[:, 0]
+    if crowd.settings.outputs > 1:
+        each = outputs.softmax(-1)
+        probabilities = dict(zip(crowd.classes, each.mean(0).tolist(), strict=True))
+        label = max(probabilities, key=probabilities.__getitem__)
+        scores = each[:, crowd.classes.index(label)]
+        abstained = abstain_below is not None and probabilities[label] < abstain_below
+        about_classes = {"label": label, "probabilities": probabilities, "abstained": abstained}
     values = tuple(scores.tolist())
     mean, std = fmean(values), stdev(values) if len(values) > 1 else 0.0
-    return values, mean, std, mean - spreads * std
+    return TextScore(values, mean, std, mean - spreads * std, **about_classes)

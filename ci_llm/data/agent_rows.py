@@ -16,6 +16,7 @@ import xxhash
 from ci_llm.data.encoder import Example
 from ci_llm.data.rows import TrainedOn
 from ci_llm.data.tokens import TokenizedRows
+from ci_llm.data.units import Unit
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -108,12 +109,13 @@ def sampled(each: Iterable[TokenizedRows]) -> list[Example]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a row.
+    """Tokens of a row; of a pair each branch is one.
 
     Attributes:
         mean, spread: their mean and standard deviation.
         learned: share of them that is learned.
         sampled: whether rows were tokenised as the run will do it; else this is an upper bound.
+        branches: rows of a pass for each row of the data set: two for a pair.
     """
 
     mean: float
@@ -121,13 +123,15 @@ class Lengths:
     longest: int
     learned: float
     sampled: bool = True
+    branches: int = 1
 
     @classmethod
     def of(cls, rows: Sequence[Example]) -> Lengths:
         """The lengths of these rows."""
-        tokens = [len(row.input_ids) for row in rows]
-        learned = sum(int(row.supervised.sum()) for row in rows)
-        return cls(statistics.mean(tokens), statistics.pstdev(tokens), max(tokens), learned / sum(tokens))
+        passed = [each for row in rows for each in (row.branches if isinstance(row, Unit) else [row])]
+        tokens, learned = [len(row.input_ids) for row in passed], sum(int(row.supervised.sum()) for row in passed)
+        spread, branches = statistics.pstdev(tokens), len(passed) // len(rows)
+        return cls(statistics.mean(tokens), spread, max(tokens), learned / sum(tokens), branches=branches)
 
     def longest_in_batch(self, rows: int) -> int:
         """Tokens per row to expect of the longest among thousands of micro-batches of `rows` rows."""

@@ -198,7 +198,7 @@ def _unshared(context: CheckContext) -> str:
 
 def _micro_batch(context: CheckContext) -> str:
     source = "at worst" if context.lengths.sampled else "by max_seq_length"
-    return f"{context.micro_batch} rows of {context.longest_tokens} tokens ({source})"
+    return f"{context.micro_batch * context.lengths.branches} rows of {context.longest_tokens} tokens ({source})"
 
 
 def batch(context: CheckContext) -> str:
@@ -215,7 +215,7 @@ def batch(context: CheckContext) -> str:
     taken = together * found.device_bytes + (0 if on_cpu else own)  # on a CPU this program is in memory already
     needed = together * (found.device_bytes + own)
     agents = f"{context.config.num_agents} agents {size(found.agents_bytes)}"
-    per_token = found.activation_bytes / (context.micro_batch * context.longest_tokens)
+    per_token = found.activation_bytes / (context.micro_batch * context.lengths.branches * context.longest_tokens)
     activations = f"activations {size(found.activation_bytes)}, {size(per_token)} per token"
     parts = f"base {size(found.base_bytes)}, {agents}, {activations}, the program {size(own)}"
     parts = f"{together} x ({parts})" if together > 1 else parts
@@ -311,7 +311,8 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     per_step = context.rows_per_step
     of_each = [min(per_step, number) for number in context.num_rows] if context.rows else [per_step]
     if context.measured.tokens_per_s:  # those of each agent count, if each has its own
-        return sum(of_each) * context.lengths.mean / context.measured.tokens_per_s, "measured"
+        of_pass = context.lengths.mean * context.lengths.branches
+        return sum(of_each) * of_pass / context.measured.tokens_per_s, "measured"
     tokens = max(of_each) * context.lengths.mean
     if found is None:
         return None, "this architecture cannot be traced"

@@ -29,11 +29,11 @@ from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.given_path import is_base, require_checkpoint
+from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.crowd.pretrained import located
-from ci_llm.crowd.ranking import Ranking, rank
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat

@@ -1,7 +1,4 @@
-"""Measures of how far a number that says how sure a crowd is can be trusted: pure functions of n answers.
-
-Source: Guo et al., "On Calibration of Modern Neural Networks", 2017, for the calibration error.
-"""
+"""Measures of how far a number that says how sure a crowd is can be trusted: pure functions of n answers."""
 
 from __future__ import annotations
 
@@ -12,23 +9,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.ranking import auroc
+from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.evaluation.predictions import Row
 
-BINS: Final = 10
 COVERAGE: Final = 0.8
 DRAWS: Final = 200
 #: The price in agents that escalation is shown at.
 AGENTS_PER_PROMPT: Final = 1.6
 #: Right answers, and as many wrong ones, below which people are shown no AUROC.
 LEAST_OF_EACH: Final = 10
-
-
-def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:
-    """The mean distance of a bin's share of right answers from its mean probability, weighted by answers."""
-    p, is_right = np.asarray(probabilities, float), np.asarray(right, float)
-    bins = np.minimum((p * BINS).astype(int), BINS - 1)
-    return float(sum(abs((is_right - p)[bins == number].sum()) for number in range(BINS)) / len(p))
 
 
 def honest_error(probabilities: ArrayLike) -> float:

@@ -330,6 +330,9 @@ class AgentStorage:
             step: the optimizer step, which keys the masks.
         """
         self.gradients.zero_()
+        for layer in self.layers.values():
+            if layer.joined is not None:
+                layer.joined.forget()
         # Backward then accumulates into the views, and the gradients of all agents are in one tensor without a copy.
         for parameter, grad in self._gradient_views:
             parameter.grad = grad

@@ -11,6 +11,7 @@ row, D width of a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -146,25 +147,19 @@ def _together(
     ends = segments.ends(copies, query.device)
     left = window - 1 if window and window < longest else -1
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    more: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    attend: Any = partial(varlen.varlen_attn, scale=scale, window_size=(left, 0), **more)
-    found = attend(q, k, v, ends, ends, longest, longest)
-    rows: Tensor = found.unflatten(0, (copies, -1))
-    return rows
+    more: Any = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    found: Any = varlen.varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **more)
+    return found.unflatten(0, (copies, -1))  # type: ignore[no-any-return]
 
 
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
 ) -> Tensor:
     """One packed row by PyTorch's kernel: q [R, H, T, D], k and v [R, G, T, D] -> [R, H, T, D]."""
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
     # Only flash attention knows grouped heads. Where it does not run, PyTorch would take the kernel that holds scores.
-    if mask is not None or q.dtype not in HALVES or torch.cuda.get_device_capability(q.device)[0] < 8:
+    if q.is_cuda and not (mask is None and q.dtype in HALVES and torch.cuda.get_device_capability(q.device)[0] >= 8):
         k, v = _repeated(k, v, q.shape[1])
-    with sdpa_kernel(FUSED):
+    with sdpa_kernel(FUSED) if q.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -245,9 +240,10 @@ class Trial:
         leaves = [each.detach().requires_grad_() for each in inputs]
         segments = Segments([0, *accumulate(TRIAL_LENGTHS)])
         with torch.autocast(inputs[0].device.type, enabled=False), torch.enable_grad():
-            query, key, value = leaves
-            more: dict[str, Any] = {"sliding_window": self.window, "segments": segments, "way": way}
-            out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, **more)
+            q, k, v = leaves
+            out, _ = packed_attention(
+                torch.nn.Identity(), q, k, v, None, sliding_window=self.window, segments=segments, way=way
+            )
             return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 

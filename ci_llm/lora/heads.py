@@ -131,5 +131,4 @@ def how_tokenized(config: Config, shape: PreTrainedConfig, tokenizer: PreTrained
     """
     if not head_size(config):
         return {}
-    classes = config.label_names if config.objective == "classification" else None
-    return {"classes": classes or (), "pad": pad_of(shape, tokenizer)}
+    return {"classes": config.label_names or (), "pad": pad_of(shape, tokenizer)}

@@ -105,6 +105,10 @@ class JoinedInput:
             self._input = None
         return found
 
+    def forget(self) -> None:
+        """Drop what a pass that was given up, as where memory ran out, has left: it holds the whole pass in memory."""
+        self._input, self._left = None, {}
+
     def _computed(self, x: Tensor, chosen: dict[str, AgentGroup]) -> dict[str, Tensor]:
         """The outputs of these layers by name."""
         layers, groups = [each for each in self._layers if each.name in chosen], [*chosen.values()]

@@ -1,7 +1,7 @@
 """The objectives of a training, one per module of this package: what they read, and the loss of a pair or other unit.
 
-To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass as `Objective` describes it,
-and `objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function
+To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass that is an `Objective`, and
+`objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function
 `loss(evidence)` that returns [K, U], with its `Needs` as the attribute `needs`. The fields of the dataclass are keys of
 the configuration. A field whose key differs between agents holds a tensor [K, 1] instead of a number. `sft`, next-token
 prediction, has its loss in `ci_llm.crowd.objective`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -95,13 +95,6 @@ class Evidence:
         return self.nll * self.nll_share
 
     @property
-    def nll_metric(self) -> tuple[Tensor, Tensor]:
-        """Sum [K] and count of the next-token loss, for the log."""
-        assert self.nll is not None
-        assert self.nll_tokens is not None
-        return self.nll.sum(1), self.nll_tokens.sum()
-
-    @property
     def outputs(self) -> Tensor:
         """`values`, of an objective with heads."""
         assert self.values is not None
@@ -113,34 +106,40 @@ def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., 0::2], values[..., 1::2]
 
 
-class Objective(Protocol):
-    """An objective with its settings.
-
-    Attributes:
-        metric_names: what `metrics` adds to those that all objectives have.
-    """
+class Objective:
+    """An objective with its settings. `metric_names` and `metrics` add what only this one measures."""
 
     @property
-    def metric_names(self) -> tuple[str, ...]: ...
-    @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """What it has to be given."""
+        raise NotImplementedError
+
     def losses(self, e: Evidence) -> Tensor:
-        """[K, U], differentiable in sums and nll; their mean over the units of a whole step is the loss of an agent."""
+        """[K, U], differentiable in sums, nll and values; the mean over the units of a step is the loss of an agent."""
+        raise NotImplementedError
 
     def rewards(self, e: Evidence) -> Tensor:
-        """[K, R] how good every answer is to an agent: the implicit reward, or what stands for it. Of pairs and rated
-        rows only."""
+        """[K, R] how good every answer is to an agent: the number of its head, or the implicit reward. Of pairs and
+        rated rows only."""
+        if e.values is not None:
+            return e.values[..., 0]
+        scaled: Tensor = getattr(self, "beta", 1.0) * (e.means if e.reference is None else e.ratios)
+        return scaled
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return ()
 
     def metrics(self, e: Evidence) -> Metrics:
         """Sum [K] and count of every number of `metric_names`."""
+        return {}
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class OwnLoss(Objective):
     """A function of somebody else's as an objective."""
 
     loss: Callable[[Evidence], Tensor]
-    metric_names: tuple[str, ...] = ()
 
     @property
     def needs(self) -> Needs:
@@ -149,14 +148,6 @@ class OwnLoss:
 
     def losses(self, e: Evidence) -> Tensor:
         return self.loss(e)
-
-    def rewards(self, e: Evidence) -> Tensor:
-        if e.values is not None:
-            return e.values[..., 0]
-        return e.means if e.reference is None else e.ratios
-
-    def metrics(self, e: Evidence) -> Metrics:
-        return {}
 
 
 #: What the columns of a data set mean where the configuration says auto.
@@ -197,8 +188,6 @@ def head_size(config: Any) -> int:
 
 def for_agent(objective: Objective, agent: int) -> Objective:
     """The objective of one of its agents, in a pass of its own."""
-    if isinstance(objective, OwnLoss):
-        return objective
     own = {name: value[agent : agent + 1] for name, value in vars(objective).items() if isinstance(value, Tensor)}
     return replace(objective, **own) if own else objective  # type: ignore[type-var]
 
@@ -216,18 +205,13 @@ def _imported(name: str) -> Any:
         ) from error
 
 
-def one_loss_type(given: Sequence[str] | None, known: Sequence[str], objective: str) -> str:
-    """The only loss type of an objective that has no mixtures; the first known one is the default."""
-    kinds = given or known[:1]
-    require_loss_types(kinds if len(kinds) == 1 else [" with ".join(kinds)], known, objective)
-    return kinds[0]
-
-
-def require_loss_types(given: Sequence[str], known: Sequence[str], objective: str) -> None:
-    """Refuse loss types that the objective does not have."""
-    if odd := [kind for kind in given if kind not in known]:
+def require_loss_types(given: Sequence[str], known: Sequence[str], objective: str, *, mixed: bool = True) -> None:
+    """Refuse loss types that the objective does not have; several ones as well, unless they may be `mixed`."""
+    odd = [kind for kind in given if kind not in known]
+    if odd or (len(given) > 1 and not mixed):
         raise ConfigError(
-            f"objective {objective} has no loss_type {odd[0]}; it has {', '.join(known)}",
+            f"objective {objective} has no loss_type {odd[0] if odd else ' with '.join(given)};"
+            f" it has {', '.join(known)}",
             where="loss_type",
             hint="take one of these, or write the loss yourself: objective=module:function (docs/objectives.md)",
         )

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs
+from ci_llm.objectives import Evidence, Metrics, Needs, Objective
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Objective):
     """It has no keys; `num_labels` and `label_names` are about the rows."""
 
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
-    needs: ClassVar[Needs] = Needs("labelled", head=True)
+    needs = Needs("labelled", head=True)
+    metric_names = ("accuracy",)
 
     def losses(self, e: Evidence) -> Tensor:
         return -e.outputs.log_softmax(-1).gather(-1, _classes(e)[..., None]).squeeze(-1)
-
-    def rewards(self, e: Evidence) -> Tensor:
-        raise NotImplementedError("a class is not better than another")
 
     def metrics(self, e: Evidence) -> Metrics:
         right = e.outputs.argmax(-1) == _classes(e)

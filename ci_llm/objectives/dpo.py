@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ci_llm.errors import ConfigError
-from ci_llm.objectives import Evidence, Metrics, Needs, Number, pairs, require_loss_types
+from ci_llm.objectives import Evidence, Needs, Number, Objective, pairs, require_loss_types
 
 
 @dataclass(frozen=True)
-class Dpo:
+class Dpo(Objective):
     """Keys: beta, loss_type, loss_weights, label_smoothing."""
 
     beta: Number
@@ -44,22 +44,12 @@ class Dpo:
             )
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("nll_loss",) if "sft" in self._types else ()
-
-    @property
     def needs(self) -> Needs:
         return Needs(reference=True, nll="answers" if "sft" in self._types else "none")
 
     def losses(self, e: Evidence) -> Tensor:
         losses = [weight * LOSS_TYPES[kind](self, e) for kind, weight in zip(self._types, self._weights, strict=True)]
         return torch.stack(losses).sum(0)
-
-    def rewards(self, e: Evidence) -> Tensor:
-        return self.beta * e.ratios
-
-    def metrics(self, e: Evidence) -> Metrics:
-        return {"nll_loss": e.nll_metric} if self.metric_names else {}
 
     @property
     def _types(self) -> tuple[str, ...]:
@@ -75,25 +65,9 @@ def _gain(values: Tensor) -> Tensor:
     return chosen - rejected
 
 
-def _sigmoid(o: Dpo, e: Evidence) -> Tensor:
-    return -F.logsigmoid(o.beta * _gain(e.ratios))
-
-
 def _robust(o: Dpo, e: Evidence) -> Tensor:
     share, gain = o.label_smoothing, o.beta * _gain(e.ratios)
     return (share * F.logsigmoid(-gain) - (1 - share) * F.logsigmoid(gain)) / (1 - 2 * share)
-
-
-def _ipo(o: Dpo, e: Evidence) -> Tensor:
-    return (_gain(e.ratios / e.lengths) - 1 / (2 * o.beta)) ** 2
-
-
-def _hinge(o: Dpo, e: Evidence) -> Tensor:
-    return torch.relu(1 - o.beta * _gain(e.ratios))
-
-
-def _sigmoid_norm(o: Dpo, e: Evidence) -> Tensor:
-    return -F.logsigmoid(o.beta * _gain(e.ratios / e.lengths))
 
 
 def _apo_zero(o: Dpo, e: Evidence) -> Tensor:
@@ -101,17 +75,13 @@ def _apo_zero(o: Dpo, e: Evidence) -> Tensor:
     return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
 
 
-def _sft(o: Dpo, e: Evidence) -> Tensor:
-    return e.mean_nll
-
-
 LOSS_TYPES: Final[Mapping[str, Callable[[Dpo, Evidence], Tensor]]] = {
-    "sigmoid": _sigmoid,
+    "sigmoid": lambda o, e: -F.logsigmoid(o.beta * _gain(e.ratios)),
     "robust": _robust,
-    "ipo": _ipo,
-    "hinge": _hinge,
-    "sigmoid_norm": _sigmoid_norm,
+    "ipo": lambda o, e: (_gain(e.ratios / e.lengths) - 1 / (2 * o.beta)) ** 2,
+    "hinge": lambda o, e: torch.relu(1 - o.beta * _gain(e.ratios)),
+    "sigmoid_norm": lambda o, e: -F.logsigmoid(o.beta * _gain(e.ratios / e.lengths)),
     "apo_zero": _apo_zero,
-    "sft": _sft,
+    "sft": lambda o, e: e.mean_nll,
 }
 objective = Dpo

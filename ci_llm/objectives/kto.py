@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs, Number, one_loss_type
+from ci_llm.objectives import Evidence, Needs, Number, Objective, require_loss_types
 
 
 @dataclass(frozen=True)
-class Kto:
+class Kto(Objective):
     """Keys: beta, loss_type, desirable_weight, undesirable_weight."""
 
     beta: Number
@@ -24,19 +24,11 @@ class Kto:
     undesirable_weight: Number
 
     def __post_init__(self) -> None:
-        self._type  # noqa: B018 - refuses one that there is not
-
-    @property
-    def _type(self) -> str:
-        return one_loss_type(self.loss_type, ("kto", "apo_zero_unpaired"), "kto")
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("kl",) if self.needs.mismatched else ()
+        require_loss_types(self.loss_type or (), ("kto", "apo_zero_unpaired"), "kto", mixed=False)
 
     @property
     def needs(self) -> Needs:
-        return Needs("rated", reference=True, mismatched=self._type == "kto")
+        return Needs("rated", reference=True, mismatched=self.loss_type in (None, ("kto",)))
 
     def losses(self, e: Evidence) -> Tensor:
         assert e.labels is not None
@@ -44,12 +36,6 @@ class Kto:
         good = self.desirable_weight * (1 - torch.sigmoid(gain))
         bad = self.undesirable_weight * (1 - torch.sigmoid(-gain))
         return torch.where(e.labels, good, bad)
-
-    def rewards(self, e: Evidence) -> Tensor:
-        return self.beta * e.ratios
-
-    def metrics(self, e: Evidence) -> Metrics:
-        return {} if e.kl is None else {"kl": (e.kl[:, 0] * e.sums.shape[1], float(e.sums.shape[1]))}
 
 
 objective = Kto

@@ -6,39 +6,28 @@ As in TRL, the prompt of the better row is learned as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs, Number, pairs
+from ci_llm.objectives import Evidence, Metrics, Needs, Number, Objective, pairs
 
 
 @dataclass(frozen=True)
-class Orpo:
+class Orpo(Objective):
     """Keys: beta."""
 
     beta: Number
-    metric_names: ClassVar[tuple[str, ...]] = ("nll_loss", "log_odds_ratio", "log_odds_chosen")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(nll="rows")
+    needs = Needs(nll="rows")
+    metric_names = ("log_odds_ratio", "log_odds_chosen")
 
     def losses(self, e: Evidence) -> Tensor:
         return e.mean_nll - self.beta * F.logsigmoid(log_odds(e))
 
-    def rewards(self, e: Evidence) -> Tensor:
-        return self.beta * e.means
-
     def metrics(self, e: Evidence) -> Metrics:
         odds, units = log_odds(e), float(e.sums.shape[1] // 2)
-        return {
-            "nll_loss": e.nll_metric,
-            "log_odds_ratio": (F.logsigmoid(odds).sum(1), units),
-            "log_odds_chosen": (odds.sum(1), units),
-        }
+        return {"log_odds_ratio": (F.logsigmoid(odds).sum(1), units), "log_odds_chosen": (odds.sum(1), units)}
 
 
 def log_odds(e: Evidence) -> Tensor:

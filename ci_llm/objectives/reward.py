@@ -6,21 +6,19 @@ As in TRL, `center_rewards_coefficient` draws the two numbers of a pair towards 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs, pairs
+from ci_llm.objectives import Evidence, Needs, Objective, pairs
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(Objective):
     """Keys: center_rewards_coefficient."""
 
     center_rewards_coefficient: float | None
-    metric_names: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[Needs] = Needs("pairs", head=True)
+    needs = Needs("pairs", head=True)
 
     def losses(self, e: Evidence) -> Tensor:
         chosen, rejected = pairs(self.rewards(e))
@@ -28,12 +26,6 @@ class Reward:
         if self.center_rewards_coefficient is None:
             return losses
         return losses + self.center_rewards_coefficient * (chosen + rejected) ** 2
-
-    def rewards(self, e: Evidence) -> Tensor:
-        return e.outputs[..., 0]
-
-    def metrics(self, e: Evidence) -> Metrics:
-        return {}
 
 
 objective = Reward

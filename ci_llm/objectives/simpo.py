@@ -12,20 +12,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from ci_llm.objectives import Evidence, Metrics, Needs, Number, pairs
+from ci_llm.objectives import Evidence, Needs, Number, Objective, pairs
 
 
 @dataclass(frozen=True)
-class Simpo:
+class Simpo(Objective):
     """Keys: beta, simpo_gamma, cpo_alpha."""
 
     beta: Number
     simpo_gamma: Number
     cpo_alpha: float
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("nll_loss",) if self.cpo_alpha else ()
 
     @property
     def needs(self) -> Needs:
@@ -35,12 +31,6 @@ class Simpo:
         chosen, rejected = pairs(e.means)
         losses = -F.logsigmoid(self.beta * (chosen - rejected) - self.simpo_gamma)
         return losses + self.cpo_alpha * e.mean_nll if self.cpo_alpha else losses
-
-    def rewards(self, e: Evidence) -> Tensor:
-        return self.beta * e.means
-
-    def metrics(self, e: Evidence) -> Metrics:
-        return {"nll_loss": e.nll_metric} if self.cpo_alpha else {}
 
 
 objective = Simpo

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from typing import Final
 
 from ci_llm.report.facts import Attempt, Metrics, Points, Span
-from ci_llm.report.scores import Score
+from ci_llm.report.scores import USUAL, Score
 
 #: Width of a character of a label, about, and height of a line, in the units of a plot: CSS pixels at its full size.
 _CHARACTER, _LINE = 6.7, 17.0
@@ -182,11 +182,11 @@ MOST_LANES: Final = 24
 NUM_COLOURS: Final = 8
 _WIDTH, _HEIGHT = 440, 270
 
-#: Title, key of the agent {}, keys of what is of all agents together, unit.
+#: Title, key of the agent {}, keys of what is of all agents together, unit; {right} and {loss} are words of `measures`.
 _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
-    ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "nats per token"),
-    ("Held-out loss", "eval/{}/nll", {"crowd": "eval/crowd/nll"}, "nats per token"),
-    ("Held-out exact match", "eval/{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
+    ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "{loss}"),
+    ("Held-out loss", "eval/{}/nll", {"crowd": "eval/crowd/nll"}, "{loss}"),
+    ("Held-out {right}", "eval/{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
     ("Gradient norm before clipping", "train/{}/grad_norm", {}, "norm"),
     ("Learning rate", "", {"learning rate": "train/learning_rate"}, ""),
     ("Speed", "", {"tokens/s": "tokens_per_s"}, "tokens per second"),
@@ -194,16 +194,21 @@ _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
 
 
 def draw_curves(
-    metrics: Metrics, resumed: Sequence[int] = (), names: Mapping[str, str] | None = None
+    metrics: Metrics,
+    resumed: Sequence[int] = (),
+    names: Mapping[str, str] | None = None,
+    words: tuple[str, str] = USUAL,
 ) -> list[tuple[str, str]]:
     """(title, drawing) of every curve that the run has left, agents beside the crowd.
 
     Args:
         resumed: steps after which a later attempt went on; a dotted line stands at each.
         names: those that people gave the agents, by the names that metrics have.
+        words: for what is right and for the loss, see `measures`.
     """
-    drawings = []
+    drawings, (right, loss) = [], words
     for title, agent_key, together, unit in _CURVES:
+        title, unit = (each.format(right=right, loss=loss) for each in (title, unit))
         keys = {name: agent_key.format(name) for name in metrics.agents} if agent_key else {}
         lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
         if any(lines.values()):
@@ -211,18 +216,22 @@ def draw_curves(
     return drawings
 
 
-def draw_scores(scores: Sequence[Score]) -> str:
-    """Exact match of everyone, with intervals; empty for free text, which has none."""
+def draw_scores(scores: Sequence[Score], right: str = USUAL[0]) -> str:
+    """The share of right answers of everyone, with intervals; empty for free text, which has none.
+
+    Args:
+        right: the word for it.
+    """
     places = {float(place): (s, s.exact_match) for place, s in enumerate(reversed(scores)) if s.exact_match is not None}
     if not places:
         return ""
-    right = min(1.0, 1.05 * max(score.high or share for score, share in places.values())) or 1.0
+    end = min(1.0, 1.05 * max(score.high or share for score, share in places.values())) or 1.0
     names = {place: score.who for place, (score, _) in places.items()}
     plot = Plot(
         _WIDTH,
         60 + 26 * len(scores),
-        "exact match with intervals",
-        Axis(0, right, "exact match"),
+        f"{right} with intervals",
+        Axis(0, end, right),
         Axis(-0.6, len(scores) - 0.4, names=names),
     )
     for place, (score, share) in places.items():

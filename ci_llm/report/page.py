@@ -17,7 +17,17 @@ from ci_llm.core.quantities import count, duration, size
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
-from ci_llm.report.scores import Leaderboard, gains, is_free_text, measures, notes, read_trials, scores, surest_first
+from ci_llm.report.scores import (
+    OF_HEADS,
+    Leaderboard,
+    gains,
+    is_free_text,
+    measures,
+    notes,
+    read_trials,
+    scores,
+    surest_first,
+)
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -99,7 +109,8 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
     solved, failed = _examples(facts)
     leaderboard = read_trials(facts.folder)
     restarts = [attempt.first_step for attempt in attempts[1:]]
-    curves = drawings.draw_curves(facts.metrics, restarts, facts.agents_names)
+    right, loss = words = _words(facts)
+    curves = drawings.draw_curves(facts.metrics, restarts, facts.agents_names, words)
     is_free = evaluation is not None and is_free_text(evaluation)
     return {
         "facts": facts,
@@ -109,10 +120,12 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "tiles": list(_tiles(facts)),
         "leaderboard": leaderboard,
         "scores": table,
-        "scores_drawing": drawings.draw_scores(table) if table else "",
+        "scores_drawing": drawings.draw_scores(table, right) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
         "notes": list(notes(evaluation, facts.folder)) if evaluation else [],
-        "drawings": [(title, drawn) for title, drawn in curves if not (is_free and "exact match" in title)],
+        "drawings": [(title, drawn) for title, drawn in curves if not (is_free and title.endswith(right))],
+        "right": right,
+        "loss": loss,
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": drawings.draw_timeline(attempts),
         "notable": {attempt.number: _notable(attempt) for attempt in attempts},
@@ -128,6 +141,12 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "settings": list(settings(facts.config)) if facts.config else [],
         "commands": list(_commands(facts, leaderboard)),
     }
+
+
+def _words(facts: RunFacts) -> tuple[str, str]:
+    """See `measures`; before the first evaluation by the objective."""
+    are_heads = facts.config is not None and facts.config.objective in OF_HEADS
+    return measures(facts.evaluation or ({"measured_by": "heads"} if are_heads else {}))
 
 
 def goodput(facts: RunFacts) -> float:
@@ -162,7 +181,7 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
             yield Tile(f"crowd, {right}", f"{crowd.exact_match:.3f}", note)
         yield Tile(f"crowd, {nats}", number(crowd.nll))
     elif (loss := facts.metrics.last("train/task_loss")) is not None:
-        yield Tile("training loss", number(loss), "nats per token, mean over agents")
+        yield Tile("training loss", number(loss), f"{_words(facts)[1]}, mean over agents")
     agent_steps = facts.status.agent_steps
     yield Tile("optimizer steps", str(facts.status.step), "" if agent_steps is None else f"{agent_steps:,} agent-steps")
     redone = sum(attempt.redone_steps for attempt in facts.attempts)

@@ -143,14 +143,16 @@ def is_of_heads(evaluation: Mapping[str, Any]) -> bool:
     return evaluation.get("measured_by") == "heads"
 
 
+#: The objectives that train heads, beside those of somebody else.
+OF_HEADS: Final = ("reward", "classification", "regression")
 #: What an evaluation measures by right or wrong, and in numbers, where no heads are scored.
-_USUAL: Final = ("exact match", "nats per token")
+USUAL: Final = ("exact match", "nats per token")
 
 
 def measures(evaluation: Mapping[str, Any]) -> tuple[str, str]:
     """The words for what is right or wrong in an evaluation, and for its `nll`."""
     if not is_of_heads(evaluation):
-        return _USUAL
+        return USUAL
     return "accuracy", "squared error" if is_free_text(evaluation) else "nats per row"
 
 
@@ -203,7 +205,7 @@ def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         best, why = nothing
         folder = folders_of(evaluation)[best]
         serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
-        for usual, own in zip(_USUAL, measures(evaluation), strict=True):
+        for usual, own in zip(USUAL, measures(evaluation), strict=True):
             why = why.replace(usual, own)
         yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
 

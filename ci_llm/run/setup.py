@@ -220,8 +220,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     agent_settings.require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
     crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
-    if config.objective == "classification":
-        crowd.classes = config.label_names or ()
+    crowd.classes = config.label_names or ()
     crowd.reads_pairs = row_kind(config) == "pairs"
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():

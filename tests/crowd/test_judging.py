@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.core.scores import figures
-from ci_llm.crowd.judging import Classes, Numbers, calibration_error, joined, macro_f1, with_mean
+from ci_llm.crowd.judging import Classes, Numbers, Ranking, calibration_error, macro_f1
 
 
 def probabilities(*rows: float) -> Tensor:
@@ -20,12 +20,12 @@ def probabilities(*rows: float) -> Tensor:
 
 def classes() -> Classes:
     agents = torch.stack([probabilities(0.9, 0.8, 0.4), probabilities(0.2, 0.9, 0.1)])
-    return Classes(with_mean(agents), torch.tensor([0, 1, 0]))
+    return Classes(agents, torch.tensor([0, 1, 0]))
 
 
 def test_the_crowd_is_the_mean_of_probabilities() -> None:
     found = classes()
-    assert found.probabilities[2, :, 1].tolist() == pytest.approx([0.55, 0.85, 0.25])
+    assert found.everyone[2, :, 1].tolist() == pytest.approx([0.55, 0.85, 0.25])
     assert found.figures["accuracy"] == pytest.approx([2 / 3, 1, 2 / 3])
     # Agent 0 says 1, 1, 0 where 0, 1, 0 is right: class 0 has 1 TP and 1 FN, class 1 has 1 TP and 1 FP.
     assert found.figures["f1"] == pytest.approx([2 / 3, 1, 2 / 3])
@@ -37,19 +37,17 @@ def test_the_crowd_is_the_mean_of_probabilities() -> None:
 
 
 def test_parts_are_joined_in_order() -> None:
-    found, own = joined([classes(), classes()]), classes()
-    assert isinstance(found, Classes)
+    found, own = Classes.joined([classes(), classes()]), classes()
     assert found.labels.tolist() == [*own.labels.tolist()] * 2
-    assert found.probabilities.shape == (3, 6, 2)
-    assert joined([]) is None
+    assert found.everyone.shape == (3, 6, 2)
 
 
 def test_a_figure_that_is_not_defined_is_not_there() -> None:
-    found = Classes(with_mean(probabilities(0.9, 0.8)[None]), torch.tensor([1, 1]))
+    found = Classes(probabilities(0.9, 0.8)[None], torch.tensor([1, 1]))
     assert "auroc" not in found.figures
     assert found.figures["accuracy"] == [1, 1]
-    assert math.isnan(macro_f1(torch.tensor([]), torch.tensor([])))
-    assert math.isnan(calibration_error(torch.zeros(0, 2), torch.zeros(0).long()))
+    assert math.isnan(macro_f1(torch.zeros(0).long(), torch.zeros(0).long()))
+    assert math.isnan(calibration_error([], []))
 
 
 def test_f1_counts_classes_that_are_only_predicted() -> None:
@@ -58,13 +56,13 @@ def test_f1_counts_classes_that_are_only_predicted() -> None:
 
 def test_bins_of_a_calibration_error_are_told_apart() -> None:
     # Two rows of 0.95, one of them right, and one of 0.65, which is right.
-    error = calibration_error(probabilities(0.95, 0.95, 0.65), torch.tensor([1, 0, 1]))
+    error = calibration_error([0.95, 0.95, 0.65], [True, False, True])
     assert error == pytest.approx((abs(1 - 1.9) + abs(1 - 0.65)) / 3)
 
 
 def test_numbers() -> None:
     values = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
-    found = Numbers(with_mean(values), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    found = Numbers(values, torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert found.figures["mse"] == pytest.approx([0.5, 0.5, 0.25])
     assert found.figures["mae"] == pytest.approx([0.5, 0.5, 0.5])
     assert found.figures["r2"] == pytest.approx([-1, -1, 0])
@@ -73,6 +71,17 @@ def test_numbers() -> None:
     assert figures(record, "nll") == {"agents": [1]}
     same = Numbers(values, torch.tensor([2.0, 2.0], dtype=torch.float64))
     assert "r2" not in same.figures
+
+
+def test_pairs_and_ratings() -> None:
+    rewards = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[3.0, 1.0], [2.0, 2.0]]], dtype=torch.float64)
+    pairs = Ranking(rewards, torch.zeros(2, dtype=torch.bool))
+    assert pairs.figures == {"accuracies": [0.5, 0.5, 0.5], "margins": [-0.5, 1, 0.25]}  # a tie is wrong
+    assert pairs.metrics(["near", "far"])["eval/far/rewards/margins"] == 1
+    assert pairs.record()["accuracies"]["crowd_minus_mean"] == {"value": 0, "interval95": None}
+    rated = Ranking(rewards[:, 0, :, None], torch.tensor([True, False]))
+    assert rated.figures == {"auroc": [1, 1, 1], "margins": [1, 2, 1.5]}
+    assert str(rated) == "AUROC of the ratings: crowd 1.000; agents 1.000, 1.000"
 
 
 def test_figures_are_found_by_the_names_of_metrics() -> None:

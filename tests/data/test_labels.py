@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from ci_llm.config import Config
 from ci_llm.data.batches import pack
@@ -18,6 +18,8 @@ from ci_llm.data.rows import Completion, Labelled
 from ci_llm.data.tokens import tokenize
 from ci_llm.data.units import Unit, unit_of, without_end
 from ci_llm.errors import ConfigError, DataError
+from ci_llm.lora.heads import how_tokenized
+from ci_llm.objectives import Needs
 from ci_llm.run.start.loading import objective_by_rows
 from tests.data.test_units import TOKENIZER, rows_of, said
 
@@ -181,3 +183,19 @@ def test_a_metric_that_the_objective_of_the_columns_lacks_is_refused(tmp_path: P
     assert settled(tmp_path, *ROWS, metric_for_best_model="nll")["num_labels"] == 3
     with pytest.raises(ConfigError, match="objective classification has no mse"):
         objective_by_rows(Config(metric_for_best_model="mse"), [rows_of(tmp_path, *ROWS)], 8)
+
+
+def loss_of_ones_own(_: Any) -> Any:
+    raise NotImplementedError
+
+
+loss_of_ones_own.needs = Needs("labelled", head=True)  # type: ignore[attr-defined]
+
+
+def test_a_loss_of_ones_own_gets_classes_by_name_or_numbers(tmp_path: Path) -> None:
+    own = {"objective": f"{__name__}:loss_of_ones_own"}
+    named = settled(tmp_path, {"text": "Ann", "label": "ham"}, {"text": "Ben", "label": "spam"}, **own)
+    assert named["label_names"] == ("ham", "spam")
+    assert not settled(tmp_path, {"text": "Ann", "label": 0.5}, {"text": "Ben", "label": 2.25}, **own)
+    config = Config(label_names=("ham", "spam"), num_labels=2, **own)
+    assert how_tokenized(config, LlamaConfig(), TOKENIZER)["classes"] == ("ham", "spam")

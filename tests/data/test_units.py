@@ -11,11 +11,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from ci_llm.config import Config
+from ci_llm.data.agent_rows import Lengths
 from ci_llm.data.batches import pack
+from ci_llm.data.encoder import Example
 from ci_llm.data.rows import Chat, Completion, Message, Pair, Rated
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.data.units import Unit
+from ci_llm.data.units import Unit, unit_of
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, DataError
 from ci_llm.run.start.loading import objective_by_rows, require_both_classes
@@ -224,3 +226,13 @@ def test_a_kept_unit_is_what_was_tokenised(tmp_path: Path) -> None:
     assert np.array_equal(one.input_ids, other.input_ids)
     good, bad = tokens_of(tmp_path, RATED), tokens_of(tmp_path, RATED | {"label": False})
     assert good.fingerprint != bad.fingerprint
+
+
+def test_the_branches_of_a_pair_are_rows_of_a_pass() -> None:
+    def branch(length: int) -> Example:
+        return Example(np.arange(length, dtype=np.int32), np.arange(length) > 1)
+
+    lengths = Lengths.of([unit_of([branch(4), branch(6)]), unit_of([branch(5), branch(9)])])
+    assert (lengths.mean, lengths.longest, lengths.branches) == (6, 9, 2)
+    assert lengths.learned == 16 / 24
+    assert Lengths.of([branch(4)]).branches == 1

@@ -11,9 +11,9 @@ import pytest
 
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, Logistic
-from ci_llm.crowd.ranking import auroc
+from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.evaluation.evaluate import failed_rows, sureness_lines
-from ci_llm.evaluation.sureness import at_coverage, calibration_error, honest_error, sureness_record
+from ci_llm.evaluation.sureness import at_coverage, honest_error, sureness_record
 
 #: Right with the probability that the first signal is.
 IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)

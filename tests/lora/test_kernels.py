@@ -175,6 +175,18 @@ def test_what_cannot_be_joined_stays_with_the_layers(settings: dict[str, Any], o
     assert torch.equal(found[0][1], found[1][1])
 
 
+def test_a_pass_that_was_given_up_is_forgotten_by_the_next_step() -> None:
+    crowd = crowd_of(base(dtype=torch.float32), ("joined",))
+    layer = next(layer for name, layer in crowd.agents.layers.items() if name.endswith("gate_proj"))
+    crowd.agents.begin_step(0)
+    layer(torch.ones(crowd.num_agents, 2, layer.in_features))
+    joined: Any = layer.joined
+    assert joined._left, "the other layer has not taken its part"
+    crowd.agents.begin_step(0)
+    assert not joined._left
+    assert joined._input is None
+
+
 def test_joined_layers_add_to_the_storage_past_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd, calls = crowd_of(base(dtype=torch.float32), ("joined",), dropconnect=0.2), []
     apply = _FusedLinear.apply

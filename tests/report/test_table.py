@@ -85,6 +85,14 @@ def test_the_best_of_agents_with_their_own_settings_leads_them() -> None:
     assert "best agent: agent1; 11 rows tell it from agent0, 9 for it and 2 against" in lines
 
 
+def test_the_page_of_heads_has_the_words_of_heads(tmp_path: Path) -> None:
+    page = write_report(leave_run(tmp_path / "run", asked=record([0.6, 0.7], 0.5, measured_by="heads"))).read_text()
+    for word in ("Held-out accuracy", "accuracy with intervals", "nats per row"):
+        assert word in page
+    for word in ("exact match", "nats per token"):
+        assert word not in page
+
+
 def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = record([0.6, 0.7], 0.5, **FREE)
     said = "\n".join(table(free, "run"))

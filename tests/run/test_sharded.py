@@ -14,6 +14,7 @@ import torch
 
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
+from tests.run.test_objectives import write
 from tests.support.campaign import sampled, sampled_cases, size
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed.forkserver import ForkServer
@@ -70,6 +71,18 @@ def test_a_sharded_run_has_the_bits_of_one_without_shards(
 ) -> None:
     told = compare(server, tmp_path, ranks, **keys)
     assert f"layers sharded over {ranks} processes" in told
+
+
+@pytest.mark.parametrize("quantization", ["null", "nf4"])
+def test_heads_on_a_sharded_base_have_the_bits_of_those_on_a_whole_one(
+    quantization: str, server: ForkServer, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    keys = {"objective": "classification", "dataset_name": write(rows, "labelled"), "quantization": quantization}
+    compare(server, tmp_path, 2, **keys, generation_eval_samples=0)
+    record = json.loads((tmp_path / "layers/run/evaluation.json").read_text())
+    assert (record["measured_by"], len(record["classes"]["accuracy"]["agents"])) == ("heads", 3)
 
 
 #: A gather of the first layer, of the last one, between two passes, in the middle of the backward pass, and at its end.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -124,9 +124,7 @@ class EmergencySave:
         if self._saving.is_set():
             threading.Event().wait()  # for ever: the saving thread ends the process, whatever happened to this one
         if kind is not None and not self._processes.is_main_process and (reason := self._why_main_has_left()):
-            os._exit(
-                exit_code_told(self._exit_code(reason))
-            )  # the error is that the main process is gone, as it should be
+            self._exit(reason)  # the error is that the main process is gone, as it should be
         self._over.set()
         self._hook.remove()
         in_a_step = self._pace.step_started is not None and not self._moving
@@ -155,9 +153,8 @@ class EmergencySave:
     def _save_without_peers(self) -> None:
         """Commit the boundary from this process alone. It never hides the error that a peer is gone."""
         step, own = self._boundary
-        generators = [
-            own if index == self._processes.process_index else None for index in range(self._processes.num_processes)
-        ]
+        generators: list[dict[str, Any] | None] = [None] * self._processes.num_processes
+        generators[self._processes.process_index] = own
         until = time.monotonic() + SURVIVORS_S
         finish_save_in_flight(self._attempt.manager)
         logger.info(f"a process of this run is gone: step {step} is saved without it")
@@ -210,8 +207,9 @@ class EmergencySave:
         exit_code = 1
         try:
             self._save_boundary()
-            put_job_back = self._attempt.interrupted(self._interrupts.stop_reason or "")
-            exit_code = self._exit_code(self._interrupts.stop_reason or "")
+            reason = self._interrupts.stop_reason or ""
+            put_job_back = self._attempt.interrupted(reason)
+            exit_code = exit_code_after_stop(reason, self._config.interrupted_exit_code)
             try:
                 self._send()
             finally:
@@ -219,9 +217,7 @@ class EmergencySave:
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
             logger.error(f"the last boundary could not be saved: {described(error)}")
         finally:
-            os._exit(
-                exit_code_told(exit_code)
-            )  # no exit handlers: the main thread may sit in a call that never returns
+            os._exit(exit_code_told(exit_code))  # no exit handlers: the main thread may sit in a call without end
 
     def _save_boundary(self) -> None:
         step, _ = self._boundary
@@ -254,7 +250,7 @@ class EmergencySave:
             # The main process may still reach the next ballot: only its status says that it has given the step up.
             while not self._over.wait(_POLL_S):
                 if reason := self._why_main_has_left():
-                    os._exit(exit_code_told(self._exit_code(reason)))
+                    self._exit(reason)
 
     def _why_main_has_left(self) -> str | None:
         """The reason for which the main process has saved and left; None if it has not."""
@@ -265,8 +261,8 @@ class EmergencySave:
         left = status.attempt == self._attempt.number and status.status == "interrupted"
         return status.reason if left else None
 
-    def _exit_code(self, reason: str) -> int:
-        return exit_code_after_stop(reason, self._config.interrupted_exit_code)
+    def _exit(self, reason: str) -> NoReturn:
+        os._exit(exit_code_told(exit_code_after_stop(reason, self._config.interrupted_exit_code)))
 
     def _generators_of(self, index: int) -> Path:
         return self._attempt.folder / f"process_{index}.generators"

@@ -127,14 +127,15 @@ def agent_copies(config: Config, device: torch.device) -> int:
     """How many numbers are in the memory of the device for each that an agent trains."""
     drawn = 2 if config.optimizer == "ivon" else 0  # the noise of a step, and the weights with it
     saved = 3 if device.type == "cpu" else 0  # the copy of weights and moments that a checkpoint is written from
-    return 7 + drawn + saved  # weights, gradients, two moments; the last good weights and moments
+    started = 2 if config.reference == "start" else 0  # the start, and the weights while agents are compared with it
+    return 7 + drawn + saved + started  # weights, gradients, two moments; the last good weights and moments
 
 
 def trace_longest(
     config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, lengths: Lengths, processes: int = 1
 ) -> Trace:
     """Trace the longest micro-step to expect of rows with these lengths; see `trace`."""
-    tokens = lengths.longest_in_batch(rows)
+    tokens, rows = lengths.longest_in_batch(rows), rows * lengths.branches
     targets = lengths.learned_of(tokens)
     return trace(config, shape, device, rows=rows, tokens=tokens, targets=targets, processes=processes)
 
@@ -372,5 +373,5 @@ def _too_large(
         return False, f"this architecture cannot be traced without weights ({error})"
     free = processes.free_memory()
     agents, activations = f"agents {found.agents_bytes / 1e9:.2f} GB", f"{found.activation_bytes / 1e9:.2f} GB"
-    kept = f"{agents}, activations of {rows} x {lengths.longest_in_batch(rows)} tokens {activations}"
+    kept = f"{agents}, activations of {rows * lengths.branches} x {lengths.longest_in_batch(rows)} tokens {activations}"
     return recompute_on_all(found, free, processes), f"by estimate {kept}, free {free / 1e9:.2f} GB"

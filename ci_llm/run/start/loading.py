@@ -138,8 +138,9 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
 
 
 def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[str, Any]:
-    """The classes of these labels. Labels that are to be predicted as numbers are looked at when they are tokenised."""
-    if config.objective == "regression":
+    """The classes of these labels. Labels that are to be predicted as numbers are looked at when they are tokenised: by
+    regression, and by a loss of somebody else's where they are not whole."""
+    if config.objective == "regression" or (config.objective != "classification" and are_numbers(labels)):
         if len({*labels}) < 2:
             raise DataError("all rows have the same label", where=f"{where}, label", hint="give rows of several")
         return {}

@@ -24,10 +24,9 @@ from ci_llm.core.scores import LEAST_ROWS
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.judging import joined
+from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.crowd.ranking import Ranking, rank
 from ci_llm.crowd.scoring import AnswerScores, JudgedBy, Questions, Scores, Solved, how_asked, score, score_answers
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
@@ -226,14 +225,13 @@ class Evaluator:
             if (found := self._scores_on(rows, step, micro_batch_size)) is None:
                 return None
             sets.append(found)
-        judged = sets[0].judged if len(sets) == 1 else joined(own.judged for own in sets if own.judged is not None)
+        scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
         if isinstance(self.objective, Preferences) and self.judged and not self._crowd.settings.outputs:
             parts = [self._ranking_on(self.objective, rows, step, micro_batch_size) for rows in self.judged]
             if None in parts:
                 return None
-            judged = Ranking.joined(part for part in parts if part is not None)
-        scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
-        return replace(scores, judged=judged)
+            scores = replace(scores, judged=Ranking.joined(part for part in parts if part is not None))
+        return scores
 
     def _ranking_on(
         self, objective: Preferences, rows: TokenizedRows, step: int, micro_batch_size: int
