@@ -60,9 +60,11 @@ class Scores:
         """The rows of all parts, in order."""
         listed = list(parts)
         judged = [part.judged for part in listed if part.judged is not None]
+        # In one copy, which is the one wait for a GPU.
+        right, nll = torch.cat([torch.stack([part.right.double(), part.nll]) for part in listed], dim=2).cpu()
         return cls(
-            torch.cat([part.right for part in listed], dim=1).cpu(),
-            torch.cat([part.nll for part in listed], dim=1).cpu(),
+            right.bool(),
+            nll,
             torch.cat([part.tokens for part in listed]),
             judged=judged[0].joined(judged) if judged else None,
         )

@@ -38,7 +38,7 @@ def test_masks_of_dropconnect_are_drawn_on_the_device(ran: Ran) -> None:
 
 def test_an_evaluation_waits_for_the_device_once(ran: Ran) -> None:
     scored = [place for place in ran.waits("after step 2") if place.startswith("crowd/scoring.py")]
-    assert scored == ["crowd/scoring.py:score"] * 2  # agents and crowd, and the base alone
+    assert scored == ["crowd/scoring.py:joined"] * 2  # agents and crowd, and the base alone
 
 
 def test_the_base_is_loaded_straight_to_the_device(ran: Ran) -> None:
