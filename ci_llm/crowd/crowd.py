@@ -109,13 +109,9 @@ class Crowd(CrowdModel):
         if stored_quantization(self.model.config):
             hint = "open the adapter's folder with PeftModel.from_pretrained, on a base that Transformers has quantised"
             raise ModelError("the layers of a quantised base cannot be shared with PEFT", where="Crowd", hint=hint)
-        fast, k = self.fast, agent % len(self.names)
-        self.compute_fast(())  # the copy has the family's own code
-        try:
-            with self.active_agent(k) as model:
-                return peft_model(model, self.agents, k, self.base_name)
-        finally:
-            self.compute_fast(fast)
+        k = agent % len(self.names)
+        with self.plain(), self.active_agent(k) as model:
+            return peft_model(model, self.agents, k, self.base_name)
 
     def log_probs(
         self,

@@ -360,6 +360,16 @@ class CrowdModel(nn.Module):
         kernels.take(self.model, self.agents, parts, self._kinds)
         self.fast = tuple(parts)
 
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """The family's own code inside, which a saved crowd has when it is opened; afterwards the fast parts again."""
+        fast = self.fast
+        self.compute_fast(())
+        try:
+            yield
+        finally:
+            self.compute_fast(fast)
+
     def gradient_checkpointing_enable(self) -> None:
         """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
         passes.recompute_layers(self.model, self.agents)

@@ -327,7 +327,6 @@ REFUSED: dict[str, Json] = {
     "pictures beside messages": {"messages": [turn("user", "what?"), turn("assistant", "cat")], "images": ["cat.png"]},
     "ratings that are no labels": {"prompt": "2 + 2?", "completion": "5", "label": 4},
     "multiple choice": {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
-    "classes of texts": {"Text": "I liked it", "Label": 1},
     "a line that is a list of numbers": [1, 2],
     "numbers only": {"x": 1, "y": 2},
 }

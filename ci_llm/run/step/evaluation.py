@@ -388,14 +388,17 @@ class Evaluator:
     def _on_all_processes(
         self, what: str, step: int, count: int, batch_size: int, work: Callable[[Rounds], T | None]
     ) -> list[T] | None:
-        """What `work` returns on every process, repeated in smaller batches where memory ran out; None at a stop."""
+        """What `work` returns on every process, repeated in smaller batches where memory ran out; None at a stop.
+
+        It is computed by plain kernels: scores and answers are those of the saved crowd, to the last digit.
+        """
         processes = self._vote.processes
         size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
         while True:
             self.note(phase="evaluation", evaluation_batch_size=size)
             with working(what, count, "rows") as shown:
                 rounds = Rounds(self._vote, count, size, shown.advance_to)
-                with processes.autocast():
+                with processes.autocast(), self._crowd.plain():
                     own, complaint = unless_out_of_memory(partial(work, rounds))
                 rounds.end(out_of_memory=complaint is not None)
             if rounds.stop is not None or not rounds.out_of_memory:
