@@ -139,11 +139,8 @@ def _numbers(
     sure[0] = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     wanted = [place for place, row in enumerate(rows) if row.uncertainty]
     if wanted:
-        mean = len(logits) == 1 or is_mean(how)
-        part = (log_probs, crowd, chosen) if len(wanted) == len(rows) else (
-            log_probs[:, wanted], crowd[wanted], chosen[wanted]
-        )  # fmt: skip
-        sure[:, wanted] = token_uncertainty(*part, is_mean=mean)
+        mean, own = len(logits) == 1 or is_mean(how), slice(None) if len(wanted) == len(rows) else wanted
+        sure[:, own] = token_uncertainty(log_probs[:, own], crowd[own], chosen[own], is_mean=mean)
     parts = [chosen[:, None].double(), sure.T.double()]
     if width:
         best = crowd.topk(min(width, crowd.shape[-1]))

@@ -232,15 +232,8 @@ class Decoder:
             Exception: the base failed, for want of memory for instance. No text has moved; the step can be repeated,
                 with fewer texts.
         """
-        training = self._crowd.training
-        if training:
-            self._crowd.eval()
-        try:
-            with torch.no_grad():
-                return self._step()
-        finally:
-            if training:
-                self._crowd.train()
+        with self._crowd.evaluating(), torch.no_grad():
+            return self._step()
 
     def _step(self) -> list[Request]:
         passes: dict[str, list[_Part]] = {"crowd": [], "agents": [], "base": []}

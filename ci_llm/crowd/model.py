@@ -378,11 +378,13 @@ class CrowdModel(nn.Module):
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode inside; training mode afterwards, if it was before."""
         training = self.training
-        self.eval()
+        if training:  # else this is a walk over all modules for nothing, at every token of a decoder
+            self.eval()
         try:
             yield
         finally:
-            self.train(training)
+            if training:
+                self.train()
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:

@@ -162,14 +162,12 @@ class TextEnds(StoppingCriteria):  # type: ignore[misc]
 @contextmanager
 def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
     """Evaluation mode and padded rows: packed attention has no cache of keys and values; the model's own has."""
-    route, training = crowd.route, crowd.training
-    crowd.route = "padded"
-    crowd.eval()
+    route, crowd.route = crowd.route, "padded"
     try:
-        yield
+        with crowd.evaluating():
+            yield
     finally:
         crowd.route = route
-        crowd.train(training)
 
 
 def write_batch(

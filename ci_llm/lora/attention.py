@@ -47,7 +47,6 @@ class Segments:
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = list(bounds)
         self.lengths = [end - start for start, end in pairwise(bounds)]
         self._masks: dict[tuple[Any, ...], Tensor] = {}
         self._ends: dict[tuple[int, torch.device], Tensor] = {}
