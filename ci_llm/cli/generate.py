@@ -129,18 +129,14 @@ def _best_of(call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str
     if not judge.reads_pairs:
         what, hint = "these agents give no rewards for answers", "take a run of objective=reward"
         raise ConfigError(what, where=f"--reward {call.reward}", hint=hint)
-    how: Any = {"stop_strings": asking.stop_strings(call), "batch_size": call.batch_size}
-    first = choices.pop("seed")
-    each = [crowd.generate(prompts, seed=seed, **choices, **how) for seed in range(first, first + call.best_of)]
-    for prompt, *answers in zip(prompts, *each, strict=True):
-        scores = judge.score([prompt] * len(answers), answers, batch_size=call.batch_size)
-        best = max(range(len(answers)), key=lambda number: scores[number].mean)
-        if call.json:
-            found = [{"answer": text, "reward": own.mean} for text, own in zip(answers, scores, strict=True)]
-            record = {"prompt": prompt, "answer": answers[best], "reward": scores[best].mean, "answers": found}
-            print(json.dumps(record), flush=True)
-        else:
-            print(answers[best], flush=True)
+    asked, size = [prompt for prompt in prompts for _ in range(call.best_of)], call.batch_size
+    answers = crowd.generate(asked, stop_strings=asking.stop_strings(call), batch_size=size, **choices)
+    rewards = [score.mean for score in judge.score(asked, answers, batch_size=size)]
+    for at, prompt in enumerate(prompts):
+        own = slice(at * call.best_of, (at + 1) * call.best_of)
+        found = [{"answer": text, "reward": each} for text, each in zip(answers[own], rewards[own], strict=True)]
+        best = max(found, key=lambda one: one["reward"])
+        print(json.dumps({"prompt": prompt, **best, "answers": found}) if call.json else best["answer"], flush=True)
     return 0
 
 
