@@ -157,9 +157,8 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "agent-steps: " + ", ".join(f"{letter} {taken:,}" for letter, taken in steps)
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
-        right, loss = measures(runs[number].evaluation or {})
-        shown = _as_text(gain).replace("exact match", right).replace("nats per token", loss) if gain else ""
-        yield f"{pair}: {shown or f'not compared ({why})'}"
+        shown = _as_text(gain, *measures(runs[number].evaluation or {})) if gain else f"not compared ({why})"
+        yield f"{pair}: {shown}"
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.evaluation:
             rates = ", ".join(f"{rate:g}" for rate in run.evaluation.get("learning_rates", ()))
@@ -184,15 +183,16 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
             yield number, difference(run.evaluation, first.evaluation, *rows), None
 
 
-def _as_text(gain: Gain) -> str:
+def _as_text(gain: Gain, right: str, loss: str) -> str:
+    """A difference in the words of `measures`."""
     if gain.measure == "nats per token":
-        return f"{gain} nats per token (no interval: the rows of free text are not kept one by one)"
+        return f"{gain} {loss} (no interval: the rows of free text are not kept one by one)"
     if gain.interval95 is None:
         why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
-        return f"{gain.value:+.3f} exact match ({why})"
+        return f"{gain.value:+.3f} {right} ({why})"
     how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: {_UNPAIRED}"
     verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
-    return f"{gain.value:+.3f} ± {gain.interval95:.3f} exact match (95 %, {how}): {verdict}"
+    return f"{gain.value:+.3f} ± {gain.interval95:.3f} {right} (95 %, {how}): {verdict}"
 
 
 def _shown(score: Score | None) -> str:

@@ -205,8 +205,6 @@ def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         best, why = nothing
         folder = folders_of(evaluation)[best]
         serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
-        for usual, own in zip(USUAL, measures(evaluation), strict=True):
-            why = why.replace(usual, own)
         yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
 
 
@@ -219,16 +217,17 @@ def _adds_nothing(evaluation: Mapping[str, Any]) -> tuple[int, str] | None:
     nll, crowd, exact = evaluation["nll"]["agents"], evaluation["nll"]["crowd"], evaluation["exact_match"]["agents"]
     if not all(each is not None and math.isfinite(each) for each in (*nll, crowd)):
         return None
-    best, in_nats = nll.index(min(nll)), dict(gains(evaluation, "nats per token"))
+    best, in_nats, (right, loss) = nll.index(min(nll)), dict(gains(evaluation, "nats per token")), measures(evaluation)
     if crowd > nll[best]:
         rows = evaluation.get("teacher_forced", evaluation)["n"]
-        return best, f": {crowd:.4f} nats per token, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
+        return best, f": {crowd:.4f} {loss}, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
     for over, gain in [*gains(evaluation)][:2]:
         if gain.is_sure is False:
             leads = over in in_nats and in_nats[over].is_sure and gain.measure == "exact match"
-            nats = f", though {in_nats[over]} nats per token" if leads else ""
+            nats = f", though {in_nats[over]} {loss}" if leads else ""
             best = best if is_free_text(evaluation) else exact.index(max(exact))
-            return best, f" sure in {gain.measure}: {gain} over {over}{nats}, over {gain.rows}"
+            sure_in = right if gain.measure == "exact match" else loss
+            return best, f" sure in {sure_in}: {gain} over {over}{nats}, over {gain.rows}"
     return None
 
 
