@@ -84,8 +84,9 @@ def test_one_picture_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.C
     leave_run(tmp_path / "b")
     assert main(["watch", str(tmp_path)]) == 3
     told = capsys.readouterr().out
-    assert "A  a    running" in told
-    assert "B  b    completed" in told
+    rows = [line.split()[:3] for line in told.splitlines()]  # releases of rich leave other gaps
+    assert ["A", "a", "running"] in rows
+    assert ["B", "b", "completed"] in rows
     assert "\x1b" not in told
     assert main(["watch", str(tmp_path / "b"), "--once"]) == 0
 

@@ -83,9 +83,9 @@ def test_of_a_single_run_all_is_told_that_is_known(runs: Path) -> None:
 def test_several_runs_share_a_table_and_a_drawing(runs: Path) -> None:
     lines = drawn(runs, width=100)
     assert lines[0].split() == ["run", "state", "step", "done", "loss", "crowd", "nll", "speed", "left"]
-    [row] = [line for line in lines if line.startswith("E  stopped")]
+    [row] = [line for line in lines if line.split()[:2] == ["E", "stopped"]]
     assert row.split() == ["E", "stopped", "interrupted", "20/40", "50%", "0.1", "0.05"]
-    [row] = [line for line in lines if line.startswith("D  sixteen")]
+    [row] = [line for line in lines if line.split()[:2] == ["D", "sixteen"]]
     assert row.split() == ["D", "sixteen", "running", "20/5000", "0%", "0.1", "0.05", "1", "steps/s", "1:23:00"]
     notes = "\n".join(lines)
     assert "sixteen: SLURM job 8 RUNNING, 3:12:00 left\n" in notes
