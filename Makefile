@@ -12,7 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make coverage` runs.
 MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
-	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py
+	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py \
+	tests/test_loader_workers.py
 
 # Where `make test` notes what is skipped.
 SKIPPED := build/skipped.jsonl

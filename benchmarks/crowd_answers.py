@@ -27,13 +27,12 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.exporting import settings_of
 from ci_llm.crowd.judging import calibration_error
-from ci_llm.crowd.merge_methods import Distillation, merge_of
-from ci_llm.crowd.merging import Adapter, merged
+from ci_llm.crowd.merging import Adapter, Distillation, merge_of, merged
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
-from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
+from ci_llm.evaluation.predictions import AGENTS_PER_PROMPT
 from ci_llm.lora.layer import LoraSettings
 
 CONFIG = Path(__file__).parent.parent / "configs.yaml"

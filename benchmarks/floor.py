@@ -4,16 +4,19 @@ Counted are, with W a frozen weight: x W and the gradient with respect to x for 
 the first layer's q, k and v only x W and that once for all agents, since nothing before them is trained; the head at
 the targets; the adapters; attention under its causal mask. The gradient of W is not needed, as W is frozen. The last
 layer is counted for all tokens; what it could leave out, where nothing is predicted, is 2 % of all. The speed
-is that of the products of the step's own shapes, measured in the same run in turn with the trainers.
+is that of the products of the step's own shapes, measured in the same run in turn with the trainers: on a CPU both by
+`torch.mm`, which takes MKL in fp32, and by oneDNN, and for each shape the faster one counts.
 
 Legend: K agents, N tokens, S targets, T tokens of a row, D width of all heads, V vocabulary, r rank.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
+from ci_llm.lora.layer import product
 
 #: Products that read the embedded tokens: their input depends on no adapter.
 FIRST = ("q_proj", "k_proj", "v_proj")
@@ -43,11 +47,20 @@ def necessary_flops(crowd: Crowd, batch: Batch) -> float:
     return float(body + 2 * 2 * agents * batch.num_targets * head + adapters + attention)
 
 
+#: Both products of a step with a weight [out, in]: x Wᵀ forward, g W for the gradient of the input.
+LIBRARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch.mm": lambda x, weight: torch.mm(x, weight.mT),
+    "oneDNN": partial(product, by_onednn=True),
+}
+
+
 class Products:
     """The bare products of a step: each shape of the base once forward and once for the gradient of its input.
 
     Attributes:
-        flops_per_s: the speed on each batch, every shape weighed by how often the step needs it.
+        flops_per_s: the speed on each batch, every shape weighed by how often the step needs it, and by the library
+            that is faster for it.
+        by_library: the same by each library alone.
     """
 
     def __init__(self, crowd: Crowd, dtype: torch.dtype) -> None:
@@ -56,25 +69,40 @@ class Products:
         self._shapes = Counter(tuple(layer.weight.shape) for layer in linear if isinstance(layer, nn.Linear))
         self._head = tuple(crowd.model.get_output_embeddings().weight.shape)
         self.flops_per_s: list[float] = []
+        self.by_library: dict[str, list[float]] = {name: [] for name in LIBRARIES}
 
     def step(self, batch: Batch) -> None:
         """Measure them for the rows of one batch."""
         tokens = self._agents * batch.num_tokens
         work = [(tokens, shape, count) for shape, count in self._shapes.items()]
         work.append((batch.num_targets, self._head, self._agents))
-        flops = seconds = 0.0
+        flops, seconds = 0.0, dict.fromkeys(["fastest", *LIBRARIES], 0.0)
         for rows, (out_features, in_features), count in work:
-            seconds += count * self._seconds(rows, out_features, in_features)
+            each = self._seconds(rows, out_features, in_features)
+            for name, own in {**each, "fastest": min(each.values())}.items():
+                seconds[name] += count * own
             flops += count * 4.0 * rows * out_features * in_features
-        self.flops_per_s.append(flops / seconds)
+        self.flops_per_s.append(flops / seconds["fastest"])
+        for name, speeds in self.by_library.items():
+            speeds.append(flops / seconds[name])
 
-    def _seconds(self, rows: int, out_features: int, in_features: int) -> float:
+    def told(self) -> str:
+        """The median speeds, for people."""
+        speeds = {"at": self.flops_per_s, **self.by_library}
+        at, *each = [f"{name} {statistics.median(found) / 1e9:.0f}" for name, found in speeds.items()]
+        return f"{at} GFLOP/s ({', '.join(each)})"
+
+    def _seconds(self, rows: int, out_features: int, in_features: int) -> dict[str, float]:
+        """Of both products by each library: x Wᵀ, and the gradient times W, which is the same with W transposed."""
         x, weight = self._random(rows, in_features), self._random(out_features, in_features)
-        y = x @ weight.mT  # warms up
-        start = time.process_time()
-        torch.mm(x, weight.mT, out=y)
-        torch.mm(y, weight, out=x)
-        return time.process_time() - start
+        found = {}
+        for name, multiply in LIBRARIES.items():
+            y = multiply(x, weight)  # warms up
+            start = time.process_time()
+            multiply(x, weight)
+            multiply(y, weight.mT)
+            found[name] = time.process_time() - start
+        return found
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape).to(self._dtype)

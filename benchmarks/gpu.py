@@ -47,8 +47,8 @@ from ci_llm.data.batches import Batch
 from ci_llm.dry_run import gpu as checks
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CiLlmError, first_line
-from ci_llm.run.layer_digest import fixed_batch, layer_digest
 from ci_llm.run.loop import compute_gradients
+from ci_llm.run.one_layer import fixed_batch, layer_digest
 
 Figures = dict[str, Any]
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci_llm.checkpoints.folders import numbered_steps, step_folder
+from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.checkpoints.manifest import digest, verify_folder
 from ci_llm.errors import DamagedCheckpoint
 from ci_llm.mirror.objects import open_objects

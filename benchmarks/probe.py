@@ -34,7 +34,7 @@ from ci_llm.crowd.asking import prompter_of
 from ci_llm.crowd.generation import Continuation
 from ci_llm.crowd.judging import auroc
 from ci_llm.data.batches import pack
-from ci_llm.evaluation.sureness import at_coverage
+from ci_llm.evaluation.predictions import at_coverage
 
 #: Of a coefficient of a hidden state and of a signal.
 PENALTIES = 30.0, 3.0

@@ -14,7 +14,8 @@ alone         the trial that won, in a run of its own
 At the end the SHA-256 of every agent of the first two must be equal, and that of the winner in all three; the exit code
 is 1 if they are not. The winner is the trial with the lowest NLL on validation rows. Base and winner are compared on
 other rows by teacher forcing, which finds the answers that greedy decoding would give exactly. With TRL installed,
-its SFTTrainer trains the same trials one after the other. The bucket is that of moto, a real S3 server on this machine.
+its SFTTrainer trains such trials one after the other, in the full form four of the eight. The bucket is that of
+moto, a real S3 server on this machine.
 
 The small form has fewer trials, steps and rows; it is taken where the processor does not multiply bf16.
 """
@@ -45,7 +46,7 @@ from scipy import stats
 from benchmarks.crowd import over_rows
 from benchmarks.crowd_answers import Measured, everyone, folder_of, untrained
 from benchmarks.record import surroundings
-from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.layout import committed
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.pretrained import open_pretrained
@@ -94,7 +95,7 @@ class Form:
         ]
 
 
-FULL = Form((5e-4, 1e-3, 2e-3, 4e-3), (8, 16), steps=32, rows=16, validation=100, test=300, rivals=8)
+FULL = Form((5e-4, 1e-3, 2e-3, 4e-3), (8, 16), steps=32, rows=16, validation=100, test=300, rivals=4)
 SMALL = Form((1e-3, 4e-3), (4, 8), steps=12, rows=8, validation=40, test=100)
 
 

@@ -1,12 +1,13 @@
-"""A step on a real base with real rows: ours in both ways, a run of PEFT, TRL's SFTTrainer with packing.
+"""A step on a real base with real rows: ours in both ways, PEFT, TRL's SFTTrainer in two ways, the floor of `floor.py`.
 
     python -m benchmarks.step --model BASE --dataset DATA [--rows 4] [--precision bf16]
 
 BASE is a folder of Transformers or a GGUF file, DATA holds rows of questions and answers, K = 4 agents of rank 16 on
 all projections. Each trainer lives in a process of its own, on one thread, and all take the same rows in turns. A round
-is four steps; SFTTrainer packs its rows into inputs about as long as a step. K runs of PEFT or TRL are taken to cost K
-times one, so one is measured. A token counts once for every agent that reads it. The time is that of the process on its
-processor, the memory its peak, base and libraries included. TRL is left out where it is not installed.
+is four steps; SFTTrainer packs its rows into inputs about as long as a step, or pads those of a step. K runs of PEFT or
+TRL are taken to cost K times one, so one is measured. A token counts once for every agent that reads it. The time is
+that of the process on its processor, the memory its peak, base and libraries included. TRL is left out where it is not
+installed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.crowd_answers import batches
+from benchmarks.floor import Products, necessary_flops
 from benchmarks.step import LOSSES_AGREE_TO, K, Ours, SeparateRuns
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -33,11 +35,13 @@ from ci_llm.data.batches import Batch
 from ci_llm.lora.layer import LoraSettings
 
 STEPS_PER_ROUND: Final = 4
-ONE_PASS, PASS_EACH, PEFT, TRL = (
+ONE_PASS, PASS_EACH, PEFT, TRL, PADDED, FLOOR = (
     "ours, one pass for all",
     "ours, a pass per agent",
     "K runs of PEFT",
-    "K runs of SFTTrainer",
+    "K runs of SFTTrainer, packing",
+    "K runs of SFTTrainer, padding",
+    "the floor",
 )
 ALIGNED: Final = 64
 
@@ -90,7 +94,7 @@ def peft_run(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     return lambda steps: _timed(lambda: [trainer.step(batch) for batch in steps])
 
 
-def sft_run(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
+def sft_run(case: Case, *, packing: bool) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     """One of K; the losses of packed rows are others."""
     from benchmarks.sft_trainer import dataset_of, sft_cpu_s
 
@@ -98,10 +102,27 @@ def sft_run(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
 
     def take(steps: Sequence[Batch]) -> tuple[float, float]:
         tokens = sum(batch.num_tokens for batch in steps) / len(steps)
-        packed = {"packing": True, "max_length": ALIGNED * round(tokens / ALIGNED + 0.5)}
-        settings = {**packed, "per_device_train_batch_size": 1, "bf16": case.precision == "bf16"}
+        length, rows = ALIGNED * round(tokens / ALIGNED + 0.5), 1 if packing else case.rows
+        own = {"packing": packing, "max_length": length, "per_device_train_batch_size": rows}
+        settings = {**own, "bf16": case.precision == "bf16"}
         with tempfile.TemporaryDirectory() as folder:
             return sft_cpu_s(base, dataset_of([*steps]), settings, folder), float("nan")
+
+    return take
+
+
+def floor(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
+    """The seconds that the necessary products take at the speed that they have alone, with the rows of one agent."""
+    base = case.base()
+    crowd = Crowd(base, LoraSettings(num_agents=1, rank=16, alpha=32), "real")
+    products = Products(crowd, base.dtype)
+
+    def take(steps: Sequence[Batch]) -> tuple[float, float]:
+        for batch in steps:
+            products.step(batch)
+        print(f"products {products.told()}", flush=True)
+        speeds = products.flops_per_s[-len(steps) :]
+        return sum(necessary_flops(crowd, b) / at for b, at in zip(steps, speeds, strict=True)), float("nan")
 
     return take
 
@@ -116,10 +137,12 @@ TRAINERS: Final[dict[str, Callable[[Case], Callable[[Sequence[Batch]], tuple[flo
     ONE_PASS: lambda case: ours(case, per_agent=False),
     PASS_EACH: lambda case: ours(case, per_agent=True),
     PEFT: peft_run,
-    TRL: sft_run,
+    TRL: lambda case: sft_run(case, packing=True),
+    PADDED: lambda case: sft_run(case, packing=False),
+    FLOOR: floor,
 }
 #: How many runs stand behind one that is measured.
-RUNS: Final = {ONE_PASS: 1, PASS_EACH: 1, PEFT: K, TRL: K}
+RUNS: Final = {ONE_PASS: 1, PASS_EACH: 1, PEFT: K, TRL: K, PADDED: K, FLOOR: K}
 
 
 def work(name: str, case: Case, told: Connection) -> None:
@@ -155,9 +178,9 @@ def measure(case: Case, names: Sequence[str]) -> dict[str, list[tuple[float, flo
             found[name].append((seconds * RUNS[name], loss, peak))
     for pipe in pipes.values():
         pipe.send(None)
-    for name in {PASS_EACH} & {*names}:  # the first of K PEFT runs is another agent in each process
-        for (_, mine, _), (_, theirs, _) in zip(found[ONE_PASS], found[name], strict=True):
-            assert abs(mine - theirs) / mine < LOSSES_AGREE_TO[case.precision], f"the losses of {name} differ"
+    if {ONE_PASS, PASS_EACH} <= {*names}:  # the first of K PEFT runs is another agent in each process
+        for (_, mine, _), (_, theirs, _) in zip(found[ONE_PASS], found[PASS_EACH], strict=True):
+            assert abs(mine - theirs) / mine < LOSSES_AGREE_TO[case.precision], "the losses of both ways differ"
     return {name: each[1:] for name, each in found.items()}
 
 
@@ -176,7 +199,7 @@ def table(case: Case, found: dict[str, list[tuple[float, float, int]]]) -> str:
 
 def report(case: Case) -> str:
     """What `benchmarks.step --model` prints."""
-    names = [name for name in TRAINERS if name != TRL or importlib.util.find_spec("trl")]
+    names = [name for name in TRAINERS if name not in (TRL, PADDED) or importlib.util.find_spec("trl")]
     steps = [batch for each in case.rounds_of_rows() for batch in each]
     length = statistics.mean(batch.num_tokens / batch.num_rows for batch in steps)
     told = f"{Path(case.model).name}, {case.precision}, {case.rows} rows a step of {length:.0f} tokens in the mean,"

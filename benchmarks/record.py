@@ -15,6 +15,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ from ci_llm.core.durable import read_json, write_json
 RECORDED: Final = Path(__file__).with_name("recorded.json")
 #: Runs of one program on one machine differ by this much where others work on it too.
 TOLERANCE: Final = 0.15
-LIBRARIES: Final = ("torch", "transformers", "accelerate", "peft")
+LIBRARIES: Final = ("ci_llm", "torch", "transformers", "accelerate", "peft")
 SIZE: Final = "15M"
 ROWS: Final = (2, 8)
 
@@ -36,6 +37,7 @@ ROWS: Final = (2, 8)
 def surroundings() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
+        "date": f"{date.today()}",
         "processor": getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", platform.processor()),
         "vector_units": torch.backends.cpu.get_cpu_capability(),
         "bf16_units": torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported(),

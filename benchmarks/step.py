@@ -234,12 +234,12 @@ class Measured:
     Attributes:
         costs: of every trainer on every batch but the first, which warms up.
         floor: of every batch, the share of our step that the necessary products take at their own speed, ascending.
-        flops_per_s: the median of that speed.
+        speeds: in words, that speed and those of both libraries.
     """
 
     costs: Costs
     floor: list[float]
-    flops_per_s: float
+    speeds: str
 
     def ratio(self, name: str) -> float:
         """How many times our CPU time a trainer takes, the median."""
@@ -291,9 +291,7 @@ def measure(
         allowed = LOSSES_AGREE_TO["bf16" if name == BF16 else precision]
         assert gap < allowed, f"the losses of {name} differ by up to {gap:.1e}"
     floor = shares(ours.crowd, inputs, products.flops_per_s, [cost.cpu_s for cost in costs[OURS]])
-    return Measured(
-        {name: listed[1:] for name, listed in costs.items()}, sorted(floor[1:]), statistics.median(products.flops_per_s)
-    )
+    return Measured({name: listed[1:] for name, listed in costs.items()}, sorted(floor[1:]), products.told())
 
 
 def table(measured: Measured, rows: int) -> str:
@@ -309,8 +307,8 @@ def table(measured: Measured, rows: int) -> str:
         ratios = cpu_ratios(costs[name], costs[other])
         times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         lines.append(f"| {rows} | {name} / {other} | | | {times} |")
-    share, speed = statistics.median(measured.floor), measured.flops_per_s / 1e9
-    return "\n".join([*lines, f"| {rows} | the floor, at {speed:.0f} GFLOP/s | | | {share:.2f} |"])
+    floor = f"| {rows} | the floor, {measured.speeds} | | | {statistics.median(measured.floor):.2f} |"
+    return "\n".join([*lines, floor])
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from ci_llm.cli.main import main as ci_llm
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.judging import auroc, calibration_error
-from ci_llm.evaluation.sureness import at_coverage, honest_error, sureness_record
+from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_record
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 Row = dict[str, Any]

@@ -14,8 +14,8 @@ is started that would not fit. `--show` renders the file. Arms that were not run
 In this order:
 
 base             without agents
-rates            choose the rates: four agents with rates of their own, on 256 rows of another draw; for the steps of an
-                 agent, and for four times the steps at the best step of each
+rates            choose the rate: four agents with rates of their own, on 256 rows of another draw
+long rates       the same for four times the steps, each at its best step
 equal            K = 4 agents of one rate on the same rows
 bootstrap        the same, and each agent draws its own weights of the rows (`row_weights=bootstrap`)
 4x steps         one agent that takes all agent-steps, and ends at its best step on the validation rows
@@ -38,7 +38,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -50,9 +50,9 @@ from benchmarks.crowd import Results, over_rows, over_seeds, train
 from benchmarks.crowd_answers import Answers, Measured, alone, beside_each_other, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.config import Config, parse_config
-from ci_llm.core.durable import write_bytes
+from ci_llm.core.durable import read_json, write_bytes
 from ci_llm.crowd.distilling import distil
-from ci_llm.crowd.merge_methods import Distillation
+from ci_llm.crowd.merging import Distillation
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
@@ -65,7 +65,7 @@ RULE: Final = (
 )
 RATES: Final = ("5e-4", "1e-3", "2e-3", "4e-3")
 SEED_OF_RATES, ROWS_OF_RATES = 7, 256
-#: Before the arm `rates` is done: the rates of a first look at this base, by the kind of schedule.
+#: Before they are chosen: the rates of a first look at this base, by the kind of schedule.
 UNTUNED: Final = {"short": "2e-3", "long": "5e-4"}
 VALIDATION_ROWS = 100
 #: Wall time of an agent-step before any arm was measured, as on one core without bf16.
@@ -137,7 +137,9 @@ def _without_rate(of: Callable[[Regime, Mapping[str, str]], dict[str, str]]) -> 
 
 
 _LIST_OF_RATES = f"[{','.join(RATES)}]"
-BASE, TUNING = Arm("base", is_crowd=None), Arm("rates", is_crowd=None)
+BASE = Arm("base", is_crowd=None)
+#: By the kind of schedule whose rate it chooses.
+TUNING: Final = {"short": Arm("rates", is_crowd=None), "long": Arm("long rates", is_crowd=None)}
 FIRST: Final = (
     Arm("equal", _crowd()),
     Arm("bootstrap", _crowd(row_weights="bootstrap")),
@@ -154,7 +156,7 @@ LATER: Final = (
     Arm("distilled", _crowd(), is_crowd=None, trained_as="equal"),
     Arm("auto", _crowd(crowd="auto", eval_samples="null"), is_crowd=None),
 )
-ARMS: Final = (BASE, TUNING, *FIRST, *LATER)
+ARMS: Final = (BASE, *TUNING.values(), *FIRST, *LATER)
 
 
 class Rows:
@@ -207,8 +209,8 @@ class Line:
     Attributes:
         test: digest of the test rows: only lines with the same are paired.
         settings: keys of the run, without paths.
-        answers: by way; of the arm `rates` none.
-        rates: those that the arm `rates` has chosen, by the kind of schedule, else empty.
+        answers: by way; none of an arm that chooses a rate.
+        rates: what such an arm has chosen, by the kind of schedule, else empty.
         seconds: on the clock, for the training and the scores; agent_steps: of the training, as planned.
         machine: where it was trained.
     """
@@ -263,7 +265,12 @@ class Study:
     @property
     def rates(self) -> Mapping[str, str]:
         """The chosen ones, or those of a first look."""
-        return next((line.rates for line in reversed(self.lines) if line.rates), UNTUNED)
+        return {**UNTUNED, **self.chosen}
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """The rates that were chosen on validation rows, by the kind of schedule."""
+        return {kind: rate for line in self.lines for kind, rate in line.rates.items()}
 
     def done(self, arm: Arm, regime: Regime) -> Line | None:
         """Its line, if it was trained with the settings that it has now."""
@@ -286,8 +293,8 @@ class Study:
         answers: Answers = {}
         if arm is BASE:
             answers = {"base": untrained(str(self.base), self._rows_of(self.rows.test), AT_A_TIME)}
-        elif arm is TUNING:
-            chosen = self._choose(regime)
+        elif arm in TUNING.values():
+            chosen = self._choose(arm, regime)
         else:
             answers = self._judged(arm, self._trained(arm, regime))
         line = Line(
@@ -333,33 +340,23 @@ class Study:
     def _rows_of(self, file: Path) -> Config:
         return Config(eval_dataset_name=str(file), eval_samples=None, max_seq_length=512)
 
-    def _choose(self, regime: Regime) -> dict[str, str]:
-        """The rate of the lowest NLL on the validation rows, over four agents with rates of their own."""
-        chosen = {}
-        for kind, factor in (("short", 1), ("long", K)):
-            steps = regime.steps * factor
-            every = {"eval_steps": str(steps if factor == 1 else steps // LOOKS), "eval_samples": "null"}
-            keys = {
-                **_crowd(learning_rate=_LIST_OF_RATES)(regime, {"short": ""}),
-                "max_train_steps": str(steps),
-                **every,
-            }
-            run = self._trained(replace(TUNING, name=f"rates {kind}"), regime, keys).parent
-            metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            best = {
-                rate: min(line[f"eval/agent{k}/nll"] for line in metrics if f"eval/agent{k}/nll" in line)
-                for k, rate in enumerate(RATES)
-            }
-            print(f"{kind}: {best}", flush=True)
-            chosen[kind] = min(best, key=lambda rate, best=best: best[rate])  # type: ignore[misc]
-        return chosen
+    def _choose(self, arm: Arm, regime: Regime) -> dict[str, str]:
+        """The rate with the lowest NLL on the validation rows, of four agents with rates of their own."""
+        kind = next(kind for kind, each in TUNING.items() if each is arm)
+        steps = agent_steps(arm, regime) // K
+        every = steps if kind == "short" else steps // LOOKS
+        keys = {"max_train_steps": str(steps), "eval_steps": str(every), "eval_samples": "null"}
+        run = self._trained(arm, regime, {**_crowd(learning_rate=_LIST_OF_RATES)(regime, self.rates), **keys}).parent
+        best = [each["value"] for each in read_json(run / "evaluation.json")["best"]["agents"]]
+        print(f"{arm.name}: {dict(zip(RATES, best, strict=True))}", flush=True)
+        return {kind: RATES[best.index(min(best))]}
 
 
 def agent_steps(arm: Arm, regime: Regime) -> int:
     """Of the training, at most; 0 for what trains nothing."""
     if arm is BASE:
         return 0
-    return regime.steps * K * (1 + K if arm is TUNING else 1) // (K if arm.name == "4x rank" else 1)
+    return regime.steps * K * (K if arm is TUNING["long"] else 1) // (K if arm.name == "4x rank" else 1)
 
 
 def _rounded(one: Measured) -> Measured:
@@ -435,8 +432,8 @@ def verdict(ways: Mapping[str, Way]) -> str:
 
 def page(study: Study, regimes: Sequence[Regime]) -> str:
     """All tables, the rule applied to each, and what was not run."""
-    rates, tuned = study.rates, study.rates is not UNTUNED
-    told = "chosen on validation rows" if tuned else "of a first look, not chosen on this data set"
+    rates, untuned = study.rates, [arm.name for kind, arm in TUNING.items() if kind not in study.chosen]
+    told = "of a first look, not chosen on this data set" if untuned else "chosen on validation rows"
     out = [
         f"{study.rows.name} on {study.base.name}. {RULE}",
         f"Rates {told}: {rates['short']}; {rates['long']} for 4x.",
@@ -444,7 +441,7 @@ def page(study: Study, regimes: Sequence[Regime]) -> str:
     bases = [line for line in study.lines if line.arm == BASE.name]
     base = ways_of(bases[-1:]).get("base")
     missing = [] if base else ["base"]
-    missing += [] if tuned else ["rates"]
+    missing += untuned
     for rows in sorted({regime.rows for regime in regimes}):
         mine = [regime for regime in regimes if regime.rows == rows]
         found = {(arm, regime): study.done(arm, regime) for arm in (*FIRST, *LATER) for regime in mine}
@@ -457,7 +454,7 @@ def page(study: Study, regimes: Sequence[Regime]) -> str:
 
 def planned(regimes: Sequence[Regime], arms: Sequence[str]) -> list[tuple[Arm, Regime]]:
     """What there is to do, in order: what comes first for all regimes, then the rest."""
-    once = [(BASE, Regime(0, 0)), (TUNING, Regime(ROWS_OF_RATES, SEED_OF_RATES))]
+    once = [(BASE, Regime(0, 0)), *((arm, Regime(ROWS_OF_RATES, SEED_OF_RATES)) for arm in TUNING.values())]
     every = [(arm, regime) for group in (FIRST, LATER) for regime in regimes for arm in group]
     return [(arm, regime) for arm, regime in (*once, *every) if arm.name in arms]
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ci_llm.crowd.crowd import Crowd as Crowd
     from ci_llm.data.batches import pack as pack
     from ci_llm.data.prompts import Prompter as Prompter
-    from ci_llm.data.sampler import StatefulSampler as StatefulSampler
     from ci_llm.data.sources import load_rows as load_rows
+    from ci_llm.data.stateful_sampler import StatefulSampler as StatefulSampler
     from ci_llm.data.tokens import tokenize as tokenize
     from ci_llm.errors import CiLlmError as CiLlmError
     from ci_llm.integrations.accelerate import latest_state as latest_state
@@ -43,7 +43,7 @@ _MODULES = {
     "LightningCheckpoints": "ci_llm.integrations.lightning",
     "LoraSettings": "ci_llm.lora.layer",
     "Prompter": "ci_llm.data.prompts",
-    "StatefulSampler": "ci_llm.data.sampler",
+    "StatefulSampler": "ci_llm.data.stateful_sampler",
     "Sweep": "ci_llm.sweep.sweep",
     "TrainerCheckpoints": "ci_llm.integrations.trainer",
     "latest_state": "ci_llm.integrations.accelerate",

@@ -31,7 +31,7 @@ class CiLlmError(Exception):
         hint: what the reader can do now.
 
     Attributes:
-        exit_code: of a command that ends with it: 2 for bad input, else 1.
+        exit_code: the exit code of a command that ends with it: 2 for bad input, else 1.
 
     Examples:
         >>> try:

@@ -14,12 +14,13 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, TracebackType
-from typing import Final
+from functools import partial
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess
+from types import FrameType
+from typing import Any, Final
 
 from ci_llm.errors import ConfigError
 
@@ -33,7 +34,6 @@ BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a p
 _QUIT: Final = b"\0"  # no signal has the number 0
 _PR_SET_PDEATHSIG: Final = 1
 _RETRY_S: Final = 0.05
-_SIGHUP: Final = getattr(signal, "SIGHUP", None)  # does not exist on Windows
 
 
 class Interrupts:
@@ -41,7 +41,7 @@ class Interrupts:
 
     Args:
         stop: names of the signals that end the run after a checkpoint.
-        save: names of the signals after which the run saves and goes on.
+        save: names of the signals after which the run saves and continues.
         announce: called with one line for people, from the listening thread; stderr by default.
         describe_stop: called at a request to stop, from the listening thread: what the run will do now, in a few
             words for the announcement. It can be replaced later.
@@ -53,7 +53,7 @@ class Interrupts:
     end, except in a program that `ends_with_process`. A SIGHUP that `nohup` has set to be ignored stays ignored.
 
     Raises:
-        ConfigError: a name is no signal, or a signal that cannot be caught.
+        ConfigError: a name is not a signal, or a signal that cannot be caught.
 
     Examples:
         >>> with ci_llm.Interrupts(["SIGTERM"], announce=print) as interrupts:
@@ -85,7 +85,7 @@ class Interrupts:
         self._old_handlers: dict[int, _Handler] = {}
         self._old_wakeup_fd = -1
         self._read_fd = self._write_fd = -1
-        self._listener: threading.Thread | None = None
+        self._listener: threading.Thread  # while installed
 
     # What the run reads
 
@@ -175,21 +175,18 @@ class Interrupts:
             self._ignore()
         self._uninstall()
         os.write(self._write_fd, _QUIT)
-        if self._listener is not None:
-            self._listener.join()
+        self._listener.join()
         self._close()
 
     def __enter__(self) -> Interrupts:
         return self.install()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def _install_handlers(self, numbers: Iterable[int]) -> None:
         for number in sorted(numbers):
-            if number != _SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._old_handlers[number] = signal.signal(number, self._handle_signal)
 
     def _restore_handlers(self, numbers: Iterable[int]) -> None:
@@ -215,7 +212,6 @@ class Interrupts:
         os.close(self._write_fd)
         os.close(self._read_fd)
         self._read_fd = self._write_fd = -1
-        self._listener = None
 
     # In the main thread, between two bytecodes
 
@@ -271,7 +267,7 @@ class Interrupts:
         deadline, main = time.monotonic() + self._abort_grace_s, threading.main_thread().ident
         assert main is not None
         while time.monotonic() < deadline:
-            # One signal may be too few: if it comes just before a system call blocks, the call goes on blocking.
+            # One signal may be too few: if it comes just before a system call blocks, the call still blocks.
             self._own_sigints += 1
             signal.pthread_kill(main, signal.SIGINT)
             if self._raised.wait(_RETRY_S):
@@ -343,9 +339,6 @@ def ignore_signals(_worker_id: int = 0) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # as on macOS: the sender of a signal is unknown there
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     notify_of_parent_death("SIGHUP")  # blocked above, so it wakes `sigwaitinfo` only
     creator = multiprocessing.parent_process()  # with a fork server, another process than the parent
@@ -353,6 +346,53 @@ def ignore_signals(_worker_id: int = 0) -> None:
     threading.Thread(target=_end_with_parent, args=(parent, senders), name="ci_llm parent", daemon=True).start()
     if os.getppid() != parent:  # it died before it was asked for, and no notification comes
         os._exit(0)
+
+
+def shield_workers(*loaders: Any) -> None:
+    """Let the workers of loaders ignore the signals of the run, from their next pass on.
+
+    A terminal, `timeout` and SLURM signal them too; a worker that ends at once takes the run with it, unsaved.
+
+    Args:
+        loaders: torch's own, or as Accelerate has prepared them; their own `worker_init_fn` still runs. Anything else
+            that yields batches has no workers that are known, and stays as it is.
+    """
+    for loader in loaders:
+        inner = getattr(loader, "base_dataloader", loader)
+        init = getattr(inner, "worker_init_fn", None)
+        is_shielded = isinstance(init, partial) and init.func is _begin_shielded
+        if hasattr(inner, "worker_init_fn") and not is_shielded:
+            inner.worker_init_fn = partial(_begin_shielded, init)
+            if getattr(inner, "num_workers", 0) > 0 and hasattr(inner, "multiprocessing_context"):
+                inner.multiprocessing_context = worker_context(inner.multiprocessing_context)
+
+
+def worker_context(given: BaseContext | None = None) -> BaseContext | None:
+    """The context in which workers start that call `ignore_signals`; another one only where they are forked.
+
+    A forked worker has threads before it calls anything of its own: torch starts its pool again.
+    """
+    if given is None:  # asked without fixing it: a program may still set another one
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        return _WorkerContext() if method == "fork" else None
+    return _WorkerContext() if type(given) is ForkContext else given
+
+
+class _Worker(ForkProcess):
+    def start(self) -> None:
+        """Fork while termination is blocked, which the worker inherits."""
+        with termination_blocked():
+            super().start()
+
+
+class _WorkerContext(ForkContext):
+    Process = _Worker
+
+
+def _begin_shielded(init: Callable[[int], object] | None, worker: int) -> None:
+    ignore_signals(worker)
+    if init is not None:
+        init(worker)
 
 
 def _end_with_parent(parent: int, senders: set[int | None]) -> None:
@@ -365,23 +405,17 @@ def _end_with_parent(parent: int, senders: set[int | None]) -> None:
             os._exit(0)
 
 
-def die_with_parent(signal_name: str = "SIGTERM") -> bool:
+def die_with_parent(signal_name: str = "SIGTERM") -> None:
     """Receive `signal_name` when the process that started this one ends; for a trainer under `accelerate launch`.
 
     With one process, `accelerate launch` ends at a SIGTERM and does not forward it. The trainer would run on without
     a parent, and would not know that it shall stop. (The launcher starts the trainer from its main thread, so the end
     of that thread is the end of the launcher.)
-
-    Returns:
-        False if the system has no such notification.
     """
     parent = os.getppid()
-    if not notify_of_parent_death(signal_name):
-        return False
-    # As above: a parent that died before the call sends no notification.
-    if os.getppid() != parent:
+    notify_of_parent_death(signal_name)
+    if os.getppid() != parent:  # it died before the call, and sends no notification
         os.kill(os.getpid(), getattr(signal, signal_name))
-    return True
 
 
 def send(pid: int, signal_name: str) -> bool:
@@ -405,14 +439,15 @@ def signal_number(name: str) -> int:
     return int(number)
 
 
-def notify_of_parent_death(signal_name: str) -> bool:
-    """Ask Linux for a signal when the thread that forked this process ends; False on other systems."""
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(getattr(signal, signal_name)), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    return True
+def notify_of_parent_death(signal_name: str) -> None:
+    """Ask Linux for a signal when the thread that forked this process ends."""
+    set_process_attribute(_PR_SET_PDEATHSIG, int(getattr(signal, signal_name)))
+
+
+def set_process_attribute(attribute: int, value: int) -> None:
+    """Call prctl(2). Raises OSError: the kernel refuses it."""
+    if ctypes.CDLL(None, use_errno=True).prctl(attribute, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({attribute}, {value}) failed")
 
 
 def _signal_numbers(stop: Iterable[str], save: Iterable[str]) -> tuple[frozenset[int], frozenset[int]]:

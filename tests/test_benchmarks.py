@@ -30,10 +30,12 @@ from benchmarks import (
     gsm8k,
     mirror_stall,
     objectives,
+    passes,
     precision,
     probe,
     real_rows,
     record,
+    serving,
     sharded,
     step,
     sweep,
@@ -103,6 +105,15 @@ def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.M
     assert len(measured.floor) == 1
 
 
+@pytest.mark.slow
+def test_a_checkout_beside_itself_trains_the_same() -> None:
+    """`beside` compares the losses of two processes."""
+    inputs, itself = gsm8k.batches(None, 1, 2), Path(passes.__file__).parent.parent
+    cells = passes.beside(itself, "tiny", "fp32", inputs, per_agent=True).split("|")
+    assert cells[1:4] == [" tiny ", " fp32 ", " 1 "]
+    assert all(int(peak) > 100 for peak in cells[-3:-1])
+
+
 class ProductCounter(TorchDispatchMode):
     """Counts the operations of matrix products and of attention; torch's own counter leaves out what works in place."""
 
@@ -159,7 +170,8 @@ def test_curves_of_two_precisions_are_paired_by_seed(tmp_path: Path) -> None:
 
 def test_a_figure_that_is_clearly_worse_than_recorded_is_named() -> None:
     assert record.worse({"a": 0.9, "b": 5.0}, {"a": 1.0, "b": 6.0, "gone": 1.0}) == ["b: 5.00, recorded 6.00"]
-    assert "torch" in record.surroundings()
+    recorded = json.loads(record.RECORDED.read_text(encoding="utf-8"))["surroundings"]
+    assert recorded.keys() == record.surroundings().keys(), "they say when, where and with which versions"
 
 
 @pytest.mark.slow
@@ -309,12 +321,19 @@ def test_real_rows_are_learned_on_a_base_that_is_made_of_their_questions(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
-def test_families_that_choose_the_positions_to_attend_to_are_equal(family: str) -> None:
-    """Their rows are longer than what they choose (`index_topk`), unlike the rows of the trial of a real base."""
+@pytest.mark.parametrize(
+    ("family", "kind", "detail"),
+    [
+        *((family, "equal", "padded") for family in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")),
+        ("openai-gpt", "equal", "padded"),  # it takes no cache
+        ("moshi", "refused", "Moshi's cache forgets"),
+    ],
+)
+def test_families_that_differ_are_equal_or_refused(family: str, kind: str, detail: str) -> None:
+    """The rows are longer than what the first four choose to attend to (`index_topk`), unlike those of a trial."""
     assert families.SIZE["index_topk"] < min(map(len, families.PROMPTS)) + families.NEW_TOKENS
     found = families.compare_family(family)
-    assert (found.kind, found.detail.startswith("padded")) == ("equal", True), found
+    assert (found.kind, found.detail[: len(detail)]) == (kind, detail), found
 
 
 @pytest.mark.slow
@@ -336,7 +355,7 @@ def test_every_benchmark_is_listed_with_what_it_measures(
     assert [line.split()[0] for line in printed] == list(listing.found())
     assert all(len(line.split()) > 4 for line in printed)
     told = (listing.FOLDER.parent / "docs" / "results.md").read_text(encoding="utf-8")
-    assert [name for name in listing.found() if f"`python -m benchmarks.{name}" not in told] == []
+    assert [name for name in listing.found() if f"`{name}`" not in told] == []
 
 
 def test_a_campaign_of_faults_is_drawn_by_its_seed_with_room_between_them() -> None:
@@ -436,6 +455,20 @@ def test_the_programs_of_the_generation_benchmark_choose_the_same_tokens(monkeyp
     assert [len(listed) for listed in costs.values()] == [1, 1, 1]
     assert "| ours |" in told
     assert "1.00 x" in told
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_serving_benchmark_write_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them asserts it, and a prompt with a beginning in common that it is read once."""
+    monkeypatch.setattr(step, "VOCABULARY", 500)
+    programs = serving.Programs(step.random_base("tiny"))
+    found = {clients: serving.rates(programs, clients, length=8, tokens=3, rounds=1) for clients in (1, 2)}
+    shared = serving.prefixes(programs, length=8)
+    for told in (f"crowd of {step.K}", "one agent", "continuous batching"):  # no rate: three tokens take no time
+        assert all(told in each for each in found.values())
+    assert "PEFT" in found[1]
+    assert shared["one agent: shared"] < shared["one agent: alone"]
+    assert "| crowd of 4: shared |" in serving.table(found, shared)
 
 
 def test_the_regret_of_a_way_is_taken_from_the_pass_in_which_all_went_to_their_end() -> None:

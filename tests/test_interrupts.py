@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import multiprocessing
 import os
 import queue
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -114,6 +117,51 @@ with Interrupts(stop=["SIGHUP"], announce=lambda line: None) as one:
         assert child.wait() == 0
 
 
+def test_signals_that_change_before_the_handlers_are_in_place_are_those_of_the_handlers() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    one = Interrupts(announce=lambda _line: None)
+    one.set_signals(stop=["SIGUSR1"], save=["SIGUSR2"])
+    with one:
+        assert one.signals == {"SIGUSR1", "SIGUSR2"}
+        assert signal.getsignal(signal.SIGTERM) is before
+        send(signal.SIGUSR1)
+        assert one.stop_reason == "signal:SIGUSR1"
+
+
+def test_who_passes_signals_on_gets_the_name_of_each_and_nothing_is_announced() -> None:
+    passed: queue.Queue[str] = queue.Queue()
+    lines: list[str] = []
+    with Interrupts(announce=lines.append) as one:
+        one.pass_on = passed.put
+        for name in ("SIGUSR1", "SIGTERM", "SIGINT"):
+            send(getattr(signal, name))
+            assert passed.get(timeout=DEADLINE_S) == name
+        assert not one.wait(0), "the listener leaves the request to whoever gets the name"
+    assert lines == []
+
+
+def test_a_program_may_ignore_signals_that_can_be_caught() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        interrupts_module.ignore(["SIGUSR2"])
+        send(signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+        with pytest.raises(ConfigError, match="SIGKILL"):
+            interrupts_module.ignore(["SIGKILL"])
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_termination_that_is_held_back_arrives_afterwards(interrupts: Interrupts) -> None:
+    here, before = threading.get_ident(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with contextlib.suppress(ZeroDivisionError), interrupts_module.termination_blocked():
+        signal.pthread_kill(here, signal.SIGTERM)
+        assert interrupts.stop_reason is None
+        1 / 0  # noqa: B018
+    assert interrupts.stop_reason == "signal:SIGTERM"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
 def test_sending_a_signal_to_a_process_that_is_gone_returns_false() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert interrupts_module.send(child.pid, "SIGTERM")
@@ -168,6 +216,24 @@ def test_a_handler_that_other_code_installed_later_stays() -> None:
     with Interrupts(announce=lambda _line: None):
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     assert signal.signal(signal.SIGUSR2, before) == signal.SIG_IGN
+
+
+def test_at_the_end_of_a_program_its_signals_are_ignored_and_the_handler_of_other_code_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interrupts_module, "_process_ends", True)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def of_other_code(*_: object) -> None: ...
+
+    try:
+        with Interrupts(announce=lambda _line: None):
+            signal.signal(signal.SIGUSR2, of_other_code)
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 3 + [of_other_code]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_outside_of_the_main_thread_nothing_is_changed_and_this_is_announced() -> None:
@@ -308,6 +374,18 @@ def test_ctrl_c_twice_ends_the_process_when_the_main_thread_has_had_its_time(exi
         assert exit_codes.get(timeout=DEADLINE_S) == 130
 
 
+def test_a_signal_that_the_main_thread_does_not_take_is_sent_again(
+    exit_codes: queue.Queue[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda _thread, number: sent.append(number))
+    one = Interrupts(announce=lambda _line: None)
+    monkeypatch.setattr(one._raised, "wait", lambda _seconds: len(sent) == 2)
+    one._abort()
+    assert (sent, one._own_sigints) == ([signal.SIGINT] * 2, 2)
+    assert exit_codes.empty()
+
+
 @pytest.mark.slow
 def test_a_signal_is_announced_during_one_matmul_of_torch() -> None:
     source = """
@@ -408,17 +486,76 @@ def test_a_worker_ends_when_the_process_that_created_it_terminates_it(method: st
         worker.kill()
 
 
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("heard", "parents"),
+    [
+        ([(signal.SIGTERM, 3), (signal.SIGHUP, 0), (signal.SIGTERM, 2)], itertools.repeat(1)),
+        ([(signal.SIGTERM, 3), (signal.SIGHUP, 0), (signal.SIGHUP, 0)], iter([1, 1, 4])),
+    ],
+    ids=["its creator terminates it", "its parent is gone"],
+)
+def test_a_worker_ends_by_nobody_else_and_not_at_the_end_of_a_thread(
+    heard: list[tuple[int, int]], parents: Iterator[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    coming = iter([SimpleNamespace(si_signo=number, si_pid=sender) for number, sender in heard])
+    monkeypatch.setattr(interrupts_module.signal, "sigwaitinfo", lambda _numbers: next(coming))
+    monkeypatch.setattr(interrupts_module.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(interrupts_module.os, "_exit", end)
+    with pytest.raises(Ended) as ended:
+        interrupts_module._end_with_parent(1, {1, 2})
+    assert ended.value.args == (0,)
+    assert [*coming] == [], "what came before has not ended it"
+
+
+def _work_for_nobody() -> None:
+    parents = itertools.count(4711)
+    interrupts_module.os.getppid = lambda: next(parents)  # type: ignore[method-assign]
+    ignore_signals()
+    os._exit(1)
+
+
+def test_a_worker_whose_parent_ends_before_it_asks_to_be_notified_ends() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_work_for_nobody)
+    worker.start()
+    worker.join(DEADLINE_S)
+    assert worker.exitcode == 0
+
+
+def test_a_trainer_whose_launcher_ends_before_it_asks_to_be_notified_stops(
+    interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents, asked = iter([4711, 1]), list[str]()
+    monkeypatch.setattr(interrupts_module.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(interrupts_module, "notify_of_parent_death", asked.append)
+    interrupts_module.die_with_parent("SIGUSR2")
+    assert (asked, interrupts.stop_reason) == (["SIGUSR2"], "signal:SIGUSR2")
+
+
+def test_what_the_kernel_does_not_know_of_a_process_is_an_error() -> None:
+    with pytest.raises(OSError, match="prctl") as refused:
+        interrupts_module.set_process_attribute(-1, 0)
+    assert refused.value.errno == errno.EINVAL
+
+
 def test_a_trainer_gets_a_signal_at_the_end_of_its_launcher() -> None:
     trainer = """
 import sys
 from ci_llm.interrupts import Interrupts, die_with_parent
 with Interrupts(announce=lambda line: None) as interrupts:
-    print("armed", die_with_parent())
+    die_with_parent()
+    print("armed")
     print("heard", interrupts.wait(300), interrupts.stop_reason)
 """
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', sys.argv[1]])"
     with Child.python(launcher, trainer) as child:
-        assert child.read_until("armed") == f"armed {sys.platform == 'linux'}"
+        assert child.read_until("armed") == "armed"
         child.signal(signal.SIGKILL)
         assert child.read_until("heard") == "heard True signal:SIGTERM"
         child.read_to_the_end()

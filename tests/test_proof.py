@@ -68,5 +68,5 @@ def test_a_job_that_fails_by_itself_is_no_proof(tmp_path: Path) -> None:
 
 
 def test_trials_have_seeds_and_so_the_same_bits_alone() -> None:
-    assert len(proof.FULL.trials) == proof.FULL.rivals == 8
+    assert (len(proof.FULL.trials), proof.FULL.rivals) == (8, 4)
     assert {trial["seed"] for trial in proof.FULL.trials} == {proof.SEED}

@@ -78,9 +78,9 @@ def test_arms_of_one_regime_take_the_same_agent_steps() -> None:
 def test_what_comes_first_comes_first_for_all_regimes() -> None:
     regimes = [Regime(64, 1), Regime(64, 2)]
     order = planned(regimes, [arm.name for arm in ARMS])
-    assert [arm for arm, _ in order[:2]] == [BASE, TUNING]
-    assert [arm for arm, _ in order[2:10]] == [*FIRST, *FIRST]
-    assert [regime.seed for _, regime in order[2:10]] == [1] * 4 + [2] * 4
+    assert [arm for arm, _ in order[:3]] == [BASE, *TUNING.values()]
+    assert [arm for arm, _ in order[3:11]] == [*FIRST, *FIRST]
+    assert [regime.seed for _, regime in order[3:11]] == [1] * 4 + [2] * 4
 
 
 @pytest.mark.fast_cases(1)
@@ -122,21 +122,41 @@ def test_the_page_has_the_rule_the_table_and_what_was_not_run(study: Study) -> N
     assert "of a first look" in text
     assert "| equal: crowd | 1 | 1.000 | 0.5000 | +0.5000 ± 0.0000 |" in text
     last = text.splitlines()[-1]
-    assert last.startswith("Not run: base, rates, bootstrap (64 rows, seed 1), sweep's rates (64 rows, seed 1)")
+    assert last.startswith(
+        "Not run: base, rates, long rates, bootstrap (64 rows, seed 1), sweep's rates (64 rows, seed 1)"
+    )
     assert "equal (256 rows, seed 1)" in last
     assert "equal (64 rows" not in last
 
 
-def test_a_line_counts_only_with_the_settings_and_rows_of_today(study: Study) -> None:
+def test_a_line_counts_only_with_the_settings_of_today(study: Study) -> None:
     """Once the rates are chosen, an arm with another one is to do again."""
     equal = line(study, EQUAL, REGIME, {"equal: crowd": [1.0, 1.0]})
     write(study, equal)
     assert study.done(EQUAL, REGIME)
     assert not study.done(EQUAL, Regime(64, 2))
-    chosen = line(study, TUNING, Regime(256, 7), {}, rates={"short": "4e-3", "long": "1e-3"})
-    write(study, equal, chosen)
+    every = [equal, line(study, TUNING["long"], Regime(256, 7), {}, rates={"long": "1e-3"})]
+    write(study, *every)
+    assert study.rates == {**UNTUNED, "long": "1e-3"}
+    assert study.done(EQUAL, REGIME)  # which takes the other rate
+    write(study, *every, line(study, TUNING["short"], Regime(256, 7), {}, rates={"short": "4e-3"}))
     assert study.rates == {"short": "4e-3", "long": "1e-3"}
     assert not study.done(EQUAL, REGIME)
+
+
+def test_a_rate_is_chosen_by_the_best_evaluation_of_each(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = study.file.parent / "run"
+    place.mkdir()
+    best = [{"step": 4, "value": value} for value in (0.9, 0.7, 0.8, 1.0)]
+    (place / "evaluation.json").write_text(json.dumps({"best": {"agents": best}}))
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(Study, "_trained", lambda self, arm, regime, keys: seen.append(keys) or place / "final")
+    assert study._choose(TUNING["long"], Regime(256, 7)) == {"long": worth.RATES[1]}
+    assert (seen[0]["max_train_steps"], seen[0]["eval_steps"]) == ("256", "16")
+
+
+def test_a_line_counts_only_with_the_rows_of_today(study: Study) -> None:
+    equal = line(study, EQUAL, REGIME, {"equal: crowd": [1.0, 1.0]})
     write(study, {**equal, "test": "other rows"})
     assert not study.done(EQUAL, REGIME)
 

@@ -26,7 +26,7 @@ def require_memory(config: Config, copies: int) -> None:
     """Refuse copies of the base that do not fit. A base that is not on this disk yet, or no safetensors, is not judged.
 
     Args:
-        copies: of processes on this machine; with `base_sharding` each holds a part of one base.
+        copies: how many processes of this machine hold one; with `base_sharding` each holds a part of one base.
 
     Raises:
         LaunchError: they take more memory than is free.

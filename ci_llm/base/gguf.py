@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 from safetensors import SafetensorError
 
+from ci_llm.config.parsing import hint_for_missing
 from ci_llm.core.durable import PARTIAL, locked, make_folders, new_folder, read_chunks, remove_tree
 from ci_llm.core.quantities import size
 from ci_llm.core.remote import cache_folder
+from ci_llm.core.work import weights_counted
 from ci_llm.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -87,7 +89,9 @@ def kept_folder(file: Path) -> Path:
         digest = _digest(found, (state.st_ino, state.st_size, state.st_mtime_ns))
     except OSError as error:
         what = f"the GGUF file cannot be read: {error.strerror}"
-        raise ModelError(what, where=f"model_name: {file}", hint="give the path of a GGUF file") from error
+        raise ModelError(
+            what, where=f"model_name: {file}", hint=hint_for_missing(file, "give the path of a GGUF file")
+        ) from error
     return cache_folder("bases") / digest / file.stem
 
 
@@ -108,8 +112,6 @@ def _say_once(file: Path, folder: Path) -> None:
 
 def _convert(file: Path, folder: Path) -> None:
     """Make the folder, whole or not at all. The caller holds the lock: other drafts are of killed processes."""
-    from ci_llm.base.progress import weights_counted
-
     for draft in folder.parent.glob(f".*{PARTIAL}"):
         remove_tree(draft)
     with weights_counted():

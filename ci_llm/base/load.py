@@ -1,24 +1,28 @@
-"""The frozen base model with its tokenizer, from a hub id, a folder or a GGUF file, and the fingerprint of its weights.
+"""The frozen base with its tokenizer: from the hub, a folder, a GGUF file or a call that has loaded it; and its digest.
 
-No code of a model's folder is executed.
+No code of a model's folder is executed. A loaded model that a call gives is refused where it cannot be trained on,
+found again under its name, or kept in the run's folder.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Final
 
 import torch
 import xxhash
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -34,13 +38,18 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ci_llm.base.gguf import gguf_file, plain_folder
-from ci_llm.base.progress import weights_counted
 from ci_llm.base.quantized import Quantization, QuantizedLinear, quantized_loading, stored_quantization
 from ci_llm.base.sharded import ShardedLayers, gathered, is_sharded
+from ci_llm.core.durable import new_folder, remove_tree
+from ci_llm.core.quantities import size
 from ci_llm.core.remote import may_be_on_hub
+from ci_llm.core.run_folder import BASE_MODEL
+from ci_llm.core.work import weights_counted
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
+
+logger = logging.getLogger(__name__)
 
 #: What loading an incomplete or damaged folder raises. RuntimeError is left out: it also stands for exhausted memory.
 _UNREADABLE = (
@@ -57,8 +66,8 @@ class Base:
 
     Attributes:
         name: what `from_pretrained` opens.
-        fingerprint: of its weights, bit by bit.
-        rounded_fingerprint: of its weights rounded to bf16; it does not depend on the precision they were loaded in.
+        fingerprint: the fingerprint of its weights, bit by bit.
+        rounded_fingerprint: the same of its weights rounded to bf16, whatever precision they were loaded in.
     """
 
     model: PreTrainedModel
@@ -222,6 +231,14 @@ def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
     return "auto" if device.type == "cuda" else torch.float32
 
 
+OTHER_BASES: Final = "choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX"
+#: Families that no trial at the start finds out, with what is wrong in Transformers 5.23 (`benchmarks.families`).
+UNSOUND: Final = {
+    "moshi": "Moshi's cache forgets what lies before its window, and its attention mask does not: it would answer"
+    " otherwise than it is trained"
+}
+
+
 def load_architecture(model_name: str) -> PreTrainedConfig:
     """The configuration of a base, without its weights.
 
@@ -235,6 +252,8 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
         raise load_error(model_name, error) from error
     if config.is_encoder_decoder:
         raise _not_causal(model_name, config.model_type)
+    if reason := UNSOUND.get(config.model_type):
+        raise ModelError(reason, where=f"model_name: {model_name}", hint=OTHER_BASES)
     return config
 
 
@@ -327,9 +346,9 @@ def stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
 
 def _not_causal(model_name: str, kind: str) -> ModelError:
     return ModelError(
-        f"the base is no causal language model but {kind!r}",
+        f"the base is not a causal language model but {kind!r}",
         where=f"model_name: {model_name}",
-        hint="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
+        hint=OTHER_BASES,
     )
 
 
@@ -369,3 +388,99 @@ def disable_dropout(model: PreTrainedModel) -> None:
         for name, value in vars(holder).items():
             if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
                 setattr(holder, name, 0.0)
+
+
+#: What two configurations of the same model may have different.
+_INCIDENTAL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
+def require_usable(model: Any, tokenizer: Any) -> None:
+    """Refuse what cannot be trained on.
+
+    Raises:
+        ModelError: with the way.
+    """
+    if model is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = f"model= is a {type(model).__name__}, tokenizer= a {type(tokenizer).__name__}"
+        both = "give both: what AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained return"
+        raise _refused(f"a loaded model and its tokenizer go together: {given}", both)
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
+    if any(hasattr(module, "lora_A") or hasattr(module, "peft_config") for module in modules):
+        alone = "give the base alone: model.merge_and_unload() of PEFT, or crowd.detach() of a Crowd; init_from=FOLDER"
+        raise _refused("there are adapters on this model already", f"{alone} starts agents from saved adapters")
+    if type(model) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None):
+        causal = "give what AutoModelForCausalLM.from_pretrained returns"
+        raise _refused(f"a {type(model).__name__} is not a causal language model of Transformers", causal)
+    if reason := UNSOUND.get(model.config.model_type):
+        raise _refused(reason, OTHER_BASES)
+    places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    if stored_quantization(model.config) or len(places) > 1 or torch.device("meta") in places:
+        how = "quantised" if stored_quantization(model.config) else f"on {', '.join(sorted(map(str, places)))}"
+        keys = "quantization='nf4' or base_sharding='layers'"
+        raise _refused(f"this model is {how}", f"load it whole on one device, or give its name, model=NAME, and {keys}")
+    require_tokenizer("model=", tokenizer)
+
+
+def _refused(what: str, hint: str) -> ModelError:
+    return ModelError(what, where="train(model=..., tokenizer=...)", hint=hint)
+
+
+def name_of(model: PreTrainedModel, run_folder: Path) -> str:
+    """What `from_pretrained` opens for this model: where it is from, if that has the same weights and the same
+    configuration; else the folder in which the run is going to keep it."""
+    name = str(model.name_or_path)
+    return short_name(name) if name and holds(name, model) else str((run_folder / BASE_MODEL).absolute())
+
+
+def holds(name: str, model: PreTrainedModel) -> bool:
+    """Whether `from_pretrained(name)` gives exactly these weights, in the precision that they have here."""
+    own, found = weights_of(model), set[str]()
+    try:
+        if _described(load_architecture(name)) != _described(model.config):
+            return False
+        for key, tensor in stored_tensors(name):
+            if key not in own or not torch.equal(tensor.to(own[key]), own[key]):
+                return False
+            found.add(key)
+    except (ModelError, OSError, ValueError):
+        return False
+    tied = {own[key].data_ptr() for key in found}
+    return all(key in found or tensor.data_ptr() in tied for key, tensor in own.items())
+
+
+def _described(config: PreTrainedConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
+
+
+def on_same_weights(model: PreTrainedModel, instead: Mapping[int, Any] = {}) -> PreTrainedModel:
+    """A frozen copy with modules and a configuration of its own, whose weights take no further memory.
+
+    Args:
+        instead: what stands in the copy for objects of the model, by their `id`.
+    """
+    known = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, {**known, **{id(buffer): buffer for buffer in model.buffers()}, **instead})
+
+
+def base_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Base:
+    """The base of a run, on the weights of a model that stays as it is."""
+    model = on_same_weights(model).eval()
+    if attention := attention_of(model.config):
+        model.set_attn_implementation(attention)
+    model.config.use_cache = False
+    prints = fingerprint_of(model), fingerprint_of(model, rounded=True)
+    return Base(model, copy.deepcopy(tokenizer), opened_by(name), *prints)
+
+
+def keep(base: Base, run_folder: Path) -> None:
+    """Write the base into the folder of its run, if its name means that folder and it is not there."""
+    folder = (run_folder / BASE_MODEL).absolute()
+    if base.name != str(folder) or holds(str(folder), base.model):
+        return
+    if folder.exists():  # of a run that never came to a checkpoint
+        remove_tree(folder)
+    with new_folder(folder) as draft, weights_counted():
+        base.model.save_pretrained(draft, state_dict=weights_of(base.model))
+        base.tokenizer.save_pretrained(draft)
+    stored = sum(path.stat().st_size for path in folder.iterdir())
+    logger.info(f"model     no folder has its weights, so that they are kept in {folder}, {size(stored)}")

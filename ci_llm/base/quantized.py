@@ -133,7 +133,7 @@ class QuantizedLinear(nn.Module):
         return numbers  # type: ignore[no-any-return]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] as numbers of `dtype`, made anew at each call."""
+        """The weight [out, in] as numbers of `dtype`, made again at each call."""
         if self._is_int8:
             weight: Tensor = self.stored.data * (self.scale[:, None] / 127)  # the largest value is stored as 127
             return weight.to(dtype)

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers
 from ci_llm.base.targets import layer_list, text_model
 from ci_llm.core.quantities import size
-from ci_llm.distributed.process_group import peer_errors
+from ci_llm.distributed.processes import peer_errors
 from ci_llm.errors import ModelError
 
 _M_MMAP_THRESHOLD: Final = -3  # of malloc.h
@@ -36,7 +36,7 @@ class ShardedLayers:
 
     Args:
         device: where the base computes.
-        dtype: of the products under autocast, in which the weights are then gathered; None: as they are stored.
+        dtype: that of products under autocast, in which the weights are then gathered; None: as they are stored.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:

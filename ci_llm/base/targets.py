@@ -83,7 +83,7 @@ def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...], layers: 
 
     Args:
         wanted: by PEFT's rules a list of suffixes, a regular expression, or "all-linear".
-        layers: of these only what stands in them, as with PEFT's `layers_to_transform`.
+        layers: only modules in these layers are meant, as with PEFT's `layers_to_transform`.
 
     Raises:
         ModelError: nothing matches, or something that cannot carry an adapter.

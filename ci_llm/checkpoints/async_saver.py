@@ -1,4 +1,4 @@
-"""A save in the background: a thread finishes the copy of a state and commits it while training goes on.
+"""A save in the background: a thread finishes the copy of a state and commits it while training continues.
 
 The copy is what training must wait for, because the optimizer changes what is being copied. So each optimizer that is
 watched waits for the copy in a pre-hook of its step, and the forward and backward pass in between hide it. The commit

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from ci_llm.checkpoints.folders import FINAL, QUARANTINE, SUPERSEDED, committed, numbered_steps, step_folder
-from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
+from ci_llm.checkpoints.layout import FINAL, QUARANTINE, SUPERSEDED, committed, numbered_steps, step_folder
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify_folder
 from ci_llm.checkpoints.store import DISK_FULL, CheckpointStore
 from ci_llm.core.run_status import last_status
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
@@ -24,21 +26,21 @@ class CatalogEntry:
         name: its folder, relative to that of the run.
         step, attempt, wall_time, nbytes: as its manifest says; None if that cannot be read.
         damage: what does not verify; None if all does.
-        line: where it is. "current": the run goes on from the newest of these. "superseded": newer than a step that
+        line: where it is. "current": the run resumes from the newest of these. "superseded": newer than a step that
             the run went back to. "quarantine": it did not verify when the run started.
         final: whether it is the `final_checkpoint`.
         pinned: whether it is the best by validation, which pruning spares.
     """
 
     name: str
-    step: int | None
-    attempt: int | None
-    wall_time: float | None
-    nbytes: int | None
-    damage: str | None
-    line: Shelf
-    final: bool
-    pinned: bool
+    step: int | None = None
+    attempt: int | None = None
+    wall_time: float | None = None
+    nbytes: int | None = None
+    damage: str | None = None
+    line: Shelf = "current"
+    final: bool = False
+    pinned: bool = False
 
 
 def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogEntry]:
@@ -64,12 +66,21 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
     pinned: frozenset[int] = frozenset()
     with contextlib.suppress(BadInput):
         pinned = pinned_steps(directory)
-    entries = [_entry(directory, folder, line, read_all) for line, folders in lines.items() for folder in folders]
+    entries = [
+        entry_of(
+            str(folder.relative_to(directory)),
+            line,
+            partial(read_manifest, folder),
+            partial(verify_folder, folder) if read_all else None,
+        )
+        for line, folders in lines.items()
+        for folder in folders
+    ]
     return [replace(entry, pinned=entry.line == "current" and entry.step in pinned) for entry in entries]
 
 
 def current_line(directory: Path) -> list[Path]:
-    """The folders that a run goes on from, the newest first; before them a `final_checkpoint` that tells no step."""
+    """The folders that a run may resume from, the newest first; before them a `final_checkpoint` that tells no step."""
     found = [folder for _, folder in committed(directory)]
     final = directory / FINAL
     return found if final in found or not final.exists() else [final, *found]
@@ -79,25 +90,19 @@ def _shelf(place: Path) -> list[Path]:
     return sorted(folder for folder in place.iterdir() if folder.is_dir()) if place.is_dir() else []
 
 
-def _entry(directory: Path, folder: Path, line: Shelf, read_all: bool) -> CatalogEntry:
-    manifest, damage = None, None
+def entry_of(
+    name: str, line: Shelf, read: Callable[[], Manifest], verify: Callable[[], object] | None = None
+) -> CatalogEntry:
+    """The entry of a checkpoint by its manifest, which `read` returns. Both calls may raise DamagedCheckpoint."""
+    told: dict[str, Any] = {}
     try:
-        manifest = read_manifest(folder)
-        if read_all:
-            verify_folder(folder)
+        manifest = read()
+        told = {key: getattr(manifest, key) for key in ("step", "attempt", "wall_time", "nbytes")}
+        if verify is not None:
+            verify()
     except DamagedCheckpoint as error:
-        damage = error.what
-    return CatalogEntry(
-        name=str(folder.relative_to(directory)),
-        step=manifest.step if manifest else None,
-        attempt=manifest.attempt if manifest else None,
-        wall_time=manifest.wall_time if manifest else None,
-        nbytes=manifest.nbytes if manifest else None,
-        damage=damage,
-        line=line,
-        final=folder.name.startswith(FINAL),
-        pinned=False,
-    )
+        told["damage"] = error.what
+    return CatalogEntry(name, **told, line=line, final=Path(name).name.startswith(FINAL))
 
 
 # Pruning

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -14,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.folders import Opened, open_folder
+from ci_llm.checkpoints.layout import Opened, open_folder
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest
 from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
-from ci_llm.checkpoints.store import commit, refuse_run, require_space
-from ci_llm.core.durable import DISK, Filesystem, make_folders, remove_tree, replace_folder
+from ci_llm.checkpoints.store import clear, commit, refuse_run, require_space
+from ci_llm.core.durable import DISK, Filesystem, make_folders, replace_folder
 from ci_llm.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,17 +81,9 @@ def write_files_as(
             commit(work / folder.name, files, manifest, work, disk)
             replace_folder(work / folder.name, folder, disk=disk)
         finally:
-            _clear(work, disk)
+            clear(work, disk)
     except OSError as error:
         raise CheckpointError(f"{folder.name} cannot be written: {error}", where=str(folder)) from error
-
-
-def _clear(work: Path, disk: Filesystem) -> None:
-    """Remove what is needed no more; if that fails, what was committed is no less so."""
-    try:
-        remove_tree(work, disk=disk)
-    except OSError as error:
-        logger.warning("a leftover stays: %s", error)
 
 
 LeafPath: TypeAlias = "tuple[str, ...]"
@@ -143,11 +132,9 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
     which the interval of saves follows. Time and attempt are ignored.
     """
     ours, theirs = _leaves_of(one), _leaves_of(other)
-    found = [
-        difference
-        for path in sorted({**ours, **theirs})
-        if (difference := _compare(path, ours.get(path, _MISSING), theirs.get(path, _MISSING))) is not None
-    ]
+    paths = sorted({**ours, **theirs})
+    compared = [_compare(path, ours.get(path, _MISSING), theirs.get(path, _MISSING)) for path in paths]
+    found = [difference for difference in compared if difference is not None]
     found.sort(key=lambda difference: -1.0 if difference.largest is None else -difference.largest)
     found.sort(key=lambda difference: (not difference.counts, difference.largest is None))
     tensors = sum(isinstance(leaf, Tensor) for leaf in ours.values())

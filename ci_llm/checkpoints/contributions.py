@@ -78,7 +78,7 @@ class EachProcess:
     that has one there, it is again one with the value of this process.
 
     Args:
-        value: of this process: tensors, plain values, nested containers.
+        value: what this process has: tensors, plain values, nested containers.
     """
 
     value: Any
@@ -103,18 +103,14 @@ class Contribution:
         return to_bytes({"votes": votes, "inside_window": self.inside_window, "own": dict(self.own)})
 
     @classmethod
-    def unpack(cls, message: bytes) -> Contribution:
-        content: Any = from_bytes(message)
-        return cls(Votes(*content["votes"]), content["inside_window"], content["own"])
-
-    @classmethod
     def unpack_all(cls, messages: Sequence[bytes]) -> list[Contribution]:
-        """Those of all processes, by index.
+        """The contributions of all processes, by index.
 
         Raises:
             CheckpointError: some have an `EachProcess` where others have none; on every process alike.
         """
-        told = [cls.unpack(message) for message in messages]
+        contents: list[Any] = [from_bytes(message) for message in messages]
+        told = [cls(Votes(*each["votes"]), each["inside_window"], each["own"]) for each in contents]
         for key in dict.fromkeys(key for each in told for key in each.own):
             if without := [str(index) for index, each in enumerate(told) if key not in each.own]:
                 raise CheckpointError(
@@ -124,14 +120,9 @@ class Contribution:
                 )
         return told
 
-    @staticmethod
-    def by_process(contributions: Sequence[Contribution], key: str) -> dict[str, Any]:
-        """What the state holds under `key`: the values of all processes."""
-        return {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
-
 
 def own_parts(state: Any) -> dict[str, Any]:
-    """The values of `EachProcess` in a state, by key; of what is no state, nothing: it is refused elsewhere."""
+    """The values of `EachProcess` in a state, by key; nothing if it is not a state, which is refused elsewhere."""
     items = state.items() if isinstance(state, Mapping) else ()
     return {key: item.value for key, item in items if isinstance(item, EachProcess)}
 
@@ -153,20 +144,6 @@ def give_own_parts(state: dict[str, Any], objects: Any, index: int) -> None:
                 hint="restore without `into`, and give each process what it needs of it",
             )
         state[key] = EachProcess(collected[f"process{index}"])
-
-
-class Exchanged(NamedTuple):
-    """What one process knows after the exchange before a save.
-
-    Attributes:
-        contributions: of all processes, by index.
-        entries: what this one writes.
-        spared: older steps that are not pruned; on process 0.
-    """
-
-    contributions: list[Contribution]
-    entries: list[StateEntry]
-    spared: set[int]
 
 
 def add_up(contributions: Sequence[Contribution]) -> Votes:
@@ -267,7 +244,7 @@ class Gradients:
         """The gradients that `put_back` will restore; nothing is touched yet.
 
         Args:
-            saved: what a checkpoint holds under KEY; None: it was made where no gradient waited.
+            saved: what a checkpoint holds under KEY; None if no gradient waited when it was made.
             objects: what is being restored.
             some: these are some items of the checkpoint; the gradients of others are left out.
 
@@ -292,7 +269,7 @@ class Gradients:
     def put_back(self, part: Restored) -> None:
         """Make the gradients those that were saved, and `None` where there were none."""
         for optimizer, gradients in part.gradients.items():
-            self._after_step.pop(optimizer, None)  # what comes back waits for the next step: it is no leftover
+            self._after_step.pop(optimizer, None)  # what comes back waits for the next step, and is not left over
             for index, parameter in enumerate(_parameters(optimizer)):
                 parameter.grad = _as_gradient(gradients.get(index), parameter)
         if self._accelerator is not None and part.accelerator_step is not None:

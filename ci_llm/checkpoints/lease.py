@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ci_llm.checkpoints.folders import in_transit
+from ci_llm.checkpoints.layout import in_transit
 from ci_llm.cluster.launch import job_and_round
 from ci_llm.core.durable import DISK, PARTIAL, Filesystem, make_folders, read_fields, remove_tree, sync_tree, write_new
 from ci_llm.core.quantities import duration
@@ -52,7 +52,7 @@ class Owner:
         machine: the set of processes in which `pid` has a meaning; it begins with the name of the host.
         started_since_boot_s: when the process started: a later process may get the same pid. None in files of older
             versions, whose clock a correction moved: for them the pid alone decides, and then the heartbeat.
-        elastic_job, elastic_round: of torchrun, which ends the processes of a round before the next one begins.
+        elastic_job, elastic_round: from torchrun, which ends the processes of a round before the next one begins.
     """
 
     machine: str
@@ -245,12 +245,12 @@ def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
     return draft.stat().st_mtime
 
 
-def count_on_from(directory: Path, attempt: int, *, disk: Filesystem = DISK) -> None:
+def count_on_from(directory: Path, attempt: int) -> None:
     """Let the next attempt have a number above `attempt`, which the run had reached in another folder."""
-    make_folders(directory, disk=disk)
+    make_folders(directory)
     if max((_number(path) for path in directory.iterdir() if _NUMBERED.match(path.name)), default=0) < attempt:
         with contextlib.suppress(FileExistsError):  # another start was faster
-            disk.mkdir(directory / f".attempt-{attempt}")  # an attempt without a work folder has ended
+            DISK.mkdir(directory / f".attempt-{attempt}")  # an attempt without a work folder has ended
 
 
 def _take(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
@@ -296,8 +296,7 @@ def _attempts(directory: Path) -> Iterator[Path]:
 
 def _number(folder: Path) -> int:
     match = _NUMBERED.match(folder.name)
-    if match is None:
-        raise CheckpointError(f"{folder.name} is not the folder of an attempt", where=str(folder))
+    assert match is not None, folder
     return int(match[1])
 
 

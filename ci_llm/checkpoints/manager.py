@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,7 +39,6 @@ from ci_llm.checkpoints.contributions import (
     KEY,
     Contribution,
     EachProcess,
-    Exchanged,
     Gradients,
     SaveVote,
     Votes,
@@ -49,17 +47,16 @@ from ci_llm.checkpoints.contributions import (
     own_parts,
     replace_entries,
 )
-from ci_llm.checkpoints.folders import Opened
+from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import Manifest, copy_info, read_manifest
 from ci_llm.checkpoints.orbax_arguments import Composite, Rules, items_of, state_of
 from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy, metrics_of
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed import side_channel
-from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
-from ci_llm.interrupts import Interrupts
+from ci_llm.interrupts import Interrupts, shield_workers
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +108,7 @@ def _check_fit(target: object, saved: object, where: str) -> None:
 
 
 def _is_of_other_kind(saved: object, target: object) -> bool:
-    """Whether `target` is a container and `saved` is none of its kind; a checkpoint does not hold the exact type."""
+    """Whether `target` is a container and `saved` is not of its kind; a checkpoint does not hold the exact type."""
     return any(isinstance(target, kind) and not isinstance(saved, kind) for kind in (Mapping, list, tuple))
 
 
@@ -199,9 +196,9 @@ class CheckpointManager:
 
     Args:
         directory: the folder of the run.
-        save_interval_steps: `save` saves at each multiple of it; None: never by steps.
-        save_interval_seconds: and when so much time has passed since the last; None: never by time; "auto": the
-            interval that loses the least time, from what saves cost here and how often the run failed (policy.py).
+        save_interval_steps: `save` saves at each multiple of it; None for no saves by steps.
+        save_interval_seconds: and when so much time has passed since the last; None for no saves by time; "auto":
+            the interval that loses the least time, by what saves cost here and how often the run failed (policy.py).
         save_on_steps: and at these steps.
         max_to_keep: numbered checkpoints to keep; None keeps all.
         keep_period: multiples of it are not pruned.
@@ -210,8 +207,8 @@ class CheckpointManager:
         read_only: nothing is written or moved, and `save` always returns False.
         async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
             at the end of the process is finished. False: `save` returns when the checkpoint is durable.
-        optimizers: those of the loop. With `async_save` what they own is copied in the thread as well, and each
-            waits for that before its next step; call `wait_until_copied` before you change it in another way.
+        optimizers: the optimizers of the loop. With `async_save` what they own is copied in the thread as well, and
+            each waits for that before its next step; call `wait_until_copied` before you change it in another way.
         checkpoint_backend: "vanilla", process 0 writes its own `state`; "distributed", the tensors of a state that all
             processes hold are dealt out, and each writes its part of the same checkpoint at the same time. What one
             backend wrote, the other restores, on any number of processes.
@@ -326,7 +323,7 @@ class CheckpointManager:
         """Save `state` as `step` if that is due. Returns whether it is saved; with `async_save`, begun.
 
         A step that is not newer than the newest is never saved. A disk that fails drops the new checkpoint,
-        says so, and training goes on.
+        says so, and training continues.
 
         Args:
             state: dict; its keys name files (see state_files.py). Tensors, plain values, nested containers,
@@ -394,8 +391,20 @@ class CheckpointManager:
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
         self._require_open(writing=True)
-        [made] = side_channel.run_collectively(self._processes, lambda: [self._finish(extra or {}, step)])
-        return made > 0
+
+        def work() -> bool:
+            self.wait_until_finished()
+            return self._is_main_process and self._log(self._store.finish(extra, step=step))
+
+        return side_channel.is_true_anywhere(self._processes, work)
+
+    def connect(self) -> None:
+        """Open the connections of saves before the first one, which does it otherwise. A collective.
+
+        Processes meet at a store that their launcher keeps, and a launcher may die: no save then needs it.
+        """
+        self._channel = self._channel or SideChannel()
+        self._backend.connect(asynchronous=self._async_saver is not None)
 
     def watch(self, optimizer: Any) -> None:
         """Add to the `optimizers` one that was made later than the manager."""
@@ -438,9 +447,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Reading
@@ -464,7 +471,7 @@ class CheckpointManager:
         Its bytes stay in memory until the next `restore`, `save`, `reload` or `close`: `restore` does not read again.
 
         Args:
-            at_most: for going back before this step: `supersede` what is newer then. None: any will do.
+            at_most: for going back before this step: `supersede` what is newer then. None for the newest of all.
         """
         self.wait_until_finished()
         if self._opened is None or not self._store.is_newest(self._opened, at_most):
@@ -478,7 +485,7 @@ class CheckpointManager:
         """One step with its state as nested dicts (tensors on the CPU), its manifest and its folder, verified.
 
         Args:
-            step: None: the newest that verifies.
+            step: None for the newest that verifies.
 
         Raises:
             DamagedCheckpoint: it is not as it was written.
@@ -500,7 +507,7 @@ class CheckpointManager:
         """Read one step, verify it, and put it back into the objects that it was saved from.
 
         Args:
-            step: None: the newest that verifies.
+            step: None for the newest that verifies.
             into: objects as they were given to `save`; tensors are filled in place, objects get
                 `load_state_dict`, plain values are replaced. Unless all keys, tensors and containers fit, nothing is
                 touched; an object checks its own state when its turn comes. Gradients of an unfinished accumulation
@@ -556,7 +563,7 @@ class CheckpointManager:
     # Changing
 
     def reload(self) -> None:
-        """Look at the folder anew at the next call, because somebody else has changed it. On every process."""
+        """Look at the folder again at the next call, because somebody else has changed it. On every process."""
         self._forget_newest()
 
     def adopt(self, opened: Opened) -> None:
@@ -661,8 +668,14 @@ class CheckpointManager:
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
         return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
 
-    def _exchange(self, step: int, state: Any, info: Mapping[str, object]) -> Exchanged:
-        """Get ready to save, then tell the other processes: what has failed on one alone becomes an error of all."""
+    def _exchange(
+        self, step: int, state: Any, info: Mapping[str, object]
+    ) -> tuple[list[Contribution], list[StateEntry], set[int]]:
+        """Get ready to save, then tell the other processes: what has failed on one alone becomes an error of all.
+
+        Returns:
+            the contributions of all processes, by index; what this one writes; on process 0 older steps that stay.
+        """
         entries, spared = list[StateEntry](), set[int]()
 
         def contribute() -> bytes:
@@ -677,13 +690,16 @@ class CheckpointManager:
                     spared.update(self._retention.spared(self.directory, step, metrics))
             return Contribution(votes, self._gradients.are_waiting(state), own).pack()
 
-        self._channel = self._channel or SideChannel()
-        told = Contribution.unpack_all(self._channel.exchange_result_of(contribute))
-        return Exchanged(told, entries, spared)
+        self.connect()
+        assert self._channel is not None
+        return Contribution.unpack_all(self._channel.exchange_result_of(contribute)), entries, spared
 
     def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:
         """Add to the entries what the other processes have of their own."""
-        collected = {key: Contribution.by_process(contributions, key) for key in own_parts(state)}
+        collected: dict[str, Any] = {
+            key: {f"process{index}": each.own[key] for index, each in enumerate(contributions)}
+            for key in own_parts(state)
+        }
         if any(each.inside_window for each in contributions):
             assert self._channel is not None
             collected[KEY] = self._gradients.of_everyone(state, self._channel)
@@ -693,8 +709,7 @@ class CheckpointManager:
     def _write(
         self, step: int, entries: list[StateEntry], info: Mapping[str, object], keep: Collection[int], waited_s: float
     ) -> bool:
-        asynchronous = self._async_saver is not None
-        task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep, asynchronous))
+        task = self._backend.prepare(SaveRequest(self._store, step, entries, copy_info(info), keep))
         saved = True
         if self._async_saver is None:
             saved = self._save_now(task)
@@ -706,12 +721,11 @@ class CheckpointManager:
         return saved
 
     def _save_now(self, task: SaveTask | None) -> bool:
-        def work() -> list[int]:
-            return [task is not None and self._note(task.save(partial(snapshot_of, task.entries)))]
+        def work() -> bool:
+            return task is not None and self._note(task.save(partial(snapshot_of, task.entries)))
 
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
-        [count] = side_channel.run_collectively(self._processes, work)
-        return count > 0
+        return side_channel.is_true_anywhere(self._processes, work)
 
     # On process 0
 
@@ -750,10 +764,6 @@ class CheckpointManager:
             return {}
         self._load_failures()
         return self._interval.record(left=left)
-
-    def _finish(self, extra: Mapping[str, bytes], step: int | None) -> bool:
-        self.wait_until_finished()
-        return self._is_main_process and self._log(self._store.finish(extra, step=step))
 
     def _note(self, result: SaveResult) -> bool:
         if result.saved and self._interval is not None and self._is_main_process:

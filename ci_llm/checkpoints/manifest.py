@@ -45,7 +45,7 @@ _SEAL = partial(hashlib.blake2b, digest_size=32)
 
 
 def digest(parts: Iterable[Bytes]) -> str:
-    """xxh3-128 of `parts` laid end to end, in hex: it finds damage, it is no defence against forgery."""
+    """xxh3-128 of `parts` laid end to end, in hex: it finds damage, it does not protect against forgery."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)
@@ -257,10 +257,7 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
     manifest = read_manifest(folder)
     with _as_damage(folder):
         _check_listing(folder, manifest)
-        files = {name: read_exactly(folder / name, record.size) for name, record in manifest.files.items()}
-        for name, record in manifest.files.items():
-            if digest([files[name]]) != record.digest:
-                raise ValueError(_describe_damage(folder / name, name, record))
+        files = {name: _read_verified(folder, name, record) for name, record in manifest.files.items()}
     return manifest, files
 
 
@@ -271,10 +268,14 @@ def read_file(folder: Path, name: str, record: FileRecord) -> bytes:
         DamagedCheckpoint: it is missing, or not what the manifest says.
     """
     with _as_damage(folder):
-        content = (folder / name).read_bytes()
-        if digest([content]) != record.digest:
-            raise ValueError(f"{name} has another digest than the manifest says")
-        return content
+        return _read_verified(folder, name, record)
+
+
+def _read_verified(folder: Path, name: str, record: FileRecord) -> bytes:
+    content = read_exactly(folder / name, record.size)
+    if digest([content]) != record.digest:
+        raise ValueError(_describe_damage(folder / name, name, record))
+    return content
 
 
 def _check_listing(folder: Path, manifest: Manifest) -> None:

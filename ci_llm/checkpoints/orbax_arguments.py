@@ -25,18 +25,18 @@ class StandardRestore:
     """A state that is to be restored.
 
     Args:
-        item: filled in place, as by `restore(step, into=item)`; None: new dicts and tensors.
+        item: filled in place, as by `restore(step, into=item)`; None for new dicts and tensors.
     """
 
     item: Any = None
 
 
 class PyTreeSave(StandardSave):
-    """The same."""
+    """Another name of `StandardSave`."""
 
 
 class PyTreeRestore(StandardRestore):
-    """The same."""
+    """Another name of `StandardRestore`."""
 
 
 class JsonSave(StandardSave):
@@ -152,7 +152,7 @@ class Rules:
         Args:
             positional: what follows the directory in Orbax's older call: checkpointers, options. The checkpointers say
                 how Orbax writes its items; a state of ours is always written in one way, so they are not used.
-            options: of ours, or of Orbax itself.
+            options: our class, or Orbax's own.
 
         Raises:
             CheckpointError: an argument that is neither, or a field that has no counterpart here.
@@ -164,7 +164,7 @@ class Rules:
 def _read(options: Any) -> dict[str, Any]:
     fields = options.fields if isinstance(options, CheckpointManagerOptions) else _changed(options)
     _require_known(fields)
-    if fields.get("read_only"):  # Orbax then sets its interval to 0, which is none
+    if fields.get("read_only"):  # Orbax then sets its interval to 0, which is not an interval
         fields = {name: value for name, value in fields.items() if name != "save_interval_steps"}
     found = {KEYWORDS[name]: value for name, value in fields.items() if name in KEYWORDS}
     return {name: () if name == "save_on_steps" and value is None else value for name, value in found.items()}

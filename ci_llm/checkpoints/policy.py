@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ci_llm.checkpoints.folders import FINAL, folders_of, numbered_steps
+from ci_llm.checkpoints.layout import FINAL, folders_of, numbered_steps
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.quantities import count, duration
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -79,7 +79,7 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
     estimate (Future Generation Computer Systems 22, 2006, eq. 20 and 21).
 
     Args:
-        cost_s: seconds that a save keeps the work from going on.
+        cost_s: seconds for which a save stops the work.
         mtbf_s: mean seconds between failures.
     """
     if cost_s >= 2 * mtbf_s:
@@ -104,7 +104,7 @@ class FailureHistory:
 
     @classmethod
     def before(cls, directory: Path, step: int, attempt: int) -> FailureHistory:
-        """The history for attempt number `attempt`, which goes on from `step` of its own or of an earlier one."""
+        """The history for attempt number `attempt`, which resumes from `step` of its own or of an earlier one."""
         folders = folders_of(directory, step)
         manifest = read_manifest(folders[0])
         known: Any = manifest.info.get("endurance", {})
@@ -149,7 +149,7 @@ class BestInterval:
         """Look up the failures before attempt number `attempt`, unless they are known.
 
         Args:
-            newest: the step in `directory` that the attempt goes on from.
+            newest: the step in `directory` that the attempt resumes from.
         """
         if self._past is None:
             self._past = FailureHistory() if newest is None else FailureHistory.before(directory, newest, attempt)
@@ -163,7 +163,7 @@ class BestInterval:
         return {"endurance": asdict(self.history(left=left))}
 
     def history(self, *, left: bool) -> FailureHistory:
-        """What a save at this moment hands on. `left` as in `record`."""
+        """The failures as a save at this moment records them. `left` as in `record`."""
         return replace(self._so_far, left=left)
 
     def measured(self, stall_s: float, save_s: float) -> None:
@@ -213,7 +213,7 @@ class RetentionPolicy:
         most: how many numbered checkpoints to keep: the newest, or with `best_fn` the best; None keeps all.
         period: multiples of it are never pruned.
         best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well,
-            because the run goes on from it, and so does one that was saved without metrics.
+            because the run resumes from it, and so does one that was saved without metrics.
         best_mode: "max" or "min".
     """
 
@@ -229,7 +229,7 @@ class RetentionPolicy:
 
     @property
     def newest(self) -> int | None:
-        """How many of the newest stay whatever they measure; None: all."""
+        """How many of the newest stay whatever they measure; None for all."""
         return 1 if self._best_fn is not None and self._most is not None and self._most >= 1 else self._most
 
     def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:

@@ -338,7 +338,7 @@ def read_safetensors(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file, read by the library, in the order of its header.
 
     Raises:
-        ValueError: it is no such file, or its header is longer than the format allows.
+        ValueError: it is not such a file, or its header is longer than the format allows.
     """
     names = tensor_spans(data)
     try:
@@ -364,7 +364,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(message: bytes) -> Any:
-    """The value of a message. Raises DamagedCheckpoint: it is none of `to_bytes`."""
+    """The value of a message. Raises DamagedCheckpoint: `to_bytes` has not made it."""
     end = 8 + int.from_bytes(message[:8], "little")
     files = {"value.json": message[8:end], "value.safetensors": message[end:]}
     form = "tree" if message[end:] and end > 8 else "tensors" if message[end:] else "plain"

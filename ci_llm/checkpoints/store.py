@@ -1,8 +1,8 @@
 """The store of a run's checkpoints: each is there as a whole or not at all, and one attempt at a time changes them.
 
 The order of a save is what makes it safe: its files are written in the attempt's work folder, each synced, the manifest
-last; the folders are synced; the draft is renamed into its place (folders.py), and the place is synced; then it is read
-back from the device. If any step fails, the disk holds what it held before. Only after that old checkpoints are pruned.
+last; the folders are synced; the draft is renamed into its place, and the place is synced; then it is read back from
+the device. If any step fails, the disk holds what it held before. Only after that old checkpoints are pruned.
 This file handles names and bytes, never tensors.
 """
 
@@ -21,21 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar
 
-from ci_llm.checkpoints.folders import (
-    FINAL,
-    QUARANTINE,
-    SUPERSEDED,
-    Opened,
-    committed,
-    finish_moves,
-    folders_of,
-    move_to_shelf,
-    numbered_steps,
-    open_folder,
-    open_step,
-    set_aside,
-    step_folder,
-)
+from ci_llm.checkpoints import layout
+from ci_llm.checkpoints.layout import FINAL, Opened, committed, step_folder
 from ci_llm.checkpoints.lease import Lease, Owner, acquire_lease, leftovers
 from ci_llm.checkpoints.manifest import (
     MANIFEST,
@@ -147,31 +134,18 @@ def draft_in(work: Path) -> Path:
 def _write_folder(
     draft: Path, files: Mapping[str, FileImage], manifest: Manifest, disk: Filesystem, others: OtherWriters
 ) -> None:
-    # Never with parents: after a takeover the work folder is gone, and the draft must fail instead of making it anew.
+    # Never with parents: after a takeover the work folder is gone, and the draft must fail instead of making it again.
     disk.mkdir(draft)
     for folder in sorted({parent for name in manifest.files for parent in PurePosixPath(name).parents}):
         if folder.name:
             disk.mkdir(draft / folder)
     with others.writing(draft):
-        write_files(draft, files, disk)
+        _write_files(draft, files, disk)
     write_new(draft / MANIFEST, [manifest.dump()], disk=disk)
     sync_tree(draft, disk=disk)
 
 
-def write_part(
-    draft: Path, files: Mapping[str, FileImage], records: Mapping[str, FileRecord], disk: Filesystem
-) -> None:
-    """Write files of a draft that another process commits, and read them back from the device.
-
-    Raises:
-        OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
-    """
-    write_files(draft, files, disk)
-    with _reading_back():
-        verify_files(draft, records)
-
-
-def write_files(draft: Path, files: Mapping[str, FileImage], disk: Filesystem) -> None:
+def _write_files(draft: Path, files: Mapping[str, FileImage], disk: Filesystem) -> None:
     """Create and sync `files` in `draft`, in which their folders must exist."""
     for name, image in files.items():
         write_new(draft / name, image.parts, disk=disk)
@@ -185,6 +159,14 @@ def _take_back(target: Path, draft: Path, disk: Filesystem) -> None:
 def _remove_if_there(path: Path, disk: Filesystem) -> None:
     if path.exists():
         remove_tree(path, disk=disk)
+
+
+def clear(leftover: Path, disk: Filesystem) -> None:
+    """Remove what is not needed any more. If that fails, it is logged: what was committed stays committed."""
+    try:
+        _remove_if_there(leftover, disk)
+    except OSError as error:
+        logger.warning("a leftover stays: %s", error)
 
 
 WRITER_TIMEOUT_S = 60.0
@@ -224,7 +206,7 @@ class CheckpointStore:
     Args:
         directory: the run's folder; made with the lease.
         save_total_limit: how many numbered checkpoints to keep; None keeps all.
-        on_disk_full: "drop" the new checkpoint and go on, or "pause" until there is space.
+        on_disk_full: "drop" the new checkpoint and continue, or "pause" until there is space.
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         owner: who writes; this process by default.
         stop_waiting: asked while paused, with the seconds so far; True gives the new checkpoint up.
@@ -301,7 +283,7 @@ class CheckpointStore:
         for leftover in leftovers(self.directory, older_than):
             try:
                 for work in sorted(leftover.glob("*/")):
-                    finish_moves(work, self.directory, self._disk)
+                    layout.finish_moves(work, self.directory, self._disk)
                 remove_tree(leftover, disk=self._disk)
             except OSError as error:
                 logger.warning("a leftover of an earlier attempt stays: %s", error)
@@ -314,7 +296,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is no such step.
         """
-        return folders_of(self.directory, step)[0]
+        return layout.folders_of(self.directory, step)[0]
 
     def all_steps(self) -> list[int]:
         """Every committed step, ascending, the final checkpoint's included; not verified."""
@@ -326,7 +308,7 @@ class CheckpointStore:
 
     def read(self, step: int) -> Opened:
         """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
-        return open_step(self.directory, step)
+        return layout.open_step(self.directory, step)
 
     def latest(self, *, heal: bool = True) -> int | None:
         """The newest step that verifies. A checkpoint that does not is named.
@@ -337,12 +319,12 @@ class CheckpointStore:
         return None if (newest := self._newest(verify_folder, heal, None)) is None else newest.step
 
     def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """As `latest`, but with the bytes that were verified, so that nobody reads them again.
+        """The same step as `latest`, with the bytes that were verified, so that nobody reads them again.
 
         Args:
-            at_most: steps after this one are passed over, unread; None: any will do.
+            at_most: steps after this one are passed over, unread; None for no limit.
         """
-        return self._newest(open_folder, heal, at_most)
+        return self._newest(layout.open_folder, heal, at_most)
 
     def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
         """Whether a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
@@ -421,10 +403,12 @@ class CheckpointStore:
         Raises:
             OSError: the disk failed. DamagedCheckpoint: the device does not hold what was written.
         """
-        write_part(self.directory / draft, files, records, self._disk)
+        _write_files(self.directory / draft, files, self._disk)
+        with _reading_back():
+            verify_files(self.directory / draft, records)
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> SaveResult:
-        """Make `final_checkpoint` anew from a committed step, with `extra` files beside its own.
+        """Make `final_checkpoint` again from a committed step, with `extra` files beside its own.
 
         It is a copy and not a set of links: people edit what they publish, and the committed step must not
         change with it.
@@ -470,7 +454,7 @@ class CheckpointStore:
         newer = [folder for step, folder in committed(self.directory) if step > after_step]
         # The newest goes last: until then `latest` is what it was, and afterwards it is `after_step`.
         newer.reverse()
-        return [self._move_to_shelf(folder, SUPERSEDED) for folder in newer]
+        return [self._move_to_shelf(folder, layout.SUPERSEDED) for folder in newer]
 
     def set_aside(self, entries: Sequence[Path]) -> Path:
         """Move a whole run, `entries` of this folder, to `overwritten/<n>/`; returns where they are now.
@@ -478,10 +462,10 @@ class CheckpointStore:
         Raises:
             WriterBusy: another attempt holds the folder. OSError: the disk refuses it; everything is where it was.
         """
-        return set_aside(self.directory, entries, self._held().work, self._disk)
+        return layout.set_aside(self.directory, entries, self._held().work, self._disk)
 
     def delete(self, step: int) -> None:
-        """Remove a committed step. Raises CheckpointError if there is none."""
+        """Remove a committed step. Raises CheckpointError if there is no such step."""
         self._remove(self.path(step))
 
     # Committing
@@ -501,7 +485,7 @@ class CheckpointStore:
                 if not (isinstance(error, OSError) and error.errno in DISK_FULL and self._pause(error, paused_at)):
                     return error
             else:
-                self._clear(old)
+                clear(old, self._disk)
                 return None
 
     def _pause(self, error: OSError, since: float) -> bool:
@@ -512,14 +496,6 @@ class CheckpointStore:
         self._sleep(PAUSE_S)
         return True
 
-    def _clear(self, draft: Path) -> None:
-        """Remove what this attempt needs no more; if that fails the next attempt sweeps it."""
-        try:
-            if draft.exists():
-                remove_tree(draft, disk=self._disk)
-        except OSError as error:
-            logger.warning("a leftover stays until the next start: %s", error)
-
     # Removing
 
     def _prune(self, saved: int, keep: Collection[int]) -> tuple[tuple[int, ...], str]:
@@ -527,7 +503,7 @@ class CheckpointStore:
 
         The step just saved was read back and stays, whatever lies there with a higher number.
         """
-        older = [step for step in numbered_steps(self.directory) if step < saved]
+        older = [step for step in layout.numbered_steps(self.directory) if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
         pruned: list[int] = []
         for step in (step for step in excess if step not in keep):
@@ -544,7 +520,7 @@ class CheckpointStore:
         self._disk.rename(folder, draft)
         # The name must be gone for good before its files go, or a crash brings half a checkpoint back.
         self._disk.sync_folder(self.directory)
-        self._clear(draft)
+        clear(draft, self._disk)
 
     def _quarantine(self, folder: Path, damage: DamagedCheckpoint, heal: bool) -> None:
         if not heal or is_run(folder):
@@ -552,14 +528,14 @@ class CheckpointStore:
             return
         only_reads = self._lease is None
         try:
-            logger.warning("%s; moved to %s", damage.what, self._move_to_shelf(folder, QUARANTINE))
+            logger.warning("%s; moved to %s", damage.what, self._move_to_shelf(folder, layout.QUARANTINE))
         except (CheckpointError, OSError) as hindrance:
             logger.warning("%s; passed over where it is: %s", damage.what, hindrance)
         if only_reads:  # a notebook that has looked at a run must not keep its training away
             self.close()
 
     def _move_to_shelf(self, folder: Path, shelf: str) -> Path:
-        return move_to_shelf(folder, shelf, self._held().work, self._disk)
+        return layout.move_to_shelf(folder, shelf, self._held().work, self._disk)
 
 
 def _not_saved(target: Path, step: int, cause: Exception, began: float) -> SaveResult:

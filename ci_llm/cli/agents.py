@@ -58,16 +58,12 @@ def _ask(call: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm agents", _DESCRIPTION, _EXAMPLES)
     verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
-    example = "ci-llm agents stop ci_llm_output 1"
     does = "an agent leaves the crowd, and the steps get cheaper"
-    stopping = add_verb(verbs, "stop", _ask, does, example, " Its adapter stays in stopped/ of the checkpoints.")
-    does, example = (
-        "a copy of an agent joins the crowd",
-        "ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5",
-    )
-    cloning = add_verb(
-        verbs, "clone", _ask, does, example, " It has the agent's weights and moments, and its own name."
-    )
+    more = " Its adapter stays in stopped/ of the checkpoints."
+    stopping = add_verb(verbs, "stop", _ask, does, "ci-llm agents stop ci_llm_output 1", more)
+    example = "ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5"
+    more = " It has the agent's weights and moments, and its own name."
+    cloning = add_verb(verbs, "clone", _ask, "a copy of an agent joins the crowd", example, more)
     for each in (stopping, cloning):
         each.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
         each.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
@@ -87,7 +83,7 @@ def _settings(words: Sequence[str]) -> dict[str, object]:
 
     entries, strays = read_arguments(words, flag_form)
     if strays:
-        raise ConfigError(f"{strays[0]!r} is no key=value", where="command line", hint="ci-llm agents clone --help")
+        raise ConfigError(f"{strays[0]!r} is not key=value", where="command line", hint="ci-llm agents clone --help")
     return settings_of_clone(entries)
 
 

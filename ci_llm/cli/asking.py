@@ -1,4 +1,4 @@
-"""A call that asks the crowd of a run (`ci-llm generate`, `ci-llm chat`): its options, the run, an answer as text.
+"""A call that asks a run (`ci-llm generate`, `chat`, `score`): its options, the run, an answer as text.
 
 The text is for a terminal: the crowd's answer, the agents' beside it, and a line that says how sure the crowd is.
 """
@@ -51,7 +51,7 @@ def beside(answer: Answer, names: Sequence[str]) -> str:
     """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below.
 
     Args:
-        names: of the agents, `Crowd.names`: a crowd that has changed has gaps.
+        names: the names of the agents, `Crowd.names`: a crowd that has changed has gaps.
     """
     named = {"crowd": answer.answer} | dict(zip(names, answer.agents, strict=True))
     columns = [[name, *text.splitlines()] for name, text in named.items()]
@@ -150,7 +150,7 @@ def require_run(path: str, base_model: str | None, *, takes_base: bool = True) -
     Raises:
         BadInput: there is no such folder, it holds no crowd, or its run has no checkpoint yet.
     """
-    from ci_llm.checkpoints.folders import committed
+    from ci_llm.checkpoints.layout import committed
     from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, may_be_repository
     from ci_llm.core.run_status import last_status
     from ci_llm.crowd.given_path import is_base, require_checkpoint
@@ -166,7 +166,7 @@ def require_run(path: str, base_model: str | None, *, takes_base: bool = True) -
             return
         hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
         hint += "; or a base: its folder, hub id or GGUF file" if takes_base else ""
-        what = "this is no folder" if place.exists() else "there is no such folder"
+        what = "this is not a folder" if place.exists() else "there is no such folder"
         raise BadInput(what, where=path, hint=hint)
     if not committed(place) and last_status(path) is not None and not (place / SWEEP).is_file():
         raise _no_checkpoint_yet(path)
@@ -195,7 +195,7 @@ def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     Raises:
         BadInput: there is none, all are damaged, or its base is not found.
     """
-    from ci_llm.checkpoints.folders import committed
+    from ci_llm.checkpoints.layout import committed
     from ci_llm.core.remote import may_be_repository
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
@@ -232,12 +232,12 @@ def lines_of(stream: TextIO) -> Iterator[str]:
     """The lines of a stream, as they come.
 
     Raises:
-        BadInput: its bytes are no text.
+        BadInput: its bytes are not text.
     """
     try:
         yield from stream
     except UnicodeDecodeError as error:
-        raise BadInput("this is no UTF-8 text", where="standard input", hint="give lines of text") from error
+        raise BadInput("this is not UTF-8 text", where="standard input", hint="give lines of text") from error
 
 
 def note(line: str | None) -> None:
@@ -258,7 +258,7 @@ def _note_if_unfinished(folder: Path) -> None:
 
 def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
     """Use only the local cache if the hub is unreachable and the base of this run may be there; says so on stderr."""
-    from ci_llm.checkpoints.folders import FINAL, committed
+    from ci_llm.checkpoints.layout import FINAL, committed
     from ci_llm.core.remote import go_offline_if_unreachable
 
     path = Path(run)
@@ -268,3 +268,8 @@ def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
             if reason := go_offline_if_unreachable(base_model or str(meta["base_model_name_or_path"])):
                 note(f"the hub is unreachable, only its local cache is used ({reason})")
             return
+
+
+def words_of(prompt: Any) -> str:
+    """A prompt in one line; of a chat, what was said last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))

@@ -104,7 +104,7 @@ class Conversation:
     Args:
         choices: how tokens are chosen, as for `Crowd.generate`.
         system: a message before the first turn.
-        names: of the agents, for people; by default those of their folders.
+        names: the names of the agents, for people; by default those of their folders.
         shows_sureness: print a line after each answer.
 
     Raises:

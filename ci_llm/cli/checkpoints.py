@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,67 +51,6 @@ def entries_of(url: str, *, read_all: bool) -> list[CatalogEntry]:
         reader.entry(head, name)  # refuses a name that is not there
     found = list_mirror(reader, head, read_all=read_all)
     return [entry for entry in found if name in (None, entry.name)]
-
-
-def verify(url: str) -> tuple[list[str], dict[str, str]]:
-    """The checkpoints of a mirror's line that verify, and the damage of those that do not."""
-    current = [entry for entry in entries_of(url, read_all=True) if entry.line == "current"]
-    damage = {entry.name: entry.damage for entry in current if entry.damage is not None}
-    return [entry.name for entry in current if entry.damage is None], damage
-
-
-def pull(call: argparse.Namespace) -> dict[str, Any]:
-    """Bring one checkpoint, or what a run needs to go on, onto this disk; the record of it."""
-    from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.mirror.filling import fill, open_mirror, write_opened
-    from ci_llm.run.end.mirroring import RUN_FILES
-
-    reader, head, name = open_mirror(call.url, "URL")
-    if name is not None:
-        target = call.to / name
-        if target.exists():
-            raise BadInput("this folder exists", where=str(target), hint="give another one with --to")
-        write_opened(reader.open(reader.entry(head, name)), target)
-        return {"folder": str(target)}
-    with CheckpointManager(call.to) as manager:
-        manager.acquire_lease()
-        fill(reader, manager, RUN_FILES)
-        step = manager.latest_step()
-    if step is None:
-        raise DamagedCheckpoint("no checkpoint in this mirror verifies", where=reader.url)
-    return {"folder": str(call.to), "step": step}
-
-
-def push(call: argparse.Namespace) -> dict[str, Any]:
-    """Send what a run's folder holds, and heal what is damaged there; the record of it."""
-    from ci_llm.checkpoints.catalog import current_line
-    from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.mirror.head import Found, read_token
-    from ci_llm.mirror.sender import Mirror
-    from ci_llm.run.end.mirroring import RUN_FILES
-
-    if not current_line(call.run):
-        raise BadInput("there is no checkpoint here", where=str(call.run), hint="give the output_dir of a run")
-    with CheckpointManager(call.run) as manager:
-        number = manager.acquire_lease()
-        mirror = Mirror(call.url, call.run, files=RUN_FILES)
-        head = mirror.reader.head()
-        step = manager.latest_step() or 0
-        token = read_token(call.run)
-        found = Found(head.generation if head else 0)
-        if head is not None and token is not None and token.run == head.run:
-            if head.newest is not None and head.newest.step > step:
-                what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
-                raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
-            found = Found(head.generation, mirror.reader.damage(head), same_run=True)
-        mirror.begin(step, number, found)
-        try:
-            done = mirror.flush(PUSH_S)
-        finally:
-            mirror.close()
-    if not done:
-        raise BadInput(f"not everything was sent: {mirror.state.error}", where=mirror.state.url)
-    return {"healed": sorted(found.damage.values()), **asdict(mirror.state)}
 
 
 LINES_SHOWN = 20
@@ -213,7 +152,7 @@ def _verify(call: argparse.Namespace) -> int:
     if isinstance(call.path, str):
         return _verify_mirror(call)
     from ci_llm.checkpoints.catalog import current_line
-    from ci_llm.checkpoints.folders import is_named_checkpoint
+    from ci_llm.checkpoints.layout import is_named_checkpoint
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
     from ci_llm.core.numerics import foretold
 
@@ -234,45 +173,99 @@ def _verify(call: argparse.Namespace) -> int:
                 foreseen[str(folder)] = foretold(surroundings)
             if not call.json:
                 print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
-    if call.json:
-        verified = [str(folder) for folder in folders if str(folder) not in damage]
-        print_json({"verified": verified, "damaged": damage, "exactness": foreseen})
-        return 1 if damage else 0
-    print(*dict.fromkeys(foreseen.values()), sep="\n")
-    if damage:
-        raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
-    return 0
+    if not call.json:
+        print(*dict.fromkeys(foreseen.values()), sep="\n")
+    verified = [str(folder) for folder in folders if str(folder) not in damage]
+    return _verdict(verified, damage, as_json=call.json, exactness=foreseen)
 
 
 def _verify_mirror(call: argparse.Namespace) -> int:
-    verified, damage = verify(call.path)
-    if call.json:
-        print_json({"verified": verified, "damaged": damage})
-        return 1 if damage else 0
-    for name in verified:
-        print(f"{name}: verified")
-    if damage:
+    """Verify the checkpoints of a mirror's line."""
+    current = [entry for entry in entries_of(call.path, read_all=True) if entry.line == "current"]
+    damage = {entry.name: entry.damage for entry in current if entry.damage is not None}
+    verified = [entry.name for entry in current if entry.damage is None]
+    if not call.json:
+        print(*(f"{name}: verified\n" for name in verified), sep="", end="")
+    return _verdict(verified, damage, as_json=call.json)
+
+
+def _verdict(verified: Sequence[str], damage: Mapping[str, str], *, as_json: bool, **more: object) -> int:
+    """The exit code of a verification; it prints the JSON.
+
+    Raises:
+        DamagedCheckpoint: a checkpoint is damaged, and no JSON says so.
+    """
+    if as_json:
+        print_json({"verified": verified, "damaged": damage, **more})
+    elif damage:
         raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
-    return 0
+    return 1 if damage else 0
 
 
 def _pull(call: argparse.Namespace) -> int:
-    told = pull(call)
+    """Bring one checkpoint, or what a run needs to resume, onto this disk."""
+    from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.mirror.filling import fill, open_mirror, write_opened
+    from ci_llm.run.end.mirroring import RUN_FILES
+
+    reader, head, name = open_mirror(call.url, "URL")
+    if name is not None:
+        target = call.to / name
+        if target.exists():
+            raise BadInput("this folder exists", where=str(target), hint="give another one with --to")
+        write_opened(reader.open(reader.entry(head, name)), target)
+        told: dict[str, object] = {"folder": str(target)}
+        shown = f"{target}: verified"
+    else:
+        with CheckpointManager(call.to) as manager:
+            manager.acquire_lease()
+            fill(reader, manager, RUN_FILES)
+            step = manager.latest_step()
+        if step is None:
+            raise DamagedCheckpoint("no checkpoint in this mirror verifies", where=reader.url)
+        told, shown = {"folder": str(call.to), "step": step}, f"{call.to}: step {step}, verified"
     if call.json:
         print_json(told)
     else:
-        step = f"step {told['step']}, " if "step" in told else ""
-        print(f"{told['folder']}: {step}verified")
+        print(shown)
     return 0
 
 
 def _push(call: argparse.Namespace) -> int:
-    told = push(call)
+    """Send what a run's folder holds, and heal what is damaged there."""
+    from ci_llm.checkpoints.catalog import current_line
+    from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.mirror.head import Found, read_token
+    from ci_llm.mirror.sender import Mirror
+    from ci_llm.run.end.mirroring import RUN_FILES
+
+    if not current_line(call.run):
+        raise BadInput("there is no checkpoint here", where=str(call.run), hint="give the output_dir of a run")
+    with CheckpointManager(call.run) as manager:
+        number = manager.acquire_lease()
+        mirror = Mirror(call.url, call.run, files=RUN_FILES)
+        head = mirror.reader.head()
+        step = manager.latest_step() or 0
+        token = read_token(call.run)
+        found = Found(head.generation if head else 0)
+        if head is not None and token is not None and token.run == head.run:
+            if head.newest is not None and head.newest.step > step:
+                what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
+                raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
+            found = Found(head.generation, mirror.reader.damage(head), same_run=True)
+        mirror.begin(step, number, found)
+        try:
+            done = mirror.flush(PUSH_S)
+        finally:
+            mirror.close()
+    state, healed = mirror.state, sorted(found.damage.values())
+    if not done:
+        raise BadInput(f"not everything was sent: {state.error}", where=state.url)
     if call.json:
-        print_json(told)
+        print_json({"healed": healed, **asdict(state)})
         return 0
-    print(f"{told['url']}: step {told['step']} is the newest, {told['sent_bytes']:,} bytes sent")
-    for damage in told["healed"]:
+    print(f"{state.url}: step {state.step} is the newest, {state.sent_bytes:,} bytes sent")
+    for damage in healed:
         print(f"healed: {damage}")
     return 0
 
@@ -350,7 +343,7 @@ def _checkpoint(path: Path | str) -> Path:
     Raises:
         BadInput: it is neither.
     """
-    from ci_llm.checkpoints.folders import find_checkpoint
+    from ci_llm.checkpoints.layout import find_checkpoint
     from ci_llm.mirror.filling import local_copy
 
     if isinstance(path, str):

@@ -26,7 +26,7 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 
 class Parser(HelpfulParser):
-    """As argparse's, for the words behind `ci-llm COMMAND`; `--debug` is of all commands.
+    """Argparse's parser for the words behind `ci-llm COMMAND`; every command takes `--debug`.
 
     Options may stand anywhere among the other words, also between two of a list (argparse by itself takes a list in one
     piece). They may be typed with underscores, as those of Transformers are; help shows hyphens alone.
@@ -72,7 +72,7 @@ def agent_number(word: str) -> int:
     try:
         return int(word.removeprefix("agent"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{word!r} is no agent, such as 2 or agent2") from None
+        raise argparse.ArgumentTypeError(f"{word!r} is not an agent, such as 2 or agent2") from None
 
 
 def make_parser(command: str, description: str, examples: str, common: Collection[str] | None = None) -> Parser:

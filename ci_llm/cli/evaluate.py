@@ -27,7 +27,7 @@ _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _EXAMPLES = """key=value changes a key of the run for this evaluation: aggregator, dirichlet_alpha_aggregator,
 max_new_tokens_eval, max_seq_length, prompt_column, answer_column, text_column, messages_column, dataset_subset.
 
-A call that was killed goes on after its last row when it is called again.
+A call that was killed resumes after its last row when it is called again.
 
 examples: ci-llm evaluate ci_llm_output
           ci-llm evaluate ci_llm_output --data my_test.jsonl --failed
@@ -63,7 +63,7 @@ def evaluate_run(words: Sequence[str]) -> int:
         try:
             found = evaluate(request, progress)
         except KeyboardInterrupt:
-            print("stopped; the same call goes on after the last row that was answered", file=sys.stderr)
+            print("stopped; the same call resumes after the last row that was answered", file=sys.stderr)
             raise
     if call.json:
         print_json(_as_json(call, found))
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=int, metavar="B", help="questions at a time; default: the run's batch_size"
     )
     parser.add_argument("--output", type=Path, metavar="F", help="the predictions file; default: RUN/predictions.jsonl")
-    parser.add_argument("--overwrite", action="store_true", help="begin the predictions file anew")
+    parser.add_argument("--overwrite", action="store_true", help="begin the predictions file again")
     parser.add_argument(
         "--failed",
         type=int,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ci_llm.cli.asking import require_run
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
-from ci_llm.crowd.merge_methods import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
+from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:
@@ -77,36 +77,25 @@ def _parser() -> argparse.ArgumentParser:
     does = {name: method.does for name, method in METHODS.items()} | {DISTILLED: DISTILLED_DOES}
     merges = "\n".join(f"  {name:<16} {what}" for name, what in does.items())
     parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES, _COMMON)
-    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
-    parser.add_argument("--agent", type=agent_number, metavar="K", help="this agent alone, counted from 0")
-    parser.add_argument("--merge", metavar="HOW", help="one adapter made of all agents, as svd; --help all lists all")
-    parser.add_argument("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
-    parser.add_argument("--rank", type=int, metavar="R", help="of the merge; default that of the agents")
-    distil = parser.add_argument_group("for --merge distilled")
-    distil.add_argument("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
-    distil.add_argument("--steps", type=int, metavar="N", help="optimizer steps; default 120")
-    distil.add_argument(
-        "--distill-rate", type=float, metavar="R", help="learning rate of AdamW; default a quarter of the run's"
-    )
-    distil.add_argument("--distill-temperature", type=float, metavar="T", help="of the distributions; default 1")
-    distil.add_argument(
-        "--soft", type=float, metavar="W", help="weight of the distributions; default 1, texts alone: 0"
-    )
-    distil.add_argument("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
-    parser.add_argument("--into-base", action="store_true", help="merge the adapter into the weights of the base")
-    parser.add_argument(
-        "--format", choices=("peft", "gguf"), default="peft", help="of an adapter: gguf for llama.cpp and Ollama"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        help="with --into-base: of the weights; default that on disk",
-    )
-    parser.add_argument(
-        "--base-model", metavar="NAME", help="hub id, folder or file of the base, if it is elsewhere now"
-    )
-    parser.add_argument("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
+    option = parser.add_argument
+    option("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
+    option("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
+    option("--agent", type=agent_number, metavar="K", help="this agent alone, counted from 0")
+    option("--merge", metavar="HOW", help="one adapter made of all agents, as svd; --help all lists all")
+    option("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
+    option("--rank", type=int, metavar="R", help="of the merge; default that of the agents")
+    distil = parser.add_argument_group("for --merge distilled").add_argument
+    distil("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
+    distil("--steps", type=int, metavar="N", help="optimizer steps; default 120")
+    distil("--distill-rate", type=float, metavar="R", help="learning rate of AdamW; default a quarter of the run's")
+    distil("--distill-temperature", type=float, metavar="T", help="of the distributions; default 1")
+    distil("--soft", type=float, metavar="W", help="weight of the distributions; default 1, texts alone: 0")
+    distil("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
+    option("--into-base", action="store_true", help="merge the adapter into the weights of the base")
+    option("--format", choices=("peft", "gguf"), default="peft", help="of an adapter: gguf for llama.cpp and Ollama")
+    option("--dtype", choices=("fp32", "bf16", "fp16"), help="with --into-base: of the weights; default that on disk")
+    option("--base-model", metavar="NAME", help="hub id, folder or file of the base, if it is elsewhere now")
+    option("--no-score", action="store_true", help="do not score on the run's evaluation rows first")
     add_json(parser)
     return parser
 

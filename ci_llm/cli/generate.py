@@ -1,4 +1,4 @@
-"""`ci-llm generate`: ask the crowd of a run; the answers go to a terminal, a pipe or JSON lines."""
+"""`ci-llm generate`: the answers of a run's crowd to prompts, for a terminal, a pipe or as JSON lines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def generate(words: Sequence[str]) -> int:
             print("" if answer.abstained else answer.answer, flush=True)
         else:
             if len(prompts) > 1:
-                print("\n" * (number > 0) + textwrap.shorten(f"> {_words(answer.prompt)}", asking.width()))
+                print("\n" * (number > 0) + textwrap.shorten(f"> {asking.words_of(answer.prompt)}", asking.width()))
             print(asking.beside(answer, names) if answer.agents and call.agents else asking.given(answer))
             print(asking.how_sure(answer), flush=True)
     return 0
@@ -90,7 +90,7 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
         raise ConfigError(what, where="command line", hint='ci-llm generate RUN "a prompt" | --file F | -')
     if "-" in prompts and len(prompts) > 1:
         raise ConfigError("- stands beside another prompt", where="command line", hint="- reads all of them")
-    from ci_llm.data.prompt_files import prompts_of_file, prompts_of_lines
+    from ci_llm.data.prompts import prompts_of_file, prompts_of_lines
 
     if call.file == "-" or prompts == ["-"]:
         yield from prompts_of_lines(asking.lines_of(sys.stdin), "standard input")
@@ -149,8 +149,3 @@ def _as_json(answer: Answer, *, tokens: bool) -> str:
     if not tokens:
         del fields["tokens"]
     return json.dumps({name: fields.pop(name) for name in _FIRST} | fields)
-
-
-def _words(prompt: Any) -> str:
-    """A prompt in one line; of a chat, what was said last."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])

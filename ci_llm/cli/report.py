@@ -1,4 +1,7 @@
-"""The results of runs, shown: `ci-llm report` writes a page of one, `ci-llm compare` prints several side by side."""
+"""`ci-llm report` and `ci-llm compare`: the results of a run as a page, and runs or trials beside one another.
+
+Both read the files of the runs, so that they work on any machine that sees the folders.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,8 @@ def compare_runs(words: Sequence[str]) -> int:
     )
     add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
+    from ci_llm.core.curves import LETTERS
     from ci_llm.core.run_status import read_status
-    from ci_llm.core.text_curves import LETTERS
     from ci_llm.report.compare import as_json, as_text, head
     from ci_llm.report.facts import read_run, run_folder
     from ci_llm.report.scores import read_trials
@@ -70,11 +73,8 @@ def compare_runs(words: Sequence[str]) -> int:
         if (board := read_trials(Path(path))) is not None:
             return _show_trials(Path(path), board, is_alone=len(call.runs) == 1, as_json=call.json)
     if not 2 <= len(call.runs) <= len(LETTERS):
-        raise ConfigError(
-            f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}",
-            where="command line",
-            hint="ci-llm compare RUN RUN ...",
-        )
+        what = f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}"
+        raise ConfigError(what, where="command line", hint="ci-llm compare RUN RUN ...")
     folders = [run_folder(path) for path in call.runs]
     if not call.json:
         for letter, folder in zip(LETTERS, folders, strict=False):

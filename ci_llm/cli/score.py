@@ -1,4 +1,4 @@
-"""`ci-llm score`: what the heads of a run say about texts: rewards or numbers with their spread, or classes."""
+"""`ci-llm score`: rewards, classes or numbers that the heads of a run give to texts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def score(words: Sequence[str]) -> int:
             named = {"text": text} if answers is None else {"prompt": text, "answer": answer}
             print(json.dumps(named | {k: v for k, v in asdict(found).items() if v is not None}), flush=True)
         else:
-            print(f"{_shown(found)}  {_short(answer)}", flush=True)
+            print(f"{_shown(found)}  {textwrap.shorten(asking.words_of(answer), 60, placeholder=' ...')}", flush=True)
     return 0
 
 
@@ -80,7 +80,7 @@ def _check(call: argparse.Namespace) -> None:
 
 def _texts(call: argparse.Namespace) -> tuple[list[Any], list[str] | None]:
     """The texts of the call; where rows have a prompt and its answer, the prompts, and the answers."""
-    from ci_llm.data.prompt_files import prompts_of_file, prompts_of_lines, texts_of_rows
+    from ci_llm.data.prompts import prompts_of_file, prompts_of_lines, texts_of_rows
 
     if call.file in (None, "-") and call.texts not in ([], ["-"]):
         return call.texts, None
@@ -98,11 +98,6 @@ def _shown(found: TextScore) -> str:
     """The score in columns, for people."""
     if found.label is not None:
         label = "[unsure]" if found.abstained else found.label
-        return f"{label:<16} {found.mean:.3f} ± {found.std:.3f}"
+        return f"{label:<16} {max((found.probabilities or {}).values()):.3f} ± {found.std:.3f}"
     agents = " ".join(f"{score:.3f}" for score in found.scores)
     return f"{found.mean:8.3f} ± {found.std:.3f} (lower {found.lower:.3f}; agents {agents})"
-
-
-def _short(text: Any) -> str:
-    words = text if isinstance(text, str) else str(text[-1].get("content", ""))
-    return textwrap.shorten(words, 60, placeholder=" ...")

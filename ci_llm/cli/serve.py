@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
 
 from ci_llm.cli import asking
 from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.core.imports import importing
-from ci_llm.errors import BadInput, ConfigError
+from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts
-
-if TYPE_CHECKING:
-    from ci_llm.serve.options import Options
+from ci_llm.serve.options import LOCAL, Options
 
 _DESCRIPTION = """Serve the crowd of a run, its agents and its base by OpenAI's API, with a chat page at /.
 Answers are greedy unless a request has a temperature."""
@@ -26,7 +23,6 @@ _EXAMPLES = """examples:
   ci-llm serve ci_llm_output --engine http://gpu:8000     a vLLM holds the agents as LoRA models; they vote here
 
 exit codes: 0 ended by SIGTERM or Ctrl-C; 1 the engine does not answer; 2 bad call"""
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 _KEY = "CI_LLM_API_KEY"
 _ENGINE_KEY = "CI_LLM_ENGINE_API_KEY"
 
@@ -38,90 +34,49 @@ def serve(words: Sequence[str]) -> int:
         BadInput: the call is wrong, there is no crowd, or the engine cannot do what is asked of it.
         SystemExit: with 0, after `--help`.
     """
-    call = _parser().parse_args(words)
-    options = _checked(call)
+    options = _options(words)
     _require_libraries()
-    run = located(call.run)
-    if call.host not in _LOCAL and not options.key:
-        asking.note(f"warning: everybody who reaches {call.host}:{call.port} may ask: --api-key KEY, or {_KEY}")
+    options = replace(options, run=located(options.run))
+    if options.host not in LOCAL and not options.key:
+        asking.note(f"warning: everybody who reaches {options.host}:{options.port} may ask: --api-key KEY, or {_KEY}")
     with importing():
         from ci_llm.serve.start import of_run, run_until_signal
-    if call.engine:
+    asking.require_run(options.run, options.base_model, takes_base=options.engine is None)
+    if options.engine is not None:
         from ci_llm.serve.remote import of_engine
 
-        asking.require_run(run, call.base_model, takes_base=False)
-        service = of_engine(run, call.engine, options)
+        service = of_engine(options)
     else:
-        asking.require_run(run, call.base_model)
-        crowd, _ = asking.open_run(run, call.base_model)
+        crowd, _ = asking.open_run(options.run, options.base_model)
         service = of_run(crowd, options)
     told = f"answering what is under way, for at most {options.drain_s} s"
     with Interrupts(("SIGTERM", "SIGINT"), (), describe_stop=lambda: told):
-        return run_until_signal(service, call.host, call.port)
+        return run_until_signal(service)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options(words: Sequence[str]) -> Options:
+    """The options of a call. What can be refused is, before torch is imported."""
     parser = make_parser("ci-llm serve", _DESCRIPTION, _EXAMPLES, _COMMON)
+    parser.set_defaults(**asdict(Options()))
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    option("--host", default="127.0.0.1", help="the address that is listened on (127.0.0.1)")
-    option("--port", type=int, default=8000, help="its port (8000); 0 takes a free one")
-    option("--api-key", metavar="KEY", help=f"that requests must have; better in the environment, as {_KEY}")
-    option("--served-model-name", default="crowd", metavar="NAME", help="of all agents together (crowd)")
-    option("--max-num-seqs", type=int, default=32, metavar="N", help="texts that grow at a time (32)")
-    option("--max-model-len", type=int, metavar="N", help="tokens of a prompt with its answer; default the base's")
-    option("--max-queue", type=int, default=128, metavar="N", help="texts that may wait beside them (128)")
+    option("--host", help="the address that is listened on (%(default)s)")
+    option("--port", type=int, help="its port (%(default)s); 0 takes a free one")
+    option("--api-key", dest="key", metavar="KEY", help=f"that requests must have; better in {_KEY}")
+    option("--served-model-name", dest="name", metavar="NAME", help="of all agents together (%(default)s)")
+    option("--max-num-seqs", dest="slots", type=int, metavar="N", help="texts that grow at a time (%(default)s)")
+    option("--max-model-len", dest="context", type=int, metavar="N", help="tokens of prompt and answer; by default all")
+    option("--max-queue", dest="queue", type=int, metavar="N", help="texts that may wait beside them (%(default)s)")
+    option("--minimum-confidence", type=float, metavar="P", help="withhold answers that are less probably right")
     option(
-        "--minimum-confidence",
-        type=float,
-        metavar="P",
-        help="of requests that say no other: give no answer that is right with a lower probability",
+        "--agents-per-prompt", type=float, metavar="N", help="ask one agent, and all where it is unsure: N on average"
     )
-    option(
-        "--agents-per-prompt",
-        type=float,
-        metavar="N",
-        help="of requests that say no other: ask one agent, and all where it is unsure: N on average",
-    )
-    option("--drain-seconds", type=int, default=30, metavar="S", help="for what is under way at SIGTERM (30)")
+    option("--drain-seconds", dest="drain_s", type=int, metavar="S", help="for what is open at SIGTERM (%(default)s)")
     option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
-    return parser
-
-
-def _checked(call: argparse.Namespace) -> Options:
-    """What can be refused before torch is imported."""
-    minimum, agents = call.minimum_confidence, call.agents_per_prompt
-    requirements = {
-        "--port must be from 0 to 65535": 0 <= call.port <= 65535,
-        "--max-num-seqs must be at least 1": call.max_num_seqs >= 1,
-        "--max-queue must be at least 0": call.max_queue >= 0,
-        "--max-model-len must be at least 2": call.max_model_len is None or call.max_model_len >= 2,
-        "--drain-seconds must be at least 0": call.drain_seconds >= 0,
-        "--minimum-confidence must be a probability, from 0 to 1": minimum is None or 0 <= minimum <= 1,
-        "--agents-per-prompt must be at least 1: one agent always answers": agents is None or agents >= 1,
-        "--served-model-name is the name of the base": call.served_model_name != "base",
-        "--engine is an address such as http://host:8000": (call.engine or "http://").startswith(
-            ("http://", "https://")
-        ),
-        "--minimum-confidence and --agents-per-prompt need the crowd here, and no --engine": not call.engine
-        or (minimum is None and agents is None),
-    }
-    if broken := [text for text, holds in requirements.items() if not holds]:
-        raise ConfigError("; ".join(broken), where="command line", hint="change the values named")
-    from ci_llm.serve.options import Options
-
-    return Options(
-        name=call.served_model_name,
-        key=call.api_key or os.environ.get(_KEY) or None,
-        slots=call.max_num_seqs,
-        queue=call.max_queue,
-        context=call.max_model_len,
-        minimum_confidence=minimum,
-        agents_per_prompt=agents,
-        engine_key=os.environ.get(_ENGINE_KEY) or None,
-        drain_s=call.drain_seconds,
-    )
+    found = Options(**vars(parser.parse_args(words)))
+    environ = os.environ
+    return replace(found, key=found.key or environ.get(_KEY) or None, engine_key=environ.get(_ENGINE_KEY) or None)
 
 
 def _require_libraries() -> None:

@@ -1,17 +1,17 @@
-"""The state of runs, shown: `ci-llm status` prints one as lines or JSON, `ci-llm watch` redraws several until all end.
+"""`ci-llm status` and `ci-llm watch`: the state of runs, once or while they train.
 
 Both read the files of the runs, so that they work on any machine that sees the folders.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ci_llm.cli.command import make_parser, print_json
 from ci_llm.core.help import asked_help
 from ci_llm.core.run_folder import NOT_A_RUN
 from ci_llm.errors import BadInput
@@ -45,7 +45,7 @@ def status(words: list[str]) -> int:
     _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
     found = RunReader(folder, _TAIL_BYTES).look()
     if as_json:
-        print(json.dumps(found.record(), indent=2))
+        print_json(found.record())
     else:
         run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
         head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
@@ -83,8 +83,6 @@ INTERVAL_S: Final = 0.5
 
 def watch(words: list[str]) -> int:
     """`ci-llm watch RUN ...`."""
-    from ci_llm.cli.command import make_parser
-
     parser = make_parser("ci-llm watch", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")

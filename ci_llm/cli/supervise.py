@@ -34,11 +34,8 @@ def supervise(arguments: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     options = parse_options(arguments)
-    if sys.platform == "win32":
-        raise LaunchError(
-            "the supervisor needs process groups and pseudo-terminals, which Windows does not have",
-            hint="run it on Linux, or in WSL",
-        )
+    if sys.platform != "linux":
+        raise LaunchError("the supervisor follows processes in a way that only Linux has", hint="use Linux, or WSL")
     return _supervise(options)
 
 
@@ -133,11 +130,11 @@ def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigE
 
 def _script(options: Options) -> Path:
     """The script to run where no command is given. Called from a folder without a train.py, it is the project's own."""
-    if options.command or options.script != DEFAULT_SCRIPT or options.external_script_options():
-        return options.script
+    if options.command or options.train_script != DEFAULT_SCRIPT or options.external_script_options():
+        return options.train_script
     from ci_llm.config import default_file  # here, because it loads the whole configuration
 
-    return default_file(options.script.name) or options.script
+    return default_file(options.train_script.name) or options.train_script
 
 
 def is_own_script(script: Path) -> bool:

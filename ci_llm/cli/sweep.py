@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.core.help import ALL, REST, asked_help
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 USAGE = """ci-llm sweep [--config FILE] [--dry-run] [key=value ...] 'key=SPACE' ...
 Trains agents with different settings as one crowd. At each rung the best go on and the others leave; the last ones are
-trained to the end, with the bits that they would have had alone. The same command goes on where an earlier one stopped.
+trained to the end, with the bits that they would have had alone. The same command resumes where an earlier one stopped.
 
 A SPACE is a list [a,b,c], log(low,high) or uniform(low,high); in the file also {low: , high: , log: true}. Keys:
 SPACES
@@ -75,7 +74,7 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
             show(known, launch.arguments)
         known.require_winner()
         return 0
-    runner = SweepRunner(reading, interrupts, launch, _say)
+    runner = SweepRunner(reading, interrupts, launch, print_line)
     try:
         found, stop = runner.run()
     except (KeyboardInterrupt, AllTrialsFailed):
@@ -93,7 +92,7 @@ def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, d
     from ci_llm.sweep.runner import SweepRunner, as_one_run, described, known_sweep
 
     known_sweep(reading)  # refuses what the sweep itself would refuse
-    plan = SweepRunner(reading, interrupts, launch, _say).plan()
+    plan = SweepRunner(reading, interrupts, launch, print_line).plan()
     code = dry_run(as_one_run(reading, plan), interrupts, launch, debug=debug)
     if launch.is_main_process:
         for line in described(plan, reading):
@@ -105,25 +104,16 @@ def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, d
 
 def show(found: Sweep, arguments: Sequence[str]) -> None:
     """Print the leaderboard, and what to do next once the sweep is complete."""
-    from ci_llm.sweep.trials import commands, leaderboard
+    from ci_llm.report.compare import trials_table
+    from ci_llm.report.scores import read_trials
+    from ci_llm.sweep.trials import commands
 
-    if found.standings.leaderboard:
-        _say(leaderboard(found.standings))
-    else:
-        print_line("no trial has reached its first rung yet")
+    board = read_trials(found.folder)
+    lines = [*trials_table(board)] if board and board.rows else ["no trial has reached its first rung yet"]
     if found.is_complete:
-        for line in commands(found.standings, found.folder, arguments):
-            print_line(line)
-
-
-def _say(what: Any) -> None:
-    """A line, or a table that is not cut where the output is no terminal."""
-    if isinstance(what, str):
-        print_line(what)
-        return
-    from rich.console import Console
-
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(what)
+        lines += commands(found.standings, found.folder, arguments)
+    for line in lines:
+        print_line(line)
 
 
 def _usage(*, in_full: bool) -> str:

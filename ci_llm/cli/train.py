@@ -108,8 +108,6 @@ def train(words: list[str]) -> int:
     is_dry, keys = take_dry_run(words)
     if is_dry:
         return check(keys)
-    from ci_llm.interrupts import Interrupts
-
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         read = read_configuration(words)
         config = read.config
@@ -166,8 +164,6 @@ def check(words: list[str]) -> int:
     if asked_help(words):
         print(CHECK_USAGE)
         return 0
-    from ci_llm.interrupts import Interrupts
-
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
         read = read_configuration(words)
         require = _require_checkpoint if "--continue" in words else None

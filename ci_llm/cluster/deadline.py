@@ -57,7 +57,7 @@ def find_deadline(
         started: unix seconds from which `max_runtime_s` counts; by default the start of this process.
 
     Raises:
-        ConfigError: CI_LLM_DEADLINE is no time.
+        ConfigError: CI_LLM_DEADLINE is not a time.
     """
     found = []
     if job_end is not None:
@@ -77,7 +77,7 @@ def _unix_seconds(text: str) -> float:
         return at
     except (ValueError, OverflowError, OSError) as error:
         raise ConfigError(
-            f"{text!r} is no time",
+            f"{text!r} is not a time",
             where=f"{VARIABLE} in the environment",
             hint=f"unix seconds or a local time, e.g. export {VARIABLE}=$(date -d '+2 hours' +%s)",
         ) from error

@@ -5,8 +5,8 @@ work is refused within a second. Every launcher sets variables of its own; `Laun
 of torchrun, which torch and Accelerate read on every kind of device.
 
 An elastic round has one world of processes. When a process dies or a machine joins, the agents of torchrun send SIGTERM
-to the processes that are left, and start all of them anew as another world. A process of this package saves, ends, and
-goes on in the next round.
+to the processes that are left, and start all of them again as another world. A process of this package saves, ends, and
+continues in the next round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -135,7 +135,7 @@ class Launch:
     Attributes:
         launcher: "python", "accelerate" (one process that it starts itself), "torchrun" (also what
             `accelerate launch --multi_gpu` uses), "srun" or "mpirun".
-        num_processes: of the whole run, over all machines.
+        num_processes: the processes of the whole run, over all machines.
         process_index: 0 to num_processes - 1; 0 is the main process.
         local_index: the number of this process on its machine.
         num_local_processes: processes on this machine.
@@ -144,18 +144,18 @@ class Launch:
         variables: to be set in the environment before torch's process group is made.
         kill_delay_s: seconds between a signal and the kill, by the launcher or the supervisor; infinite without any.
         launcher_command: the command line of the launcher. It is read at the start, because the launcher may be gone
-            when an interrupted run prints the command that resumes it. Empty if the parent is no launcher.
+            when an interrupted run prints the command that resumes it. Empty if the parent is not a launcher.
         arguments: the words after the script on the command line.
-        called_at: unix seconds of a call from Python, from which `max_runtime` counts; None: this process is the run.
+        called_at: unix seconds of a call from Python, from which `max_runtime` counts; None if this process is the run.
     """
 
     launcher: str
-    num_processes: int
-    process_index: int
-    local_index: int
-    num_local_processes: int
-    requested_processes: int | None
-    variables: Mapping[str, str]
+    num_processes: int = 1
+    process_index: int = 0
+    local_index: int = 0
+    num_local_processes: int = 1
+    requested_processes: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     kill_delay_s: float = math.inf
     launcher_command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
@@ -195,14 +195,23 @@ def read_launch(
     names = _launcher_variables(environ)
     num_processes = _integer(environ, names.num_processes) if names else 1
     parent = _parent_command(environ) if parent_command is None else parent_command
+    # `accelerate launch` starts a single process without torchrun, and sets none of the variables of a launcher.
+    by_accelerate = num_processes == 1 and "RANK" not in environ and _is_accelerate(parent)
+    launcher = "accelerate" if by_accelerate else names.launcher if names else "python"
+    launch = Launch(
+        launcher=launcher,
+        requested_processes=_requested_processes(environ, parent) if by_accelerate else None,
+        kill_delay_s=_kill_delay_s(launcher, environ),
+        launcher_command=_command_if_launcher(launcher, parent),
+        arguments=tuple(arguments),
+    )
     if names is None or num_processes == 1:
-        return _single_process(names, environ, parent, arguments)
-    return _one_of_several(names, num_processes, environ, parent, arguments)
+        return launch
+    return _placed(launch, names, num_processes, environ)
 
 
-def _one_of_several(
-    names: _Variables, num_processes: int, environ: Mapping[str, str], parent: Sequence[str], arguments: Sequence[str]
-) -> Launch:
+def _placed(launch: Launch, names: _Variables, num_processes: int, environ: Mapping[str, str]) -> Launch:
+    """The launch with the place of this process among several."""
     process_index = _integer(environ, names.process_index)
     if not 0 <= process_index < num_processes:
         raise LaunchError(
@@ -220,17 +229,13 @@ def _one_of_several(
         "LOCAL_WORLD_SIZE": num_local,
         **_rendezvous(environ, alone_on_machine=num_local == num_processes),
     }
-    return Launch(
-        launcher=names.launcher,
+    return replace(
+        launch,
         num_processes=num_processes,
         process_index=process_index,
         local_index=local_index,
         num_local_processes=num_local,
-        requested_processes=None,
         variables={name: str(value) for name, value in place.items()},
-        kill_delay_s=_kill_delay_s(names.launcher, environ),
-        launcher_command=_command_if_launcher(names.launcher, parent),
-        arguments=tuple(arguments),
     )
 
 
@@ -340,7 +345,7 @@ def _is_on_path(program: str) -> bool:
 
 def _num_cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _launcher_variables(environ: Mapping[str, str]) -> _Variables | None:
@@ -359,7 +364,7 @@ def _fewer_processes_note(launch: Launch, environ: Mapping[str, str], num_gpus: 
 
 
 def _cpu_command(launch: Launch, environ: Mapping[str, str]) -> str:
-    """The same command, changed so that it starts all processes on a machine without a GPU."""
+    """The command, changed so that it starts all processes on a machine without a GPU."""
     command = launch.launcher_command
     place = next(n for n, word in enumerate(command) if PurePath(word).name in _ACCELERATE_LAUNCH) + 1
     end = len(command) - len(launch.arguments)
@@ -368,26 +373,6 @@ def _cpu_command(launch: Launch, environ: Mapping[str, str]) -> str:
     # Without --multi_gpu the launcher starts a single process on such a machine, whatever the number.
     line = shell_line([*command[:place], "--multi_gpu", *number, *options, *command[end:]])
     return f"ACCELERATE_USE_CPU=true {line}" if environ.get("ACCELERATE_USE_CPU", "").lower() == "true" else line
-
-
-def _single_process(
-    names: _Variables | None, environ: Mapping[str, str], parent_command: Sequence[str], arguments: Sequence[str]
-) -> Launch:
-    # `accelerate launch` starts a single process without torchrun, and sets none of the variables of a launcher.
-    by_accelerate = "RANK" not in environ and _is_accelerate(parent_command)
-    launcher = "accelerate" if by_accelerate else names.launcher if names else "python"
-    return Launch(
-        launcher=launcher,
-        num_processes=1,
-        process_index=0,
-        local_index=0,
-        num_local_processes=1,
-        requested_processes=_requested_processes(environ, parent_command) if by_accelerate else None,
-        variables={},
-        kill_delay_s=_kill_delay_s(launcher, environ),
-        launcher_command=_command_if_launcher(launcher, parent_command),
-        arguments=tuple(arguments),
-    )
 
 
 def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:

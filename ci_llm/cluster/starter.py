@@ -51,7 +51,7 @@ _BEGIN: Final = ("sh", "-c", ': >"$0/000000.$$.begun" && exec "$@"')
 
 
 def without_options(words: Sequence[str]) -> list[str]:
-    """The words of a command line without those that are no keys: `--continue`, `--debug`, `--distributed`."""
+    """The words of a command line without those that are not keys: `--continue`, `--debug`, `--distributed`."""
     return [word for word in words if word not in ("--continue", "--debug") and not _DISTRIBUTED.fullmatch(word)]
 
 
@@ -76,7 +76,7 @@ def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mappi
 def _num_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """GPUs that a run would take. torch, which loads for seconds, is asked only where a driver has left its devices."""
     on_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    if on_cpu or (sys.platform == "linux" and not any(any(devices.glob(name)) for name in _DEVICES)):
+    if on_cpu or not any(any(devices.glob(name)) for name in _DEVICES):
         return 0
     import torch
 
@@ -96,10 +96,10 @@ def step_command(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def start_again(number: int, launch: Launch, interrupts: Interrupts, say: Callable[[str], None]) -> int | None:
-    """Run this command anew where it is to be a step, several processes, or both, and wait for its end.
+    """Run this command again where it is to be a step, several processes, or both, and wait for its end.
 
     Args:
-        number: of processes.
+        number: how many processes.
         say: told what is started, and what is lost if it does not come up.
 
     Returns:
@@ -242,15 +242,15 @@ def tell(word: str = _UP, environ: Mapping[str, str] = os.environ) -> None:
                 raise SystemExit(1) from None
 
 
-def exit_code_told(code: int, environ: Mapping[str, str] = os.environ) -> int:
+def exit_code_told(code: int) -> int:
     """Tell the exit code of this process to the process that started it, if one did.
 
     Returns:
         what this process is to end with: torchrun takes each code but 0 for a failure, and prints a table of errors.
     """
-    if STARTED not in environ:
+    if STARTED not in os.environ:
         return code
-    tell(str(code), environ)
+    tell(str(code))
     return code if code in _FAILURES else 0
 
 

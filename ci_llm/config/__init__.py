@@ -7,6 +7,7 @@ from ci_llm.config.config import groups as groups
 from ci_llm.config.config import keys_as_markdown as keys_as_markdown
 from ci_llm.config.load import Reading as Reading
 from ci_llm.config.load import arguments_without as arguments_without
+from ci_llm.config.load import as_python as as_python
 from ci_llm.config.load import as_typed as as_typed
 from ci_llm.config.load import default_file as default_file
 from ci_llm.config.load import load_config as load_config

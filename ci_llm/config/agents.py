@@ -20,18 +20,21 @@ from ci_llm.config.yaml_file import read_flow
 _NAMES: Final = re.compile(r"[\w.:+-][\w .:+-]{0,59}")
 
 
+_NOBODY: Final = Entry("agents", Items(()), "")
+
+
 @dataclass
 class OwnEntries:
     """What the sources say of single agents.
 
     Attributes:
-        entries: per agent; None where no source says anything.
+        entries: one mapping per agent; empty where no source says anything.
         decided_by: the entry from which their number follows.
         lines: for people: what a stronger source has set aside.
     """
 
-    entries: list[dict[str, Entry]] | None = None
-    decided_by: Entry | None = None
+    entries: list[dict[str, Entry]] = field(default_factory=list)
+    decided_by: Entry = _NOBODY
     lines: list[str] = field(default_factory=list)
 
 
@@ -59,7 +62,6 @@ def take_own_entries(sources: Sequence[dict[str, Entry]], problems: list[Problem
 
 
 def _set_aside(own: OwnEntries, key: str, by: Entry) -> None:
-    assert own.entries is not None
     for old in (agent.pop(key) for agent in own.entries if key in agent):
         own.lines.append(f"{key} of an agent ({old.where}) is set aside: {by.where} says {by.raw} for all")
 
@@ -88,7 +90,7 @@ def _take_mappings(own: OwnEntries, listed: Entry, problems: list[Problem]) -> N
         problems.append(Problem(listed.where, what, "write agents: [{learning_rate: 1e-3}, {learning_rate: 2e-3}]"))
         return
     mappings = [value for value in raw.values if isinstance(value, Mapped)]
-    own.entries = [_entries_of(mapping, listed, problems) for mapping in mappings] or None
+    own.entries = [_entries_of(mapping, listed, problems) for mapping in mappings]
     own.decided_by = listed
 
 
@@ -123,10 +125,9 @@ def _is_refused(entry: Entry, problems: list[Problem], once: str) -> bool:
 def _take_list(
     own: OwnEntries, entry: Entry, key: str, values: tuple[Raw, ...], listed: Entry | None, problems: list[Problem]
 ) -> None:
-    if own.entries is None:
+    if not own.entries:
         own.entries, own.decided_by = [{} for _ in values], entry
     if len(values) != len(own.entries):
-        assert own.decided_by is not None
         other, there = own.decided_by, len(own.entries)
         what = f"{key} has {len(values)} values, and {other.name} ({other.where}) has {there}"
         problems.append(Problem(entry.where, what, "give one value for each agent, or one value for all"))
@@ -139,9 +140,8 @@ def _take_list(
 
 
 def _require_same_number(own: OwnEntries, sources: Sequence[dict[str, Entry]], problems: list[Problem]) -> None:
-    if own.entries is None:
+    if not own.entries:
         return
-    assert own.decided_by is not None
     declared = next((source["num_agents"] for source in reversed(sources) if "num_agents" in source), None)
     for source in sources:
         source.pop("num_agents", None)
@@ -153,7 +153,7 @@ def _require_same_number(own: OwnEntries, sources: Sequence[dict[str, Entry]], p
 
 def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
     """`num_agents`, and `agents` with the validated values of each by key; nothing where no source says anything."""
-    if own.entries is None:
+    if not own.entries:
         return {}
     agents = []
     for entries in own.entries:
@@ -191,8 +191,7 @@ def _name(entry: Entry, problems: list[Problem]) -> str:
     return text
 
 
-def _doubles(agents: Sequence[Mapping[str, Any]], decided_by: Entry | None) -> Iterator[Problem]:
+def _doubles(agents: Sequence[Mapping[str, Any]], decided_by: Entry) -> Iterator[Problem]:
     names = names_of(agents)
     for name in sorted({name for name in names if names.count(name) > 1}):
-        assert decided_by is not None
         yield Problem(decided_by.where, f"{names.count(name)} agents are called {name}", "give each a name of its own")

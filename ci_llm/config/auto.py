@@ -45,7 +45,7 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "lora_rank", 8 if on_embedded else 16, why
     yield "lora_alpha", 16 if on_embedded else 32, why
     yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
-    counted = "all evaluations together read at most a third as many tokens as training does, but 50 rows at least"
+    counted = "at most, as far as there are rows: evaluations read a third of what training does, or 50 rows"
     yield "eval_samples", 400 if on_embedded else AUTO, why if on_embedded else counted
     few = {*c.all_dataset_names} == {_EMBEDDED}
     why = "the embedded rows show what a crowd gains from few" if few else "every row is learned"
@@ -57,8 +57,4 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "held_out", AUTO, ""  # by data set: an agent is evaluated on the rows that it has alone
     yield "long_rows", "split", ""
     if not on_embedded:
-        yield (
-            "crowd",
-            "fixed",
-            "auto lets one agent stay alone by a rule that was measured on the embedded base only",
-        )
+        yield ("crowd", "fixed", "auto lets one agent stay alone by a rule that was measured on the embedded base only")

@@ -134,11 +134,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             raise error_of(problems)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise ConfigError(
-            f"{name} cannot be set: a configuration is read-only",
-            where="Config",
-            hint=f"config.model_copy(update={{{name!r}: ...}}) is a changed copy",
-        )
+        what = f"{name} cannot be set: a configuration is read-only"
+        raise ConfigError(what, where="Config", hint=f"config.model_copy(update={{{name!r}: ...}}) is a changed copy")
 
     def __eq__(self, other: object) -> bool:
         """Whether all values are equal, and what was given without effect; wherever they are from."""

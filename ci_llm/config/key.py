@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from ci_llm.core.imports import plugin_names
-from ci_llm.core.scores import GREATER_IS_BETTER
+from ci_llm.core.scores import METRICS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     Backend = str
     Metric = str
 else:
-    Metric = Literal[tuple(GREATER_IS_BETTER)]
+    Metric = Literal[tuple(METRICS)]
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
     Objective = (
         Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
@@ -102,8 +102,8 @@ class Traits(TypedDict, total=False):
 
     Attributes:
         own: an agent may have a value of its own; the number is the key's place among such keys, a new one comes last.
-        shape: of these, it gives an adapter its shape and scale: a copy of an agent has the same.
-        rows: of these, it says which rows an agent trains on.
+        shape: such a key gives an adapter its shape and scale: a copy of an agent has the same value.
+        rows: such a key says which rows an agent trains on.
         common: why all agents share the value, if the reason of its group in own_keys.py does not fit.
         if_set: `Config.dump` writes it only if it is set, so that what runs without it have written stays as it is.
         before: the value with which runs were trained before the key existed, where it is not the default.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def read_sources(
 
 
 def read_file(path: str | os.PathLike[str] | None) -> FileEntries:
-    """The entries of a file; none where there is no file."""
+    """The entries of a file; none without a file."""
     if path is None:
         return FileEntries(None, [])
     written = read_yaml(_read_text(Path(path)), os.fspath(path))
@@ -120,7 +121,7 @@ def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | 
         return FileEntries(None, entries_of(config or {}, IN_CALL))
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
-            f"a {type(config).__name__} is no configuration",
+            f"a {type(config).__name__} is not a configuration",
             where=IN_CALL,
             hint="give a YAML file, a mapping of keys, a Config or nothing, and keys as keywords: learning_rate=1e-3",
         )
@@ -133,11 +134,14 @@ def build_reading(
     launcher: Mapping[str, str],
     problems: list[Problem],
     check: Callable[[Config], Iterable[Problem]] = lambda _: (),
+    *,
+    is_call: bool = False,
 ) -> Reading:
     """The configuration of these entries.
 
     Args:
         check: what else is wrong with it, for a command that takes fewer configurations than a run.
+        is_call: the entries are those of a call in Python, and not of a command line.
 
     Raises:
         ConfigError: everything that is wrong, at once, with the `problems` found before.
@@ -145,9 +149,14 @@ def build_reading(
     sources = (
         by_key(_launcher_entries(launcher), problems, last_wins=False),
         by_key(file.entries, problems, last_wins=False),
-        by_key(typed, problems, last_wins=True),
+        by_key(typed, problems, last_wins=not is_call),
     )
-    lines = [*parsing.describe_sources(file.path, *({**source} for source in sources))]
+    if is_call:
+        overrides = " ".join(f"{entry.name}={entry.text}" for entry in typed)
+        told = [str(file.path or IN_CALL), *([f"overrides: {overrides}"] if overrides else [])]
+        lines = ["; ".join([*told, "defaults for all other keys"])]
+    else:
+        lines = [*parsing.describe_sources(file.path, *({**source} for source in sources))]
     if file.section is not None:
         lines.append(f"{file.section.where}: the section {SECTION} is for `ci-llm sweep`")
     own = take_own_entries(sources, problems)
@@ -169,17 +178,7 @@ def read_call(
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
-    problems: list[Problem] = []
-    given = given_in_call(config)
-    sources = (
-        by_key(_launcher_entries(launcher or {}), problems, last_wins=False),
-        by_key(given.entries, problems, last_wins=False),
-        by_key(typed := entries_of(overrides, IN_CALL), problems, last_wins=False),
-    )
-    own = take_own_entries(sources, problems)
-    call = " ".join(f"{entry.name}={entry.text}" for entry in typed)
-    parts = [str(given.path or IN_CALL), *([f"overrides: {call}"] if call else []), "defaults for all other keys"]
-    return Reading(_build(parsing.merge_sources(*sources), own, problems), ("; ".join(parts), *own.lines))
+    return build_reading(given_in_call(config), entries_of(overrides, IN_CALL), launcher or {}, [], is_call=True)
 
 
 def parse_config(text: str, where: str) -> Config:
@@ -210,7 +209,15 @@ def as_typed(value: object) -> str:
         return ",".join(map(str, value)) or "none"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return short if isinstance(value, float) and float(short := f"{value:g}") == value else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
+
+
+def as_python(typed: str) -> str:
+    """What is typed on a command line as a literal of Python; `...` stays."""
+    literal = {"true": "True", "false": "False", "null": "None"}.get(typed)
+    return literal or (typed if re.fullmatch(r"[-+\d.e]+", typed) else repr(typed))
 
 
 def _launcher_entries(launcher: Mapping[str, str]) -> list[parsing.Entry]:
@@ -224,12 +231,11 @@ def _read_text(path: Path) -> str:
         raise ConfigError("the configuration is not UTF-8 text", where=str(path), hint="save it as UTF-8") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        there = path.parent.glob("*.y*ml") if isinstance(error, FileNotFoundError) else ()
-        near = parsing.nearest(path.name, [found.name for found in there])
+        otherwise = "name an existing YAML file"
         raise ConfigError(
             f"the configuration cannot be read: {reason}",
             where=str(path),
-            hint=f"did you mean {path.with_name(near)}?" if near else "name an existing YAML file",
+            hint=parsing.hint_for_missing(path, otherwise) if isinstance(error, FileNotFoundError) else otherwise,
         ) from error
 
 

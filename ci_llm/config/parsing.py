@@ -41,6 +41,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return max(alike)[1] if alike else None
 
 
+def hint_for_missing(missing: Path, otherwise: str) -> str:
+    """The hint of a file that does not exist: the one beside it that has a similar name, or one that begins alike."""
+    names = sorted(found.name for found in missing.parent.glob(f"*{missing.suffix}"))
+    longer = (name for name in names if name.startswith(missing.stem) and missing.suffix)
+    near = nearest(missing.name, names) or next(longer, None)
+    return f"did you mean {missing.with_name(near)}?" if near else otherwise
+
+
 def _is_slip(name: str, other: str) -> bool:
     parts, others = name.split("_"), other.split("_")
     if len(parts) != len(others) and _ratio("".join(parts), "".join(others)) >= RUN_TOGETHER:

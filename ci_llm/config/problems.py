@@ -31,7 +31,7 @@ from ci_llm.config.validation import Clash
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.errors import ConfigError
 
-ALL_KEYS = "all keys: python train.py --help all"
+ALL_KEYS = "all keys: --help all"
 #: Signs that look like the dashes before a key, as text programs make them out of `--`.
 _DASHES = re.compile("^[\u2010-\u2015\u2212\uff0d]+")
 
@@ -83,7 +83,7 @@ def unknown(entry: Entry) -> Problem:
     if name in foreign.UNSUPPORTED:
         is_there, instead = foreign.UNSUPPORTED[name]
         value = f" with the value {entry.raw}" if name in foreign.TRANSLATIONS else ""
-        return Problem(entry.where, f"{entry.name} is no key here{value}; it is {is_there}", instead)
+        return Problem(entry.where, f"{entry.name} is not a key here{value}; it is {is_there}", instead)
     if name in foreign.TRANSLATIONS:
         values = foreign.TRANSLATIONS[name]
         means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning != foreign.ALWAYS)
@@ -91,11 +91,11 @@ def unknown(entry: Entry) -> Problem:
     if entry.raw == NESTED_MAPPING:
         return Problem(
             entry.where,
-            f"{entry.name} is no key, but a group of keys",
+            f"{entry.name} is not a key, but a group of keys",
             f"keys are flat: remove `{entry.name}:`, and write the keys below it without indentation",
         )
     near = _nearest(name)
-    return Problem(entry.where, f"{entry.name} is no key", f"did you mean {near}?" if near else ALL_KEYS)
+    return Problem(entry.where, f"{entry.name} is not a key", f"did you mean {near}?" if near else ALL_KEYS)
 
 
 #: What a file of this ending is when it stands alone on a command line.
@@ -108,7 +108,8 @@ _FILES = {
 
 def strays_of(words: Sequence[str]) -> list[Problem]:
     """The words of a command line that are neither a key nor a value, in order; `key = value` is one problem."""
-    if 0 < (at := words.index("=") if "=" in words else 0) < len(words) - 1:
+    at = words.index("=") if "=" in words else 0
+    if 0 < at < len(words) - 1:
         key, value = words[at - 1], words[at + 1]
         spaced = Problem(COMMAND_LINE, f"there are spaces around = in {key} = {value}", f"write {key}={value}")
         return [*strays_of(words[: at - 1]), spaced, *strays_of(words[at + 2 :])]

@@ -156,9 +156,7 @@ class CheckpointKeys(Keys):
         no_sweep=("a sweep has many runs", "leave it out, and push the best one afterwards"),
     )
     hub_model_id: Text | None = free(
-        None,
-        "repository for push_to_hub, as user/name or name; null: the name of the run's folder",
-        if_set=True,
+        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder", if_set=True
     )
 
 

@@ -77,9 +77,16 @@ class BaseModelKeys(Keys):
     )
     kernels: Literal["auto", "fast", "plain"] = rounding(
         "auto",
-        "how head, norms, rotations, gates and layers that share an input are computed: plain, as the base's own code"
-        " does, or fast, with fewer passes over memory; auto: fast, and a run keeps what it began with",
+        "how head, norms, rotations, gates, attention, shared inputs of layers and, on some CPUs, fp32 products are"
+        " computed: plain, as the base's own code does, or fast; auto: fast, and a run keeps what it began with",
         before="plain",
+        recorded=True,
+    )
+    shared_prompts: bool | Literal["auto"] = rounding(
+        "auto",
+        "compute what the two answers of a pair begin with once, where a trial at the start finds the base's states"
+        " unchanged; auto: for objectives of pairs, and a run keeps what it began with",
+        before=False,
         recorded=True,
     )
 
@@ -97,19 +104,13 @@ class AgentKeys(Keys):
         "auto", "rank of each adapter; auto: 8 on the embedded base, else 16", own=7, shape=True
     )
     lora_alpha: AutoCount = exact(
-        "auto",
-        "an adapter is scaled by alpha / rank; auto: 16 on the embedded base, else 32",
-        own=8,
-        shape=True,
+        "auto", "an adapter is scaled by alpha / rank; auto: 16 on the embedded base, else 32", own=8, shape=True
     )
     lora_dropout: Dropout = exact(
         0.0, "probability of dropping an input of an adapter; 0: off, which is faster", own=12
     )
     lora_target_modules: Literal["all-linear"] | Names = exact(
-        "all-linear",
-        "linear layers that get an adapter: all-linear, or a list of names as in PEFT",
-        own=10,
-        shape=True,
+        "all-linear", "linear layers that get an adapter: all-linear, or a list of names as in PEFT", own=10, shape=True
     )
     agent_layers: Literal["all", "upper_half"] | Numbers = exact(
         "all",
@@ -125,12 +126,10 @@ class AgentKeys(Keys):
         common="an agent's own start is keyed by its seed",
     )
     dropconnect_p: Dropout = exact(
-        0.0, "probability of dropping a weight of an adapter, drawn anew in each step", own=13
+        0.0, "probability of dropping a weight of an adapter, drawn again in each step", own=13
     )
     agents: tuple[dict[str, Any], ...] = exact(
-        (),
-        "settings of single agents, a list of mappings over the common keys (docs/agents.md)",
-        if_set=True,
+        (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)", if_set=True
     )
     branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
         None,
@@ -176,9 +175,7 @@ class ObjectiveKeys(Keys):
     )
     loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each", if_set=True)
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = exact(
-        0.0,
-        "share of pairs that are taken to be turned round, for loss_type robust",
-        if_set=True,
+        0.0, "share of pairs that are taken to be turned round, for loss_type robust", if_set=True
     )
     desirable_weight: Positive = exact(1.0, "weight of good rows in kto", own=18, if_set=True)
     undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto", own=19, if_set=True)
@@ -263,9 +260,7 @@ class DataKeys(Keys):
         one_data_set=True,
     )
     eval_dataset_name: Sources | None = free(
-        None,
-        "data set to evaluate on, as dataset_name; null: eval_split, or rows held out",
-        one_data_set=True,
+        None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out", one_data_set=True
     )
     val_set_size: Amount | None = exact(
         None,
@@ -355,9 +350,7 @@ class TrainingKeys(Keys):
     )
     optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
     learning_rate: AutoRate = exact(
-        "auto",
-        "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else 1",
-        own=1,
+        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else 1", own=1
     )
     weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4", own=5)
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")

@@ -300,7 +300,7 @@ def _range(entry: parsing.Entry, key: str, low: str, high: str, problems: list[P
         return _Space(entry, ())
 
     if key in SPACE_KEYS and not any(kind.type in (int, float) for kind in parsing.kinds_of(FIELDS[key])):
-        return refuse(f"{key} takes no range, because its values are no numbers", "list them: [a,b,c]")
+        return refuse(f"{key} takes no range, because its values are not numbers", "list them: [a,b,c]")
     try:
         bounds = float(low), float(high)
     except ValueError:

@@ -9,7 +9,7 @@ from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS, KeysOfEach
 from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
-from ci_llm.core.scores import GREATER_IS_BETTER
+from ci_llm.core.scores import METRICS, measures_of
 
 #: Below it a learning rate was surely meant for AdamW.
 LEAST_RATE_OF_IVON = 0.05
@@ -33,24 +33,15 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
     if not recorded:
         yield from _slices(c)
     if c.diversity == "joint" and c.lambda_sw >= 1:
-        yield Clash(
-            ("diversity", "lambda_sw"),
-            f"diversity joint needs lambda_sw below 1, not {c.lambda_sw:g}: the agents weigh 1 - lambda_sw",
-            "set lambda_sw between 0 and 1, 0.1 for instance",
-        )
+        what = f"diversity joint needs lambda_sw below 1, not {c.lambda_sw:g}: the agents weigh 1 - lambda_sw"
+        yield Clash(("diversity", "lambda_sw"), what, "set lambda_sw between 0 and 1, 0.1 for instance")
     kinds = {c.lr_scheduler_type, *(own.get("lr_scheduler_type", c.lr_scheduler_type) for own in c.agents)}
     for kind in sorted(kinds & {"reduce_lr_on_plateau", "greedy"}):
-        yield Clash(
-            ("lr_scheduler_type",),
-            f"lr_scheduler_type {kind} follows the loss, not the step",
-            "take cosine, linear or constant_with_warmup",
-        )
+        what = f"lr_scheduler_type {kind} follows the loss, not the step"
+        yield Clash(("lr_scheduler_type",), what, "take cosine, linear or constant_with_warmup")
     if c.pass_per_agent is True and c.diversity != "none":
-        yield Clash(
-            ("pass_per_agent", "diversity"),
-            f"diversity {c.diversity} has gradients through all agents, which one pass for all computes",
-            "set pass_per_agent to auto, or diversity to none",
-        )
+        what = f"diversity {c.diversity} has gradients through all agents, which one pass for all computes"
+        yield Clash(("pass_per_agent", "diversity"), what, "set pass_per_agent to auto, or diversity to none")
     yield from _precision_clashes(c)
     yield from _branch_clashes(c)
     yield from _choice_clashes(c)
@@ -62,19 +53,13 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
             yield Clash(
                 (key, "eval_steps"), f"{key} compares evaluations, and eval_steps null makes none", "set eval_steps"
             )
-    greater = GREATER_IS_BETTER[c.metric_for_best_model]
+    greater = METRICS[c.metric_for_best_model].greater
     if c.without_effect.get("greater_is_better") not in (None, greater):
-        yield Clash(
-            ("greater_is_better", "metric_for_best_model"),
-            f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better",
-            "leave greater_is_better out",
-        )
+        what = f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better"
+        yield Clash(("greater_is_better", "metric_for_best_model"), what, "leave greater_is_better out")
     if both := [name for name in c.stop_signals if name in c.save_signals]:
-        yield Clash(
-            ("stop_signals", "save_signals"),
-            f"{both[0]} cannot mean both stop and save",
-            "take it out of stop_signals or out of save_signals",
-        )
+        what = f"{both[0]} cannot mean both stop and save"
+        yield Clash(("stop_signals", "save_signals"), what, "take it out of stop_signals or out of save_signals")
     if c.restart_from is not None and c.overwrite_output_dir:
         yield Clash(
             ("restart_from", "overwrite_output_dir"),
@@ -87,33 +72,21 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
 def _name_clashes(name: str) -> Iterator[Clash]:
     """What no run can be called: its folder stands in output_dir, where another run may have its own."""
     if "/" in name or name in (".", ".."):
-        yield Clash(
-            ("experiment_name",),
-            f"experiment_name {name!r} is a path; it names a folder inside output_dir",
-            "write a plain name, and the path as output_dir",
-        )
+        what = f"experiment_name {name!r} is a path; it names a folder inside output_dir"
+        yield Clash(("experiment_name",), what, "write a plain name, and the path as output_dir")
     elif is_reserved(name):
-        yield Clash(
-            ("experiment_name",),
-            f"experiment_name {name!r} is a name that a run in output_dir gives to a part of its own",
-            f"write another name, run_{name.lstrip('.')} for instance",
-        )
+        what = f"experiment_name {name!r} is a name that a run in output_dir gives to a part of its own"
+        yield Clash(("experiment_name",), what, f"write another name, run_{name.lstrip('.')} for instance")
 
 
 def _precision_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """What model_dtype fp64 excludes."""
     if c.model_dtype == "fp64" and c.quantization:
-        yield Clash(
-            ("model_dtype", "quantization"),
-            f"quantization {c.quantization} stores the weights in fewer bits than model_dtype fp64",
-            "set model_dtype to fp32, or quantization to null",
-        )
+        what = f"quantization {c.quantization} stores the weights in fewer bits than model_dtype fp64"
+        yield Clash(("model_dtype", "quantization"), what, "set model_dtype to fp32, or quantization to null")
     if c.model_dtype == "fp64" and c.mixed_precision != "no":
-        yield Clash(
-            ("model_dtype", "mixed_precision"),
-            f"mixed_precision {c.mixed_precision} would undo model_dtype fp64",
-            "set mixed_precision to no, or model_dtype to fp32",
-        )
+        what = f"mixed_precision {c.mixed_precision} would undo model_dtype fp64"
+        yield Clash(("model_dtype", "mixed_precision"), what, "set mixed_precision to no, or model_dtype to fp32")
 
 
 def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
@@ -121,18 +94,12 @@ def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.branch_at is None:
         return
     if c.num_agents == 1:
-        yield Clash(
-            ("branch_at", "num_agents"),
-            "branch_at makes num_agents of one agent, and num_agents is 1",
-            "set num_agents to 4, or branch_at to null",
-        )
-    for keys, what in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "go on with the rows")):
+        what = "branch_at makes num_agents of one agent, and num_agents is 1"
+        yield Clash(("branch_at", "num_agents"), what, "set num_agents to 4, or branch_at to null")
+    for keys, share in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "go on with the rows")):
         for key in [key for key in keys if any(key in own for own in c.agents)]:
-            yield Clash(
-                ("branch_at", "agents"),
-                f"{key} differs between agents, and branches {what} of one agent",
-                f"write {key} once for all, or set branch_at to null",
-            )
+            what = f"{key} differs between agents, and branches {share} of one agent"
+            yield Clash(("branch_at", "agents"), what, f"write {key} once for all, or set branch_at to null")
     if c.max_train_steps == 1:
         yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
 
@@ -163,7 +130,7 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """What only some objectives have."""
     if c.objective == "auto":
         return
-    metrics = (*_OF_ALL, *METRICS_OF.get(c.objective, _OF_PAIRS))
+    metrics = ("nll", "exact_match", *measures_of(c.objective).metrics)
     if c.metric_for_best_model not in metrics:
         what = f"an evaluation of objective {c.objective} has no {c.metric_for_best_model}"
         yield Clash(("metric_for_best_model", "objective"), what, f"take one of {', '.join(metrics)}")
@@ -179,6 +146,9 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.disable_dropout and any(own.lora_dropout for own in c.each_agent):
         what = "disable_dropout switches all dropout off, and lora_dropout is above 0"
         yield Clash(("disable_dropout", "lora_dropout"), what, "leave one of them out")
+    if c.shared_prompts is True and c.objective in ("sft", "kto", "classification", "regression"):
+        what = f"objective {c.objective} has no pairs, whose answers share a prompt"
+        yield Clash(("shared_prompts", "objective"), what, "shared_prompts=auto")
     if c.objective == "sft":
         return
     wrong = {
@@ -193,7 +163,7 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
 
 
 def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """A URL that is none of a mirror, or would put a secret into every log."""
+    """A URL that does not name a mirror, or would put a secret into every log."""
     for key in ("mirror", "resume_from_checkpoint", "restart_from"):
         value = getattr(c, key)
         if (value if key == "mirror" else is_url(value)) and (problem := why_no_mirror(value)):
@@ -203,18 +173,13 @@ def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
 def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """Keys about the data that exclude one another."""
     weights = c.dataset_weights
-    if weights and (odd := [n for own in c.rows_of_each if (n := len(own.dataset_names)) != len(weights)]):
-        yield Clash(
-            ("dataset_weights", "dataset_name"),
-            f"dataset_weights has {len(weights)} for {odd[0]} data sets",
-            "give each data set of dataset_name one weight",
-        )
+    sizes = [len(own.dataset_names) for own in c.rows_of_each]
+    if weights and (odd := [size for size in sizes if size != len(weights)]):
+        what = f"dataset_weights has {len(weights)} for {odd[0]} data sets"
+        yield Clash(("dataset_weights", "dataset_name"), what, "give each data set of dataset_name one weight")
     if c.has_own_rows and c.diversity != "none":
-        yield Clash(
-            ("diversity",),
-            f"diversity {c.diversity} compares agents on the same rows, and these train on different ones",
-            "set diversity to none, or let all agents train on the same rows",
-        )
+        what = f"diversity {c.diversity} compares agents on the same rows, and these train on different ones"
+        yield Clash(("diversity",), what, "set diversity to none, or let all agents train on the same rows")
     ways = [
         keys for keys in (("messages_column",), ("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)
     ]
@@ -226,17 +191,11 @@ def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
         )
     for key in ("eval_split", "eval_dataset_name"):
         if c.val_set_size and _any(c, (key,)):
-            yield Clash(
-                ("val_set_size", key),
-                f"val_set_size holds out training rows, and {key} names others to evaluate on",
-                "leave one of them away",
-            )
+            what = f"val_set_size holds out training rows, and {key} names others to evaluate on"
+            yield Clash(("val_set_size", key), what, "leave one of them away")
     if c.val_set_size and c.val_set_size > 1 and not c.val_set_size.is_integer():
-        yield Clash(
-            ("val_set_size",),
-            f"val_set_size {c.val_set_size:g} is neither a share below 1 nor a number of rows",
-            "write 0.05 for a twentieth of the rows, or 200 for 200 rows",
-        )
+        what = f"val_set_size {c.val_set_size:g} is neither a share below 1 nor a number of rows"
+        yield Clash(("val_set_size",), what, "write 0.05 for a twentieth of the rows, or 200 for 200 rows")
 
 
 def _slices(c: KeysOfEach) -> Iterator[Clash]:
@@ -297,16 +256,6 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
 
-
-_OF_ALL = ("nll", "exact_match")
-_OF_PAIRS = ("rewards/accuracies", "rewards/margins")
-#: What evaluations have beside that, by objective; another one is taken to be of pairs.
-METRICS_OF = {
-    "sft": (),
-    "kto": ("rewards/auroc", "rewards/margins"),
-    "classification": ("f1", "auroc", "calibration_error"),
-    "regression": ("mse", "mae", "r2"),
-}
 
 #: Keys that only objectives of pairs and rated rows read.
 _OF_PREFERENCES = (

@@ -214,30 +214,32 @@ def append(path: Path, data: Bytes, *, disk: Filesystem = DISK) -> None:
     Raises:
         OSError: the disk refuses it.
     """
-    handle = disk.extend(path)
-    try:
+    with _synced(disk.extend(path), disk) as handle:
         _write_all(handle, memoryview(data).cast("B"), disk)
-        disk.sync(handle)
-    finally:
-        disk.close(handle)
 
 
-def cut(path: Path, size: int, *, disk: Filesystem = DISK) -> None:
+def cut(path: Path, size: int) -> None:
     """Leave only the first `size` bytes of an existing file, durably.
 
     Raises:
         OSError: the disk refuses it.
     """
-    handle = disk.extend(path)
+    with _synced(DISK.extend(path), DISK) as handle:
+        DISK.truncate(handle, size)
+
+
+@contextmanager
+def _synced(handle: int, disk: Filesystem) -> Iterator[int]:
+    """An open file, which is synced after the block and closed in any case."""
     try:
-        disk.truncate(handle, size)
+        yield handle
         disk.sync(handle)
     finally:
         disk.close(handle)
 
 
 def make_folders(path: Path, *, disk: Filesystem = DISK) -> None:
-    """Create `path` and its missing parents, durably. An existing folder is no error."""
+    """Create `path` and its missing parents, durably. An existing folder is not an error."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process of the run has just created it
@@ -288,7 +290,7 @@ def new_folder(target: Path, *, disk: Filesystem = DISK) -> Iterator[Path]:
     """A draft beside `target`, to be filled by anybody; it becomes `target`, synced and whole, or goes away.
 
     Raises:
-        OSError: the disk refuses; or `target` has come into being meanwhile, and is no empty folder.
+        OSError: the disk refuses; or `target` has come into being meanwhile, and is not an empty folder.
     """
     make_folders(target.parent, disk=disk)
     draft = target.parent / f".{target.name}.{secrets.token_hex(4)}{PARTIAL}"
@@ -297,20 +299,14 @@ def new_folder(target: Path, *, disk: Filesystem = DISK) -> Iterator[Path]:
         yield draft
         for folder, _, names in os.walk(draft):
             for name in names:
-                _sync_file(Path(folder, name), disk)
+                handle = os.open(Path(folder, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                with _synced(handle, disk):
+                    pass  # others have written it
         sync_tree(draft, disk=disk)
         commit_folder(draft, target, disk=disk)
     finally:
         if draft.exists():
             remove_tree(draft, disk=disk)
-
-
-def _sync_file(path: Path, disk: Filesystem) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        disk.sync(handle)
-    finally:
-        disk.close(handle)
 
 
 def sync_tree(path: Path, *, disk: Filesystem = DISK) -> None:
@@ -375,7 +371,7 @@ def locked(path: Path, *, create: bool = False, wait: bool = True, required: boo
     It is the lock of the operating system: one process holds it, and it is free again when that process is gone.
 
     Args:
-        create: make an empty file if there is none.
+        create: make an empty file where the file does not exist.
         wait: until it is free; else it is an error that another process holds it.
         required: it is an error that the filesystem has no locks; else nothing is locked there.
 

@@ -23,7 +23,7 @@ class HelpfulParser(argparse.ArgumentParser):
     """A parser whose `--help` shows its common options, those that are required, and one example, as they were written.
 
     Args:
-        common: the options that most people use; None: the help shows all of them.
+        common: the options that most people use; None for a help that shows all of them.
     """
 
     def __init__(self, *words: Any, common: Collection[str] | None = None, **more: Any) -> None:

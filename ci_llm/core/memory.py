@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -50,20 +49,11 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
     return None, complaint
 
 
-@dataclass(frozen=True)
-class _Controller:
-    """The names of the memory files in one version of control groups."""
-
-    mark: str  # in its line of /proc/self/cgroup
-    mount: str
-    limit: str
-    used: str
-    stat_prefix: str
-
-
+#: Of the two versions of control groups: the mark of their line in /proc/self/cgroup, where they are mounted, the files
+#: of limit and use, and how the names in memory.stat begin.
 _CONTROLLERS: Final = (
-    _Controller("0::", "sys/fs/cgroup", "memory.max", "memory.current", ""),
-    _Controller(":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ("0::", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    (":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
 
@@ -88,30 +78,30 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
     """(free, limit) bytes of every control group of this process that has a limit.
 
     Args:
-        root: of the filesystem; another one in tests.
+        root: the root of the filesystem; another one in tests.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not on Linux
+    except OSError:  # a container may hide it
         return
-    for controller in _CONTROLLERS:
+    for mark, mount, *files in _CONTROLLERS:
         for line in lines:
-            if controller.mark in line:
-                top = root / controller.mount
+            if mark in line:
+                top = root / mount
                 own = top / line.rpartition(":")[2].lstrip("/")
                 for group in (own, *own.parents):
-                    yield from _limit(group, controller)
+                    yield from _limit(group, *files)
                     if group == top:
                         break
 
 
-def _limit(group: Path, controller: _Controller) -> Iterator[tuple[int, int]]:
+def _limit(group: Path, limit_file: str, used_file: str, prefix: str) -> Iterator[tuple[int, int]]:
     try:
-        limit = (group / controller.limit).read_text().strip()
-        used = int((group / controller.used).read_text())
+        limit = (group / limit_file).read_text().strip()
+        used = int((group / used_file).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:  # mounted at another place, as in some containers: its limit is unknown
         return
     if limit.isdecimal():  # "max" means no limit
-        cached = sum(int(stat.get(f"{controller.stat_prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         yield int(limit) - used + cached, int(limit)  # file cache counts as free

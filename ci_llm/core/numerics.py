@@ -1,6 +1,6 @@
 """The names that decide the bits of a run: processor, instruction set, libraries and their settings, our arithmetic.
 
-Two machines with the same names may still round differently: see the digest in `ci_llm/run/layer_digest.py`.
+Two machines with the same names may still round differently: see the digest in `ci_llm/run/one_layer.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ PLAIN: Final = "plain"
 FAST: Final = "fast"
 #: The versions of this package's own arithmetic, by `kernels`. Raise one with every change of ours that changes its
 #: bits: another order of a sum, another operation, another draw.
-NUMERICS: Final = {PLAIN: 1, FAST: 2}
+NUMERICS: Final = {PLAIN: 1, FAST: 4}
+#: Parts that came later than the first fast kernels, by the newest version that had none of them.
+LATER: Final = {"2": ("products", "attention"), "3": ("attention",)}
+#: The same for what changes the bits of a GPU alone.
+NUMERICS_OF_A_GPU: Final = 1
 
 LIBRARIES: Final = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 #: Variables of the environment by which a library picks its kernels.
@@ -42,14 +46,17 @@ def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
     """Everything with a name that decides bits on this device in this process; `differences` compares two of them.
 
     Args:
-        kernels: those of the run, as its checkpoints record them.
+        kernels: the kernels of the run, as its checkpoints record them.
     """
     machine = _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()}
     settings = {key: value for key, value in sorted(os.environ.items()) if SETTINGS.fullmatch(key)}
+    numerics = str(NUMERICS[kernels.split()[0]])
+    if device.type == "cuda":
+        numerics += f".{NUMERICS_OF_A_GPU}"
     versions = {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in()
     return {
         "machine": machine,
-        "settings": settings | {"numerics": str(NUMERICS[kernels.split()[0]])},
+        "settings": settings | {"numerics": numerics},
         "versions": versions,
     }
 
@@ -63,6 +70,17 @@ def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         first[kind] = first[kind] | odd
     return first
+
+
+def as_called_now(before: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The names in a checkpoint as this release gives them: the fast kernels of an older one had not all parts."""
+    numerics, dot, of_gpu = before.get("settings", {}).get("numerics", "").partition(".")
+    if numerics not in LATER:
+        return before
+    kernels, missing = before["kernels"], ", ".join(LATER[numerics])
+    left_out = f"{kernels}, {missing}" if " without " in kernels else f"{kernels} without {missing}"
+    settings = before["settings"] | {"numerics": f"{NUMERICS[FAST]}{dot}{of_gpu}"}
+    return {**before, "kernels": left_out, "settings": settings}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -79,6 +97,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def foretold(before: Mapping[str, Any]) -> str:
     """What the names in a checkpoint say about a resume on this machine, for people."""
+    before = as_called_now(before)
     machine = before.get("machine", {})
     made = f"made on {', '.join(machine.values())}; " if machine else ""
     device = torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Durations, sizes, counts and losses in the words of every message, page and table."""
+"""Durations, sizes, counts and losses in words, the same in every message, page and table."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_url(text: object) -> bool:
-    """Whether a text has the form of a URL, and so is no path."""
+    """Whether a text has the form of a URL, and so is not a path."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 
@@ -92,7 +92,7 @@ def go_offline_if_unreachable(*names: str) -> str | None:
     """Set HF_HUB_OFFLINE if the hub is unreachable. It must be called before the libraries are imported.
 
     Args:
-        names: of the base model and the data set; if none of them may be on the hub, no request is made.
+        names: the names of the base model and the data set; if none of them may be on the hub, no request is made.
 
     Returns:
         why the hub is unreachable; None if it is reachable, or was not asked.
@@ -116,7 +116,7 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
 
     Args:
         repository: as `user/name`.
-        patterns: of the files' names.
+        patterns: the patterns of the files' names.
 
     Raises:
         BadInput: there is no such model, it may not be read, or it is not in the cache and the hub is unreachable.

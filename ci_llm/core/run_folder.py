@@ -211,7 +211,7 @@ def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = MO
 
 
 def write_known(path: Path, value: object, what: str, hint: str = "") -> None:
-    """Write a small file for later attempts, durably, and its folder where there is none.
+    """Write a small file for later attempts, durably, and its folder where that does not exist.
 
     Raises:
         CheckpointError: the disk refuses it.
@@ -257,7 +257,7 @@ def keep_push(run_folder: Path, record: PushRecord) -> None:
 
 
 def last_push(run_folder: Path) -> PushRecord | None:
-    """How the last push ended; None if there was none, or that is not known."""
+    """How the last push ended; None without one, or if that is not known."""
     try:
         return read_record(PushRecord, run_folder / PUSH_RECORD)
     except (OSError, BadInput):
@@ -372,22 +372,14 @@ SEGMENTS: Final = "segments"
 BEST: Final = "best"
 #: How the name of a launch's token begins, by which simultaneous starts find each other before one has the lease.
 LAUNCH_TOKEN: Final = ".launch-"
-#: A base that no other folder has; see `ci_llm/base/given.py`.
+#: A base that no other folder has; see `ci_llm/base/load.py`.
 BASE_MODEL: Final = "base_model"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
-    *(
-        "status.json",
-        "training.log",
-        "metrics.jsonl",
-        "loss_log.csv",
-        "evaluation.json",
-        "gpu_stats.json",
-        "report.html",
-    ),
+    *("status.json", "training.log", "metrics.jsonl", "loss_log.csv", "evaluation.json", "gpu_stats.json"),
     *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
-    *("predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
+    *("report.html", "predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: Other files of a run and of a sweep, which stay where they are. `BEST` is a likely name of a run.
 _BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)

@@ -42,9 +42,10 @@ class Status:
         step: optimizer steps done.
         total_steps: optimizer steps of the whole run.
         started, heartbeat: unix seconds of the start of the attempt and of the last write.
-        pid_space: the scope of `pid`: one boot of one machine, and the PID namespace of a container.
+        pid_space: where `pid` is unique: one boot of one machine, and the PID namespace of a container.
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
+        objective: what it measures, as `ci_llm.core.scores.measures_of` takes it.
         judged_by: "nll" for rows whose answers are free text, which have no exact match.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
         warning: why the result may be worthless, although the run trains or is completed; None if nothing is known.
@@ -69,6 +70,7 @@ class Status:
     heartbeat: float
     next_command: str | None = None
     best_step: int | None = None
+    objective: str = "sft"
     judged_by: Literal["exact_match", "nll"] = "exact_match"
     micro_batch_size: int | None = None
     warning: str | None = None
@@ -208,6 +210,8 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     if status is None:
         path = Path(output_dir, "status.json")
         runs = sorted(str(found.parent) for found in path.parent.glob("*/status.json"))
+        if not path.parent.exists():
+            raise BadInput("there is no such folder", where=str(path.parent), hint="give the output_dir of a run")
         raise BadInput(
             run_folder.NOT_A_RUN,
             where=str(path),
@@ -219,7 +223,8 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
         return status
     cause = run_folder.earliest_failure(run_folder.read_failures(output_dir, status.attempt))
     # "interrupted" may hide a failure: a launcher sends a SIGTERM to the others when one process has failed.
-    if cause is None or (status.status == "interrupted" and not _preceded(cause, status)):
+    is_consequence = cause is None or cause.reason == run_folder.PEER_LOST or cause.time >= status.heartbeat
+    if cause is None or (status.status == "interrupted" and is_consequence):
         return status
     return replace(status, status="failed", reason=cause.reason)
 
@@ -291,15 +296,9 @@ def _kept_path(output_dir: Path | str, attempt: int) -> Path:
     return run_folder.attempt_folder(output_dir, attempt) / "status.json"
 
 
-def _preceded(cause: run_folder.Failure, interruption: Status) -> bool:
-    """Whether a failure came before a stop that looks clean: it made a launcher send the SIGTERM."""
-    return cause.reason != run_folder.PEER_LOST and cause.time < interruption.heartbeat
-
-
 def _is_gone(status: Status, now: float) -> bool:
-    if now - status.heartbeat > VANISHED_AFTER_S:
-        return True
-    return status.pid_space == pid_space() and not is_alive(status.pid)
+    has_ended = status.pid_space == pid_space() and not is_alive(status.pid)
+    return has_ended or now - status.heartbeat > VANISHED_AFTER_S
 
 
 def started_since_boot_s(pid: int | None = None) -> float:
@@ -333,7 +332,7 @@ def is_alive(pid: int, started_s: float | None = None) -> bool:
 def pid_space() -> str:
     """The scope in which a pid is unique, as text: host, boot and PID namespace."""
     names = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # on Linux only; on other systems the host must suffice
+    with contextlib.suppress(OSError):  # a container may hide them: then the host must suffice
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         names.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(names)

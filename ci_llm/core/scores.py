@@ -1,36 +1,107 @@
-"""The comparison of scores: which is better, and 95 % intervals over rows of shares, means and differences."""
+"""What the evaluations of an objective measure, which score is better, and 95 % intervals over rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Final
 
-#: What steps and trials are compared by: the part of an `evaluation.json` that has it, and whether more is better.
-_METRICS: Final[Mapping[str, tuple[str, bool]]] = {
-    "nll": ("", False),
-    "exact_match": ("", True),
-    "rewards/accuracies": ("preferences", True),
-    "rewards/auroc": ("preferences", True),
-    "rewards/margins": ("preferences", True),
-    "f1": ("classes", True),
-    "auroc": ("classes", True),
-    "calibration_error": ("classes", False),
-    "mse": ("numbers", False),
-    "mae": ("numbers", False),
-    "r2": ("numbers", True),
+
+@dataclass(frozen=True)
+class Metric:
+    """A number by which steps, trials and runs are compared.
+
+    Attributes:
+        told: its name for people.
+        part: the part of an `evaluation.json` that has it; "": the whole.
+        greater: whether more of it is better.
+    """
+
+    told: str
+    part: str = ""
+    greater: bool = True
+
+
+METRICS: Final[Mapping[str, Metric]] = {
+    "nll": Metric("nll", greater=False),
+    "exact_match": Metric("exact match"),
+    "rewards/accuracies": Metric("pairs ranked right", "preferences"),
+    "rewards/auroc": Metric("AUROC of the ratings", "preferences"),
+    "rewards/margins": Metric("margin of the rewards", "preferences"),
+    "f1": Metric("F1, mean over classes", "classes"),
+    "auroc": Metric("AUROC", "classes"),
+    "calibration_error": Metric("calibration error", "classes", greater=False),
+    "mse": Metric("mean squared error", "numbers", greater=False),
+    "mae": Metric("mean absolute error", "numbers", greater=False),
+    "r2": Metric("R²", "numbers"),
 }
-GREATER_IS_BETTER: Final[Mapping[str, bool]] = {metric: greater for metric, (_, greater) in _METRICS.items()}
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What runs of an objective measure, beside `nll` and `exact_match`, which all have.
+
+    Attributes:
+        metrics: by their names in `METRICS`.
+        first: what judges where rows are right or wrong: `exact_match`, or the first of `metrics`.
+        right: what `exact_match` is.
+        loss: the unit of `nll`.
+        trained: the unit of the loss in training.
+    """
+
+    metrics: tuple[str, ...] = ()
+    first: str = "exact_match"
+    right: str = "exact match"
+    loss: str = "nats per token"
+    trained: str = "nats per token"
+
+    @property
+    def told(self) -> str:
+        """The first one for people."""
+        return self.right if self.first == "exact_match" else METRICS[self.first].told
+
+    @property
+    def nll(self) -> str:
+        """`nll` for people, as a name."""
+        return "nll" if self.loss == "nats per token" else self.loss
+
+
+_PAIRS, _CLASSES = ("rewards/accuracies", "rewards/margins"), ("f1", "auroc", "calibration_error")
+_RATED, _NUMBERS = ("rewards/auroc", "rewards/margins"), ("mse", "mae", "r2")
+_BY_OBJECTIVE: Final[Mapping[str, Measures]] = {
+    "sft": Measures(),
+    "pairs": Measures(_PAIRS, _PAIRS[0], trained="loss per pair"),
+    "kto": Measures(_RATED, _RATED[0], trained="loss per row"),
+    "reward": Measures(_PAIRS, right="accuracy", loss="nats per pair", trained="loss per pair"),
+    "classification": Measures(_CLASSES, right="accuracy", loss="nats per row", trained="nats per row"),
+    "regression": Measures(_NUMBERS, right="accuracy", loss="squared error", trained="squared error"),
+}
+
+
+def measures_of(objective: str) -> Measures:
+    """What runs of an objective measure; one that is not known here is taken to be of pairs."""
+    return _BY_OBJECTIVE.get(objective, _BY_OBJECTIVE["pairs"])
+
+
+def measures(evaluation: Mapping[str, Any]) -> Measures:
+    """What an `evaluation.json` measures."""
+    heads, pairs = evaluation.get("measured_by") == "heads", evaluation.get("preferences")
+    if heads and pairs is None:
+        return _BY_OBJECTIVE["regression" if evaluation.get("judged_by") == "nll" else "classification"]
+    if pairs is None:
+        return _BY_OBJECTIVE["sft"]
+    return _BY_OBJECTIVE["reward" if heads else "kto" if "auroc" in pairs else "pairs"]
 
 
 def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
-    """What an `evaluation.json` says of a metric: `agents` and `crowd`.
+    """What an `evaluation.json` says of a metric: `agents`, `crowd`, and their `intervals95` where these are known.
 
     Raises:
         KeyError: nothing.
     """
-    part, _ = _METRICS[metric]
+    part = METRICS[metric].part
     found = evaluation[part] if part else evaluation
     return found[metric.removeprefix("rewards/")]  # type: ignore[no-any-return]
 
@@ -41,12 +112,12 @@ def place_of_trial(trial: int, scores: Sequence[float | None], metric: str) -> t
     Args:
         trial: its id; of equal ones the older comes first.
         scores: one for each rung that it reached; the last is NaN or None if it failed there.
-        metric: see `GREATER_IS_BETTER`.
+        metric: see `METRICS`.
     """
     last = scores[-1]
     if last is None or math.isnan(last):
         return True, 0, 0.0, trial
-    return False, -len(scores), -last if GREATER_IS_BETTER[metric] else last, trial
+    return False, -len(scores), -last if METRICS[metric].greater else last, trial
 
 
 _Z95: Final = 1.959964
@@ -78,5 +149,10 @@ def unpaired_interval(one: float, rows: int, other: float, other_rows: int) -> f
     """
     if min(rows, other_rows) < LEAST_ROWS:
         return None
-    (low, high), (other_low, other_high) = share_interval(one, rows), share_interval(other, other_rows)
+    return hybrid_interval(one, share_interval(one, rows), other, share_interval(other, other_rows))
+
+
+def hybrid_interval(one: float, ends: Sequence[float], other: float, other_ends: Sequence[float]) -> float:
+    """The longer side of the interval of `one - other`, by the ends of the interval of each."""
+    (low, high), (other_low, other_high) = ends, other_ends
     return max(math.hypot(one - low, other_high - other), math.hypot(high - one, other - other_low))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Leaf: TypeAlias = Callable[[object, str], Json]
@@ -111,7 +111,7 @@ def _decode_tag(tag: str, content: Json, tags: Tags) -> object:
     if tag == "$tuple" and isinstance(content, list):
         return tuple(decode(item, tags) for item in content)
     if tag == "$dict" and isinstance(content, list):
-        return _dict(_pair(item, tags) for item in content)
+        return _decode_dict(content, tags)
     if tag == "$float" and content in ("nan", "inf", "-inf"):
         return float(str(content))
     if tag == "$bytes" and isinstance(content, str):
@@ -119,17 +119,13 @@ def _decode_tag(tag: str, content: Json, tags: Tags) -> object:
     raise ValueError(f"unknown or malformed tag {tag}")
 
 
-def _dict(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
+def _decode_dict(pairs: list[Json], tags: Tags) -> dict[object, object]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ValueError("malformed tag $dict")
     try:
-        return dict(pairs)
+        return {decode(key, tags): decode(value, tags) for key, value in cast("list[list[Json]]", pairs)}
     except TypeError as error:  # such as a list, which cannot be a key
         raise ValueError("malformed tag $dict") from error
-
-
-def _pair(item: Json, tags: Tags) -> tuple[object, object]:
-    if not isinstance(item, list) or len(item) != 2:
-        raise ValueError("malformed tag $dict")
-    return decode(item[0], tags), decode(item[1], tags)
 
 
 #: One of hashlib, called with the bytes.

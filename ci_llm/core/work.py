@@ -1,7 +1,7 @@
 """The progress of work with an end, such as tokenising rows: whoever does it counts, and whoever listens shows it.
 
 As with `logging`, the two do not know each other. A run's log listens (logs/run_log.py); without one, counting costs
-next to nothing and shows nothing.
+next to nothing and shows nothing. What Transformers shows by progress bars is counted here as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -69,3 +69,29 @@ def counted(items: Iterable[T], what: str, total: int, parts: str) -> Iterator[T
 def _tell(work: Work) -> None:
     for listener in listeners:
         listener(work)
+
+
+@contextmanager
+def weights_counted() -> Iterator[None]:
+    """Count what Transformers would show by progress bars while it loads or saves weights, and show no bars."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
+    from transformers.utils import logging as transformers_logging
+
+    shown, hook = transformers_logging.is_progress_bar_enabled(), transformers_logging.set_tqdm_hook(_count)
+    bar = gguf_reader.tqdm  # of tqdm itself, which knows neither hook nor switch
+    gguf_reader.tqdm = lambda tensors, **_: counted(tensors, "dequantise", len(tensors), "tensors")
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        gguf_reader.tqdm = bar
+        transformers_logging.set_tqdm_hook(hook)
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _count(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """In place of a bar of Transformers."""
+    if len(arguments) == 1 and options.get("desc") == "Loading weights":
+        return counted(arguments[0], "load", len(arguments[0]), "weights")
+    return bar(*arguments, **options)

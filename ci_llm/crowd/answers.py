@@ -67,7 +67,7 @@ def majority(answers: Sequence[str], crowd: str) -> str:
     """The answer that most agents give; on a tie the crowd's if it is among the tied, else that of the first agent.
 
     Args:
-        answers: one per agent; "" is no vote.
+        answers: one per agent; "" is not a vote.
         crowd: the crowd's own answer, which breaks ties.
 
     Returns:
@@ -96,8 +96,8 @@ class TokenUncertainty:
     """One token that the crowd chose; entropies in nats.
 
     Attributes:
-        probability: of this token in the crowd's distribution, before temperature, `top_k` and `top_p`.
-        entropy: of the mean of the agents' distributions.
+        probability: the probability of this token in the crowd's distribution, before temperature, `top_k` and `top_p`.
+        entropy: the entropy of the mean of the agents' distributions.
         expected_entropy: the mean of the agents' entropies.
         disagreement: their difference, the mutual information; at most log K.
     """
@@ -115,7 +115,7 @@ class Uncertainty:
     Source of the means: Malinin and Gales, "Uncertainty Estimation in Autoregressive Structured Prediction", 2021.
 
     Attributes:
-        log_probability: of the text under the crowd, in nats: the sum over its tokens, the end included.
+        log_probability: how probable the text is to the crowd, in nats: the sum over its tokens, the end included.
         confidence: the probability of the text, exp(`log_probability`).
         probability_per_token: the geometric mean of the tokens' probabilities, which the length does not lower.
         entropy, expected_entropy, disagreement: means over the tokens, in nats.
@@ -246,7 +246,7 @@ class Logistic:
         Args:
             found: [n, F] signals, with n at least 1.
             right: [n]. As Platt does, the goals stay away from 0 and 1, so that the fit exists if all are alike.
-            penalty: of every coefficient, or [F] of each; more where many signals say little alone (benchmarks.probe).
+            penalty: one for all coefficients, or [F]; more where many signals say little alone (benchmarks.probe).
         """
         x, positive = np.asarray(found, float), np.asarray(right, bool)
         mean, spread = x.mean(0), x.std(0)
@@ -276,9 +276,9 @@ class Calibration:
         learned: weights of the agents and a temperature, by which the aggregator `dirichlet` mixes them.
         right: from the signals of an answer of the crowd to the probability that it is right.
         agent: the one that is asked first, if not all are asked.
-        agent_right: the same for its answers.
-        quantiles: of the probabilities that its answers on the validation rows are right: `QUANTILES` + 1 numbers that
-            rise.
+        agent_right: from the signals of its answer to the probability that it is right.
+        quantiles: those of the probabilities that its answers on the validation rows are right: `QUANTILES` + 1 numbers
+            that rise.
         aggregator: whose answers `right` is about.
         rows, data: how many validation rows, and of what.
         weights: fingerprint of agents and base.
@@ -310,6 +310,17 @@ class Calibration:
         return found
 
     @classmethod
+    def of_classes(cls, log_probs: Tensor, labels: Tensor, agents: int, **about: Any) -> Calibration:
+        """One of agents that classify texts: a temperature alone, as they write no answers.
+
+        Args:
+            log_probs: [n, classes] of the crowd, and [n] their numbers.
+            about: `rows`, `data` and `weights`.
+        """
+        learned, none = Learned((1 / agents,) * agents, fit_temperature(log_probs, labels)), Logistic((), 0.0)
+        return cls(learned, none, 0, none, (), aggregator="heads", **about)
+
+    @classmethod
     def of(cls, record: Mapping[str, Any]) -> Calibration:
         """The inverse of `record`. Raises KeyError, TypeError: it is none."""
         learned = record["learned"]
@@ -336,7 +347,7 @@ def learn_weights(log_probs: Tensor, concentration: float = 1.0) -> tuple[float,
 
     Args:
         log_probs: [K, S] of the targets.
-        concentration: of the symmetric Dirichlet before any target is seen, per agent.
+        concentration: the concentration of the symmetric Dirichlet before any target is seen, per agent.
     """
     probabilities, agents = log_probs.double().exp(), len(log_probs)
     weights = torch.full((agents, 1), 1 / agents, dtype=torch.float64)
@@ -366,6 +377,24 @@ def learn_temperature(nats: Sequence[float]) -> float:
     return _LOWEST * math.exp(math.log(_RANGE) / _STEPS * (best + shift))
 
 
+def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
+    """The temperature of the least nats, within a factor of 16 of 1, by bisection: they are convex in its inverse.
+
+    `learn_temperature` reads each part of its targets once and keeps sums alone, as a vocabulary is large. Classes are
+    few, so all rows are at hand here, and a head that is too sure may need a temperature above 2.
+
+    Args:
+        log_probs: [S, n] and [S] what is right.
+    """
+    logs, low, high = log_probs.double().clamp_min(-1e3), 1 / 16, 16.0
+    picked = logs.gather(-1, wanted[:, None]).sum()
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        slope = float(((logs * middle).softmax(-1) * logs).sum() - picked)
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return 1 / middle
+
+
 @torch.no_grad()
 def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration: float = 1.0) -> Learned:
     """Weights and temperature from the targets of validation rows, in two passes over them.
@@ -387,7 +416,7 @@ def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration:
 def nats_by_temperature(mixture: Tensor, wanted: Tensor) -> list[float]:
     """The nats of the targets [S] under log-probabilities [S, V], in sum, at each of `TEMPERATURES`.
 
-    A temperature changes the sum by which a distribution is normalised, so that sum is taken anew for each. Nothing
+    A temperature changes the sum by which a distribution is normalised, so that sum is taken again for each. Nothing
     else is: the targets are picked once, and the largest log-probability is subtracted once.
     """
     below = mixture - mixture.amax(-1, keepdim=True)
@@ -405,7 +434,7 @@ def fit(
 
     Args:
         crowd: the signals of its answers [n, F], and which are right [n].
-        agents: the same of each of K agents. The one that is right most often is asked first.
+        agents: signals and right answers of each of K agents. The one that is right most often is asked first.
         about: `aggregator`, `rows`, `data` and `weights`.
     """
     first = max(range(len(agents)), key=lambda k: sum(agents[k][1]))

@@ -6,7 +6,7 @@ Legend: K agents.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypedDict
 
@@ -175,8 +175,8 @@ def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptio
     if options.abstain_below is not None or options.agents_per_prompt is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
-    asked = _asked(crowd, prompts, batch_size)
-    return [text for found in _generated(crowd, asked, options) for text in _texts(asked, found.crowd, options)]
+    asking = _Asking(crowd, prompts, options, batch_size)
+    return [text for found in asking.generated(asking.places) for text in asking.texts(found.crowd)]
 
 
 def answers(
@@ -193,24 +193,25 @@ def answers(
         ModelError: the crowd has no prompter.
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
-    yield from _answered(crowd, _asked(crowd, prompts, batch_size), options, include_agents=include_agents)
+    yield from _Asking(crowd, prompts, options, batch_size).answers(include_agents=include_agents)
 
 
 def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> generation.Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
-    asked = _asked(crowd, [prompt], 1)
+    asking, whole = _Asking(crowd, [prompt], options, 1), find_vote(options.decoding.aggregator) is not None
+    whole = whole or options.abstain_below is not None or options.agents_per_prompt is not None
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
-        stoppable, decoding = replace(asked, stop=stop), options.decoding
-        if options.abstain_below is not None or options.agents_per_prompt is not None or find_vote(decoding.aggregator):
-            [answer] = _answered(crowd, stoppable, options, include_agents=False)
+        asking.stop = stop
+        if whole:
+            [answer] = asking.answers(include_agents=False)
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
-        text = generation.TextSoFar(asked.prompter.tokenizer, options.stop_strings, emit)
-        [found] = _generated(crowd, stoppable, options, uncertainty=True, is_over=text.update)
+        text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
+        [found] = asking.generated(asking.places, uncertainty=True, is_over=text.update)
         text.finish(found.crowd[0])
-        return _worded(crowd, asked, options, 0, found)
+        return asking.answer(0, found)
 
     kind = crowd.device.type
     # Autocast is a state of the thread, so that of the caller is handed on.
@@ -218,142 +219,101 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> gen
     return generation.Stream(autocast(produce))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Prompts that are answered.
+class _Asking:
+    """Prompts that a crowd answers. All of them are checked before anything is generated.
+
+    Args:
+        at_a_time: how many are answered at the same time.
 
     Attributes:
-        numbers: of these among all.
-        at_a_time: how many of them at the same time.
+        ids: the ids of the tokens of each.
+        places: the places of all of them.
         stop: called before every token; True ends all texts at that point.
     """
 
-    prompter: Prompter
-    prompts: Sequence[Prompt]
-    ids: Sequence[TokenIds]
-    numbers: Sequence[int]
-    at_a_time: int
-    stop: Callable[[], bool] = lambda: False
+    def __init__(
+        self, crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, at_a_time: int
+    ) -> None:
+        if at_a_time < 1:
+            raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
+        self.crowd, self.prompts, self.options, self.at_a_time = crowd, prompts, options, at_a_time
+        self.prompter = prompter_of(crowd)
+        self.ids, self.places = [self.prompter.ids(prompt) for prompt in prompts], range(len(prompts))
+        if self.ids:
+            free_positions(crowd.model, self.ids)
+        self.stop: Callable[[], bool] = lambda: False
 
-    def only(self, places: Sequence[int]) -> _Asked:
-        """Some of them."""
-        return replace(
-            self,
-            prompts=[self.prompts[n] for n in places],
-            ids=[self.ids[n] for n in places],
-            numbers=[self.numbers[n] for n in places],
+    def generated(self, places: Iterable[int], **wanted: Any) -> Iterator[Generated]:
+        """What follows the prompts at these places; `wanted` are attributes of `generation.Wanted`."""
+        how: dict[str, Any] = {
+            "decoding": self.options.decoding,
+            "stop": self.stop,
+            "is_over": self._has_stopped if self.options.stop_strings else None,
+            "answers_of": lambda texts: generation.final_answers(self.texts(texts)),
+        }
+        asked = ((place, self.ids[place]) for place in places)
+        return generation.generate_each(self.crowd, asked, generation.Wanted(**how | wanted), self.at_a_time)
+
+    def answers(self, *, include_agents: bool) -> Iterator[Answer]:
+        """One for each prompt, in order."""
+        if self.options.agents_per_prompt is None:
+            # A base alone has no agents.
+            yield from self._by_all(self.places, include_agents=include_agents and bool(self.crowd.names))
+            return
+        for at in range(0, len(self.ids), self.at_a_time):
+            yield from self._by_one_first(self.places[at : at + self.at_a_time])
+
+    def _by_all(self, places: Sequence[int], *, include_agents: bool = False) -> Iterator[Answer]:
+        """All agents answer, token by token or by a vote."""
+        found = self.generated(places, include_agents=include_agents, uncertainty=True)
+        return (self.answer(*each) for each in zip(places, found, strict=True))
+
+    def _by_one_first(self, places: Sequence[int]) -> Iterator[Answer]:
+        """One agent answers, and all of them where it is unsure."""
+        options = self.options
+        calibration = _require_calibration(self.crowd, options.decoding.aggregator, abstains=False)
+        limit, right = calibration.escalates_below(options.agents_per_prompt or 1), calibration.agent_right
+        how = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
+        alone = self.generated(places, decoding=how, agent=calibration.agent, uncertainty=True)
+        found = {
+            place: replace(self.answer(place, each, right), agents_asked=1)
+            for place, each in zip(places, alone, strict=True)
+        }
+        unsure = [place for place, answer in found.items() if (answer.probability_right or 0) < limit]
+        for place, answer in zip(unsure, self._by_all(unsure), strict=True):
+            found[place] = replace(answer, agents_asked=1 + self.crowd.num_agents)
+        yield from found.values()
+
+    def _has_stopped(self, ids: TokenIds) -> bool:
+        return generation.TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
+
+    def texts(self, all_ids: Iterable[TokenIds]) -> list[str]:
+        """In words, each before the first stop string in it."""
+        return [generation.cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
+
+    def answer(self, place: int, found: Generated, right: Logistic | None = None) -> Answer:
+        """The answer to the prompt at this place.
+
+        Args:
+            right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
+        """
+        [ids], [tokens], calibration, options = found.crowd, found.tokens, self.crowd.calibration, self.options
+        text, *agents = self.texts([ids, *(own for [own] in found.agents)])
+        if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
+            right = calibration.right
+        probability = None if right is None else right(signals(tokens))
+        return Answer(
+            prompt=self.prompts[place],
+            answer=text,
+            agents=tuple(agents),
+            agreement=agreement(text, agents) if agents else None,
+            probability_right=probability,
+            abstained=probability is not None and probability < (options.abstain_below or 0),
+            agents_asked=len(self.crowd.names),
+            complete=len(tokens) > len(ids) or len(text) < len(self.prompter.text(ids)),
+            tokens=tuple(tokens),
+            **vars(of_text(tokens)),
         )
-
-
-def _asked(crowd: CrowdModel, prompts: Sequence[Prompt], batch_size: int) -> _Asked:
-    """The prompts in token ids; all of them are checked before anything is generated."""
-    if batch_size < 1:
-        raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
-    prompter = prompter_of(crowd)
-    rows = [prompter.ids(prompt) for prompt in prompts]
-    if rows:
-        free_positions(crowd.model, rows)
-    return _Asked(prompter, prompts, rows, range(len(rows)), batch_size)
-
-
-def _generated(
-    crowd: CrowdModel,
-    asked: _Asked,
-    options: GenerationOptions,
-    decoding: Decoding | None = None,
-    is_over: Callable[[TokenIds], bool] | None = None,
-    **wanted: Any,
-) -> Iterator[Generated]:
-    """What follows each of the prompts; `decoding` and `is_over` are those of `options` unless they are given."""
-    how = generation.Wanted(
-        decoding or options.decoding,
-        stop=asked.stop,
-        is_over=is_over or _is_over(asked.prompter, options.stop_strings),
-        answers_of=lambda texts: generation.final_answers(_texts(asked, texts, options)),
-        **wanted,
-    )
-    return generation.generate_each(crowd, zip(asked.numbers, asked.ids, strict=True), how, asked.at_a_time)
-
-
-def _answered(
-    crowd: CrowdModel, asked: _Asked, options: GenerationOptions, *, include_agents: bool
-) -> Iterator[Answer]:
-    if options.agents_per_prompt is None:
-        yield from _ask_all(crowd, asked, options, include_agents=include_agents)
-        return
-    for at in range(0, len(asked.ids), asked.at_a_time):
-        yield from _ask_one_first(crowd, asked.only(range(len(asked.ids))[at : at + asked.at_a_time]), options)
-
-
-def _ask_all(crowd: CrowdModel, asked: _Asked, options: GenerationOptions, *, include_agents: bool) -> Iterator[Answer]:
-    """All agents answer, token by token or by a vote."""
-    include_agents = include_agents and bool(crowd.names)  # a base has none
-    each = _generated(crowd, asked, options, include_agents=include_agents, uncertainty=True)
-    for place, found in enumerate(each):
-        yield _worded(crowd, asked, options, place, found, include_agents=include_agents)
-
-
-def _ask_one_first(crowd: CrowdModel, asked: _Asked, options: GenerationOptions) -> Iterator[Answer]:
-    """One agent answers, and all of them where it is unsure."""
-    calibration = _require_calibration(crowd, options.decoding.aggregator, abstains=False)
-    limit = calibration.escalates_below(options.agents_per_prompt or 1)
-    decoding = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
-    alone = _generated(crowd, asked, options, decoding, agent=calibration.agent, uncertainty=True)
-    found = [
-        replace(_worded(crowd, asked, options, place, each, right=calibration.agent_right), agents_asked=1)
-        for place, each in enumerate(alone)
-    ]
-    unsure = [place for place, answer in enumerate(found) if (answer.probability_right or 0) < limit]
-    if unsure:
-        second = _ask_all(crowd, asked.only(unsure), options, include_agents=False)
-        for place, answer in zip(unsure, second, strict=True):
-            found[place] = replace(answer, agents_asked=1 + crowd.num_agents)
-    yield from found
-
-
-def _is_over(prompter: Prompter, stop_strings: Sequence[str]) -> Callable[[TokenIds], bool] | None:
-    if not stop_strings:
-        return None
-    return lambda ids: generation.TextSoFar(prompter.tokenizer, stop_strings).update(ids)
-
-
-def _texts(asked: _Asked, all_ids: Sequence[TokenIds], options: GenerationOptions) -> list[str]:
-    return [generation.cut(asked.prompter.text(ids), options.stop_strings) for ids in all_ids]
-
-
-def _worded(
-    crowd: CrowdModel,
-    asked: _Asked,
-    options: GenerationOptions,
-    place: int,
-    found: Generated,
-    *,
-    include_agents: bool = False,
-    right: Logistic | None = None,
-) -> Answer:
-    """The answer to the prompt at this place of those asked.
-
-    Args:
-        right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
-    """
-    [ids], [tokens], calibration = found.crowd, found.tokens, crowd.calibration
-    [text] = _texts(asked, [ids], options)
-    agents = tuple(_texts(asked, [own for [own] in found.agents], options)) if include_agents else ()
-    if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
-        right = calibration.right
-    probability = None if right is None else right(signals(tokens))
-    return Answer(
-        prompt=asked.prompts[place],
-        answer=text,
-        agents=agents,
-        agreement=agreement(text, agents) if agents else None,
-        probability_right=probability,
-        abstained=probability is not None and options.abstain_below is not None and probability < options.abstain_below,
-        agents_asked=len(crowd.names),
-        complete=len(tokens) > len(ids) or len(text) < len(asked.prompter.text(ids)),
-        tokens=tuple(tokens),
-        **vars(of_text(tokens)),
-    )
 
 
 def _require_calibration(crowd: CrowdModel, aggregator: str, *, abstains: bool) -> Calibration:

@@ -37,7 +37,7 @@ class CardFacts:
 
     Attributes:
         base: what `from_pretrained` opens here.
-        ranks: of the agents, one per agent.
+        ranks: the ranks of the agents, one per agent.
         trained: how: `for 260 optimizer steps on ...`; "" if it is not known.
         scores: a table for people; "" if nothing was scored.
         opened_with: the class of Transformers that opens the base.
@@ -81,7 +81,7 @@ class CardFacts:
 
 
 def _heads_card(facts: CardFacts) -> str:
-    """Of a folder with agents that have heads."""
+    """The card of a folder with agents that have heads."""
     count = len(facts.ranks)
     return _joined(
         _front(facts, "peft", "lora", "ensemble"),
@@ -98,7 +98,7 @@ def _heads_card(facts: CardFacts) -> str:
 
 
 def crowd_card(facts: CardFacts) -> str:
-    """Of a folder with all agents, each a PEFT folder `agent<k>`."""
+    """The card of a folder with all agents, each a PEFT folder `agent<k>`."""
     if facts.num_labels:
         return _heads_card(facts)
     count = len(facts.ranks)
@@ -127,10 +127,10 @@ def crowd_card(facts: CardFacts) -> str:
 
 
 def adapter_card(facts: CardFacts, title: str, what: str) -> str:
-    """Of a folder that is one PEFT adapter.
+    """The card of a folder that is one PEFT adapter.
 
     Args:
-        title: of the card.
+        title: the title of the card.
         what: a sentence on where the adapter comes from.
     """
     return _joined(
@@ -198,7 +198,7 @@ def serving_lines(base: str, folder: str) -> list[str]:
 
 
 def model_card(facts: CardFacts, title: str, what: str) -> str:
-    """Of a folder that is a whole model, with an adapter merged into its weights."""
+    """The card of a folder that is a whole model, with an adapter merged into its weights."""
     return _joined(
         _front(facts, "transformers"),
         f"# {title}",
@@ -230,7 +230,8 @@ def _scores(facts: CardFacts) -> str:
 
 
 def _peft_of_head(facts: CardFacts, folder: str) -> str:
-    """With its number of labels, which a PEFT folder does not say, and the pad token, by which Transformers pools."""
+    """Lines that open an agent with a head, with two things that a PEFT folder does not hold: the number of labels, and
+    the pad token, by which Transformers pools."""
     base = "base" if facts.base_name == "embedded" else _quoted(facts.base_name)
     named = f"  # {', '.join(facts.classes)}" if facts.classes else ""
     opened = 'from ci_llm import load_base\n\nbase = load_base("embedded").name\n' if base == "base" else ""

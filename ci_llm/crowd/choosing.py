@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,66 +17,22 @@ from torch import Tensor
 
 from ci_llm.crowd.aggregators import Learned, aggregate, is_mean
 from ci_llm.crowd.answers import TokenUncertainty, token_uncertainty
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.decoding import Chosen, Request
 from ci_llm.errors import ModelError
 
 #: What is found of every row before its listed tokens: the token, whether it is the likeliest, four numbers.
 _NUMBERS: Final = 5
 
 
-def generate_key(number: int) -> tuple[int | str, ...]:
-    """What keys the samples of the crowd's text after prompt `number`, with the seed."""
-    return ("generate", number)
-
-
-def vote_key(number: int, time: int) -> tuple[int | str, ...]:
-    """What keys the samples of a text that is drawn for a vote: `time` counts the texts of all agents, K·n."""
-    return ("vote", number, time)
-
-
-@dataclass(frozen=True)
-class Row:
-    """How the next token of one text is chosen.
-
-    Attributes:
-        decoding: its aggregator and how it samples.
-        generator: of its samples; None: the most probable token is taken.
-        uncertainty: whether the entropies are wanted, which cost more than the choice with a large vocabulary.
-        top: how many of the most probable tokens are wanted.
-    """
-
-    decoding: Decoding
-    generator: torch.Generator | None = None
-    uncertainty: bool = False
-    top: int = 0
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A token that was chosen.
-
-    Attributes:
-        id: of the token.
-        log_probability: in the crowd's distribution, before temperature, `top_k`, `top_p` and `min_p`; in nats.
-        uncertainty: how sure the crowd was of it; None without `Row.uncertainty`.
-        top: the most probable tokens with their log-probabilities, the likeliest first.
-    """
-
-    id: int
-    log_probability: float
-    uncertainty: TokenUncertainty | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-def choose(logits: Tensor, rows: Sequence[Row], learned: Learned | None = None) -> list[Chosen | Exception]:
+def choose(logits: Tensor, rows: Sequence[Request], learned: Learned | None = None) -> list[Chosen | Exception]:
     """The next token of each of n texts.
 
     The device is waited for once. An agent whose logits hold NaN in a row is left out of that row.
 
     Args:
         logits: [K, n, V] of the agents that the texts ask.
-        rows: [n] how each text is continued.
-        learned: for aggregators with learned weights.
+        rows: [n] the texts; nothing in them changes, but for their generators.
+        learned: for aggregators with learned weights; one agent alone needs none, and its logits are not weighted.
 
     Returns:
         [n] the tokens; an exception where a row could not be chosen from.
@@ -106,7 +61,7 @@ def choose(logits: Tensor, rows: Sequence[Row], learned: Learned | None = None) 
 
 def _of_group(
     logits: Tensor,
-    rows: Sequence[Row],
+    rows: Sequence[Request],
     places: Sequence[int],
     heights: Sequence[Tensor | None],
     learned: Learned | None,
@@ -123,7 +78,7 @@ def _of_group(
 
 
 def _numbers(
-    logits: Tensor, rows: Sequence[Row], heights: Sequence[Tensor | None], learned: Learned | None, width: int
+    logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor | None], learned: Learned | None, width: int
 ) -> Tensor:
     """[n, 5 + 2 m] fp64 of texts with one aggregator: token, four numbers of `token_uncertainty`, listed tokens."""
     how = rows[0].decoding.aggregator
@@ -148,7 +103,7 @@ def _numbers(
     return torch.cat(parts, dim=1)
 
 
-def _narrowing(row: Row) -> tuple[Any, ...]:
+def _narrowing(row: Request) -> tuple[Any, ...]:
     how = row.decoding
     return how.temperature, how.top_k, how.top_p, how.min_p
 
@@ -161,7 +116,7 @@ def _alike(keys: Iterable[Any]) -> list[list[int]]:
     return list(places.values())
 
 
-def _chosen(values: Sequence[float], row: Row, width: int) -> Chosen:
+def _chosen(values: Sequence[float], row: Request, width: int) -> Chosen:
     sure, listed = values[1:_NUMBERS], values[_NUMBERS:]
     width = min(width, len(listed) // 2)
     return Chosen(
@@ -172,7 +127,7 @@ def _chosen(values: Sequence[float], row: Row, width: int) -> Chosen:
     )
 
 
-def _without_nan(logits: Tensor, row: Row, height: Tensor | None, learned: Learned | None) -> Chosen | Exception:
+def _without_nan(logits: Tensor, row: Request, height: Tensor | None, learned: Learned | None) -> Chosen | Exception:
     """The choice from the agents [K, V] that have no NaN: one agent's NaN would spread to the mean."""
     try:
         finite, learned = without_nan(logits[:, None], learned)

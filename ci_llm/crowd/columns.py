@@ -10,6 +10,7 @@ Legend: R rows of a pass (K agents, or 1), N its tokens, H heads, G key/value he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ COLUMNS: Final = "ci_llm_columns"
 #: What one AVX-512 register holds in fp32: sums over fewer columns are taken in another order.
 BLOCK: Final = 16
 _GROWTH: Final = 1.25
+_PLAIN: Final = nullcontext()
 
 
 def whole_blocks(count: int) -> int:
@@ -42,17 +44,17 @@ class Columns:
 
     layers: dict[int, Tensor] = field(default_factory=dict)
 
-    def extended(self, layer: int, start: int, key: Tensor, value: Tensor) -> Tensor:
-        """Write columns from `start` on, [R, G, t, D] each, and return what the layer holds, at least to their end."""
-        end, held = start + key.shape[2], self.layers.get(layer)
+    def extended(self, layer: int, start: int, new: Tensor) -> Tensor:
+        """Write columns [2, R, G, t, D] from `start` on, and return what the layer holds, at least to their end."""
+        _, rows, groups, count, width = new.shape
+        end, held = start + count, self.layers.get(layer)
         if held is None or held.shape[3] < end:
-            rows, groups, _, width = key.shape
             room = whole_blocks(max(end, int(held.shape[3] * _GROWTH) if held is not None else 0))
-            grown = key.new_zeros(2, rows, groups, room, width)
+            grown = new.new_zeros(2, rows, groups, room, width)
             if held is not None:
                 grown[:, :, :, :start] = held[:, :, :, :start]
             self.layers[layer] = held = grown
-        held[0, :, :, start:end], held[1, :, :, start:end] = key, value
+        held.narrow(3, start, count).copy_(new)
         return held
 
     def copied(self, count: int, agent: int | None = None) -> Columns:
@@ -69,7 +71,7 @@ class Columns:
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory that these columns take."""
         return sum(held.nbytes for held in self.layers.values())
 
 
@@ -140,32 +142,28 @@ def column_attention(
     if pieces is None or s_aux is not None:
         raise TypeError("attention over columns needs `pieces`, and supports no attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
-    found, at, layer = [], 0, int(module.layer_idx)  # type: ignore[arg-type]
-    with torch.autocast(query.device.type, enabled=False):
+    query, key, value = (x if x.dtype == (dtype := compute_dtype(x)) else x.to(dtype) for x in (query, key, value))
+    new, layer, at = torch.stack([key, value]), int(module.layer_idx), 0  # type: ignore[arg-type]
+    rows, groups, width = key.shape[0], key.shape[1], key.shape[3]
+    grouped, found = query.unflatten(1, (groups, -1)), list[Tensor]()
+    with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else _PLAIN:
         for piece in pieces.all:
-            own, at = slice(at, at + piece.count), at + piece.count
-            q = query[:, :, own]
+            count, at = piece.count, at + piece.count
             if piece.columns is None:
-                found.append(torch.zeros_like(q).transpose(1, 2))
+                found.append(query.new_zeros(rows, query.shape[1], count, width))
                 continue
-            held = piece.columns.extended(layer, piece.start, key[:, :, own], value[:, :, own])
-            if piece.count == 1:
+            held = piece.columns.extended(layer, piece.start, new.narrow(3, at - count, count))
+            if count == 1:
                 first = max(0, piece.end - sliding_window) if sliding_window else 0
-                k, v = held[:, :, :, first : piece.end]
-                found.append(_one_token(q, k, v, scale, softcap).transpose(1, 2))
+                k, v = held.narrow(3, first, piece.end - first)
+                # The heads of a group are taken as so many queries.
+                found.append(_attend(grouped.select(3, at - 1), k, v, scale, softcap, None).view(rows, -1, 1, width))
             else:
-                mask = pieces.mask(piece, sliding_window, q.device)
-                k, v = held[:, :, :, : mask.shape[1]]
-                q = F.pad(q, (0, 0, 0, mask.shape[0] - piece.count))
-                found.append(_attend(q, k, v, scale, softcap, mask)[:, :, : piece.count].transpose(1, 2))
-    return torch.cat(found, dim=1) if len(found) > 1 else found[0], None
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """One query [R, H, 1, D] over all of k and v [R, G, T, D]. The heads of a group are taken as so many queries."""
-    grouped = q.reshape(*k.shape[:2], -1, q.shape[-1])
-    return _attend(grouped, k, v, scale, softcap, None).reshape(q.shape)
+                mask = pieces.mask(piece, sliding_window, query.device)
+                k, v = held.narrow(3, 0, mask.shape[1])
+                q = F.pad(query.narrow(2, at - count, count), (0, 0, 0, mask.shape[0] - count))
+                found.append(_attend(q, k, v, scale, softcap, mask).narrow(2, 0, count))
+    return (torch.cat(found, dim=2) if len(found) > 1 else found[0]).transpose(1, 2), None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ci_llm.base.quantized import stored_quantization
-from ci_llm.crowd import generation, likelihood
+from ci_llm.crowd import generation, text_scores
 from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
-from ci_llm.crowd.likelihood import TokenBatch
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
-from ci_llm.crowd.text_scores import TextScore, score_texts
+from ci_llm.crowd.text_scores import TextScore, TokenBatch, score_texts
 from ci_llm.data.prompts import Prompt, prompts_of
 from ci_llm.errors import ModelError
 from ci_llm.lora.adapters import peft_model
@@ -43,7 +42,7 @@ class Crowd(CrowdModel):
         calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
         learned: what aggregators with learned weights take; from the calibration.
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
-        names: of the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
+        names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
             for a base alone.
         classes: the names of the classes, of agents that classify texts.
         reads_pairs: whether heads were trained on pairs, and judge answers.
@@ -135,7 +134,7 @@ class Crowd(CrowdModel):
             BadInput: not one answer for each prompt, or a tensor of another shape.
             ModelError: this crowd has no `prompter`.
         """
-        return likelihood.log_probs(self, prompts, answers, batch_size)
+        return text_scores.log_probs(self, prompts, answers, batch_size)
 
     def score(
         self,
@@ -150,7 +149,7 @@ class Crowd(CrowdModel):
 
         Args:
             texts: a text or a chat, or a list of N of them; with `answers` the prompts.
-            answers: of rewards, N answers to these prompts.
+            answers: where the heads give rewards, N answers to these prompts.
             spreads: `lower` is the mean minus so many standard deviations of the agents.
             abstain_below: a class that is less probable is marked as `abstained`.
             batch_size: texts at a time.
@@ -185,7 +184,7 @@ class Crowd(CrowdModel):
         Raises:
             BadInput, ModelError: as `log_probs`.
         """
-        return likelihood.disagreement(self, prompts, answers, batch_size)
+        return text_scores.disagreement(self, prompts, answers, batch_size)
 
     @overload
     def generate(
@@ -237,7 +236,7 @@ class Crowd(CrowdModel):
             aggregator: a module of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
             do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise, and with `temperature=0`, take
                 the most probable one.
-            seed: of sampling; None takes another one in each call.
+            seed: the seed of sampling; None takes another one in each call.
             stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
             abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
@@ -266,8 +265,8 @@ class Crowd(CrowdModel):
             top_k=top_k,
             seed=seed,
         )
-        if likelihood.is_tokens(prompts):
-            return likelihood.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
+        if text_scores.is_tokens(prompts):
+            return text_scores.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
         how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
         return list(answers(*how)) if details else texts(*how)
 

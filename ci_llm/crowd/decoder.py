@@ -15,7 +15,7 @@ crowd and of its agents, and several of the same one.
 On one CPU thread the bits of a text do not depend on what else is open, because of four rules: every product has at
 least four rows (`spare_tokens`, and the layers for each agent's own); attention takes each text by itself; a part of a
 prompt begins at a multiple of `BLOCK` and is filled up to one; and only what was read as a prompt is used again.
-Elsewhere, and with several threads, the kernels for other numbers of rows may round differently.
+Elsewhere, with several threads, and on a CPU without AVX2, kernels for other numbers of rows may round differently.
 
 The base must read packed rows (`decodes` says whether it does). A decoder belongs to one thread, which must use the
 crowd for nothing else during a step.
@@ -30,70 +30,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ci_llm.base.load import positions_of
 from ci_llm.base.targets import text_model
-from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.choosing import Chosen, Row, choose
+from ci_llm.crowd.choosing import choose
 from ci_llm.crowd.columns import BLOCK, COLUMNS, Columns, Piece, Pieces
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.decoding import CROWD, Decoding, Request, Who, free_positions, num_positions
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.errors import BadInput, DataError
+from ci_llm.errors import BadInput
+from ci_llm.lora.kernels import onednn_is_faster
 from ci_llm.lora.layer import NOBODY, compute_dtype
-from ci_llm.lora.passes import Head, describe_error, distance, dtypes_of, once_below, spare_tokens, tolerance
+from ci_llm.lora.passes import (
+    Head,
+    agrees_by_norm,
+    describe_error,
+    distance,
+    dtypes_of,
+    once_below,
+    spare_tokens,
+    tolerance,
+)
 
 logger = logging.getLogger(__name__)
-
-#: In place of an agent's number: all agents together.
-CROWD: Final = None
-Who = int | None
-Finish = Literal["stop", "length", "error"]
-
-
-@dataclass(eq=False)
-class Request:
-    """A text that is to be continued, and what has been found of it so far.
-
-    Args:
-        prompt: token ids, at least one.
-        decoding: its own settings: length, ends, aggregator, sampling, seed.
-        who: writes it: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
-        key: of its samples, with the seed: texts with the same key draw the same.
-        uncertainty: whether the entropies of every token are wanted.
-        top: how many of the most probable tokens are wanted with every token.
-        tag: for the caller.
-
-    Attributes:
-        tokens: the ids that were chosen, an end included.
-        chosen: the same with their probabilities.
-        finish: why the text has ended: "stop" at an end, "length" by `max_new_tokens` or the base's positions, "error";
-            None: it has not.
-        error: what its last row could not be chosen for.
-        reused: tokens of the prompt whose keys and values another text had left.
-    """
-
-    prompt: Sequence[int]
-    decoding: Decoding
-    who: Who = CROWD
-    key: tuple[int | str, ...] = ("generate", 0)
-    uncertainty: bool = False
-    top: int = 0
-    tag: Any = None
-    tokens: list[int] = field(default_factory=list, init=False)
-    chosen: list[Chosen] = field(default_factory=list, init=False)
-    finish: Finish | None = field(default=None, init=False)
-    error: Exception | None = field(default=None, init=False)
-    reused: int = field(default=0, init=False)
-
-    def row(self) -> Row:
-        """How its tokens are chosen, from the first on."""
-        generator = generator_for(self.decoding.seed, *self.key) if self.decoding.do_sample else None
-        return Row(self.decoding, generator, self.uncertainty, self.top)
 
 
 @dataclass(eq=False)
@@ -126,7 +88,6 @@ class _Text:
 
     request: Request
     who: Who
-    row: Row
     columns: Columns
 
     @property
@@ -173,17 +134,18 @@ class Decoder:
         self._prompts: list[_Prompt] = []
         self._texts: list[_Text] = []
         self._kept: list[_Prompt] = []  # prompts of texts that have ended, the latest last
-        self._rows: dict[Request, Row] = {}  # the open requests
+        self._open: list[Request] = []
         self._head: Head | None = None
+        self._by_onednn = crowd.model.device.type == "cpu" and onednn_is_faster()
 
     @property
     def open(self) -> list[Request]:
-        return list(self._rows)
+        return [*self._open]
 
     @property
     def free(self) -> int:
         """Slots that are not in use."""
-        return self.slots - len(self._rows)
+        return self.slots - len(self._open)
 
     @property
     def nbytes(self) -> int:
@@ -204,19 +166,19 @@ class Decoder:
             self._require_servable(request)
         together: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
-            self._rows[request] = request.row()
             together.setdefault(tuple(request.prompt), []).append(request)
+        self._open += requests
         for ids, members in together.items():
             self._prompts += [_Prompt(ids, who, part) for who, part in self._readers(members)]
         self._forget()
 
     def release(self, request: Request) -> None:
         """Free its slot, wherever its text is; without effect if it has none."""
-        if self._rows.pop(request, None) is None:
+        if request not in self._open:
             return
-        for text in self._texts:
-            if text.request is request and self._reuse:
-                self._kept.append(text.prompt)
+        self._open.remove(request)
+        if self._reuse:
+            self._kept += [text.prompt for text in self._texts if text.request is request]
         self._texts = [text for text in self._texts if text.request is not request]
         for prompt in self._prompts:
             prompt.members = [member for member in prompt.members if member is not request]
@@ -240,33 +202,28 @@ class Decoder:
         for part in self._parts():
             kind = "crowd" if part.of.who is CROWD else "base" if part.of.who == NOBODY else "agents"
             passes[kind].append(part)
-        found = [self._pass(kind, parts) for kind, parts in passes.items() if parts]
-        tokens = []
-        for parts, logits in found:
+        moved = list[Request]()
+        for parts, logits in [self._pass(kind, parts) for kind, parts in passes.items() if parts]:
             for part in parts:
                 if isinstance(part.of, _Prompt):
                     self.read += part.piece.end - part.of.read
                     part.of.read = part.piece.end
             if logits is not None:
-                tokens += self._tokens([part for part in parts if part.is_ready], logits)
-        return tokens
+                moved += self._tokens([part for part in parts if part.is_ready], logits)
+        return moved
 
     # What is read
 
     def _require_servable(self, request: Request) -> None:
-        limit, length, agents = positions_of(self._crowd.model.config), len(request.prompt), self._crowd.num_agents
-        if not length:
-            raise DataError("a prompt is empty", where="Request.prompt", hint="leave it out")
-        if limit is not None and length >= limit:
-            what = f"a prompt has {length} tokens, and the base reads {limit}"
-            raise DataError(what, where="Request.prompt", hint="shorten it")
+        free_positions(self._crowd.model, [request.prompt])
+        agents = self._crowd.num_agents
         if request.who not in (CROWD, NOBODY) and not 0 <= request.who < agents:
             raise BadInput(f"there is no agent {request.who}", where="Request.who", hint=f"0 to {agents - 1}")
         if request.who is CROWD and find_vote(request.decoding.aggregator):
             what = f"{request.decoding.aggregator} decides between whole answers, and not token by token"
             hint = "request a text of each agent, and let `ci_llm.crowd.generation.elect` decide"
             raise BadInput(what, where="Request.decoding", hint=hint)
-        if request in self._rows or request.tokens:
+        if request in self._open or request.tokens:
             raise BadInput("a request is admitted once", where="Decoder.admit", hint="make another")
 
     def _readers(self, members: Sequence[Request]) -> Iterator[tuple[Who, list[Request]]]:
@@ -288,7 +245,7 @@ class Decoder:
 
     def _forget(self) -> None:
         """Keep prompts of ended texts only as far as there are free slots."""
-        del self._kept[: max(0, len(self._rows) + len(self._kept) - self.slots)]
+        del self._kept[: max(0, len(self._open) + len(self._kept) - self.slots)]
 
     def _begin(self, prompt: _Prompt, under_way: Sequence[_Prompt]) -> bool:
         """Take over the longest beginning of a new prompt that another has left; False: it waits for one of these."""
@@ -365,7 +322,7 @@ class Decoder:
         """Final hidden states [R, N, D]."""
         model, agents = self._crowd.model, self._crowd.agents
         positions = [position for piece in pieces for position in range(piece.start, piece.end)]
-        tokens = torch.tensor([ids, positions]).to(self._crowd.device)
+        tokens = self._on_device([ids, positions])
         with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else nullcontext(1) as copies:
             dtype = compute_dtype(model.get_input_embeddings().weight)
             with agents.ready(dtype, training=False):
@@ -382,6 +339,7 @@ class Decoder:
         """Let the layers know whose tokens they read, and attend over columns."""
         config, reading = self._crowd.model.config, self._crowd.agents.reading
         before, config._attn_implementation = config._attn_implementation, COLUMNS
+        reading.by_onednn = self._by_onednn
         alone = [k for k, size in enumerate(sizes) if size]
         try:
             if kind == "crowd":
@@ -394,39 +352,47 @@ class Decoder:
                 with reading.of(spans=[slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]):
                     yield
         finally:
-            config._attn_implementation = before
+            config._attn_implementation, reading.by_onednn = before, False
 
     def _logits(self, states: Tensor, places: Sequence[int]) -> Tensor:
         """Logits [R, n, V] at these tokens, by one product for all agents: a large head is read once."""
         rows, count = states.shape[0], len(places)
         spare = spare_tokens(self._crowd.model, count, rows)
-        own = states[:, [*places, *[places[0]] * spare]].flatten(0, 1)
+        own = states[:, self._on_device([*places, *[places[0]] * spare])].flatten(0, 1)
         dtype = compute_dtype(own)
         if self._head is None or self._head.weight.dtype != dtype:
             self._head = self._crowd.head.to(dtype)
         with torch.autocast(own.device.type, enabled=False):
-            found: Tensor = self._head.logits(own.to(dtype)).unflatten(0, (rows, -1))[:, :count]
-        return found
+            found: Tensor = self._head.logits(own.to(dtype), by_onednn=self._by_onednn).unflatten(0, (rows, -1))
+        return found[:, :count]
+
+    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
+        """Integers on the device, for which the host does not wait, as it would for a list in an index."""
+        return torch.tensor(numbers).to(self._crowd.device, non_blocking=True)
 
     # What follows
 
     def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Request]:
         """A token for each text and for each request whose prompt is read, from logits [R, n, V]."""
+        limit, moved = num_positions(self._crowd.model), list[Request]()
         asked: list[tuple[_Text, int, int | None]] = []  # with the row of its logits, and the agent if it is one of R
         for row, part in enumerate(parts):
             if isinstance(part.of, _Text):
                 asked.append((part.of, row, None))
             else:
                 asked += [(text, row, text.who if part.of.who is CROWD else None) for text in self._opened(part.of)]
-        tokens = []
         for of_agent in (False, True):
             rows = [each for each in asked if (each[2] is not None) == of_agent]
             if rows:
-                at = [row for _, row, _ in rows]
-                own = logits[[agent for *_, agent in rows], at][None] if of_agent else logits[:, at]
-                found = choose(own, [text.row for text, *_ in rows], self._crowd.learned)
-                tokens += [self._moved(text, each) for (text, *_), each in zip(rows, found, strict=True)]
-        return tokens
+                at = self._on_device([row for _, row, _ in rows])
+                own = logits[self._on_device([agent for *_, agent in rows]), at][None] if of_agent else logits[:, at]
+                requests = [text.request for text, *_ in rows]
+                for request, found in zip(requests, choose(own, requests, self._crowd.learned), strict=True):
+                    request.take(found, limit)
+                    if request.finish is not None:
+                        self.release(request)
+                moved += requests
+        return moved
 
     def _opened(self, prompt: _Prompt) -> list[_Text]:
         """The texts that follow a prompt, each with columns of its own; the first may take those of the prompt."""
@@ -436,26 +402,9 @@ class Decoder:
             who, columns = self._who(request), prompt.columns
             if who != prompt.who or number:
                 columns = columns.copied(len(prompt.ids), who if prompt.who is CROWD else None)
-            texts.append(_Text(request, who, self._rows[request], columns))
+            texts.append(_Text(request, who, columns))
         self._texts += texts
         return texts
-
-    def _moved(self, text: _Text, found: Chosen | Exception) -> Request:
-        request = text.request
-        if isinstance(found, Exception):
-            request.finish, request.error = "error", found
-            self.release(request)
-            return request
-        request.tokens.append(found.id)
-        request.chosen.append(found)
-        limit, count = positions_of(self._crowd.model.config), len(request.tokens)
-        if found.id in request.decoding.ends:
-            request.finish = "stop"
-        elif count >= request.decoding.max_new_tokens or len(request.prompt) + count == limit:
-            request.finish = "length"
-        if request.finish is not None:
-            self.release(request)
-        return request
 
 
 #: Of the trial: more than a block, and more than a short attention window; new tokens; listed tokens.
@@ -493,9 +442,13 @@ def _agrees(crowd: CrowdModel, request: Request) -> bool:
     ids = torch.tensor([[*request.prompt, *request.tokens]], device=crowd.device)
     with crowd.active_agent(reading.agent if reading.agent is not None else request.who or 0):
         logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
-    wanted = logits.float().log_softmax(-1)
+    wanted, pairs = logits.float().log_softmax(-1), []
     for row, chosen in zip(wanted, request.chosen, strict=True):
         places, found = (torch.tensor(each, device=row.device) for each in zip(*chosen.top, strict=True))
-        if not distance(found, row[places]) <= tolerance(*dtypes_of(model, logits)):
-            return False
-    return True
+        pairs.append((found, row[places]))
+    limit = tolerance(*dtypes_of(model, logits))
+    if all(distance(*pair) <= limit for pair in pairs):
+        return True
+    # In 16 bits a single token may be far off by rounding; with a wrong column, all are.
+    all_found, all_wanted = (torch.cat(each)[None] for each in zip(*pairs, strict=True))
+    return agrees_by_norm(all_found, all_wanted, limit)

@@ -1,4 +1,4 @@
-"""What is asked of a generation and what it gives: its settings, its limits, and the texts that it has found.
+"""What is asked of a generation and what it gives: its settings, its limits, single requests, and texts in order.
 
 Legend: K agents, B prompts, n texts that each agent draws for a vote.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Final, Literal, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 from transformers.generation import (
     LogitsProcessorList,
@@ -20,12 +21,16 @@ from transformers.generation import (
 )
 
 from ci_llm.base.load import positions_of
+from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS
 from ci_llm.crowd.answers import TokenUncertainty
 from ci_llm.errors import BadInput, DataError
 
 T = TypeVar("T")
 TokenIds = Sequence[int]
+#: In place of an agent's number: all agents together.
+CROWD: Final = None
+Who = int | None
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,9 @@ class Decoding:
         if broken := [text for text, holds in requirements.items() if not holds]:
             raise BadInput("; ".join(broken), where="generation settings", hint="change the values named")
 
-    def warpers(self, temperature: float | None = None) -> LogitsProcessorList:
-        """What changes a distribution before a token is drawn from it, in the order of application.
-
-        Args:
-            temperature: instead of `self.temperature`.
-        """
-        wanted = LogitsProcessorList([TemperatureLogitsWarper(temperature or self.temperature)])
+    def warpers(self) -> LogitsProcessorList:
+        """What changes a distribution before a token is drawn from it, in the order of application."""
+        wanted = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_k is not None:
             wanted.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
@@ -83,6 +84,102 @@ class Decoding:
         if self.min_p:
             wanted.append(MinPLogitsWarper(self.min_p))
         return wanted
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token that was chosen.
+
+    Attributes:
+        id: of the token.
+        log_probability: in the crowd's distribution, before temperature, `top_k`, `top_p` and `min_p`; in nats.
+        uncertainty: how sure the crowd was of it; None if it was not asked for.
+        top: the most probable tokens with their log-probabilities, the likeliest first.
+    """
+
+    id: int
+    log_probability: float
+    uncertainty: TokenUncertainty | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def generate_key(number: int) -> tuple[int | str, ...]:
+    """What keys the samples of the crowd's text after prompt `number`, with the seed."""
+    return ("generate", number)
+
+
+def vote_key(number: int, time: int) -> tuple[int | str, ...]:
+    """What keys the samples of a text that is drawn for a vote: `time` counts the texts of all agents, K·n."""
+    return ("vote", number, time)
+
+
+@dataclass(eq=False)
+class Request:
+    """A text that is to be continued, and what has been found of it so far.
+
+    Args:
+        prompt: token ids, at least one.
+        decoding: its own settings: length, ends, aggregator, sampling, seed.
+        who: writes it: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
+        key: of its samples, with the seed: texts with the same key draw the same.
+        uncertainty: whether the entropies of every token are wanted; with a large vocabulary they cost more than the
+            choice itself.
+        top: how many of the most probable tokens are wanted with every token.
+        tag: for the caller.
+
+    Attributes:
+        generator: of its samples; None: the most probable token is taken.
+        tokens: the ids that were chosen, an end included.
+        chosen: the same with their probabilities.
+        finish: why the text has ended: "stop" at an end, "length" by `max_new_tokens` or the base's positions, "error";
+            None: it has not.
+        error: what its last token could not be chosen for.
+        reused: tokens of the prompt whose keys and values another text had left.
+    """
+
+    prompt: TokenIds
+    decoding: Decoding
+    who: Who = CROWD
+    key: tuple[int | str, ...] = generate_key(0)
+    uncertainty: bool = False
+    top: int = 0
+    tag: Any = None
+    generator: torch.Generator | None = field(init=False)
+    tokens: list[int] = field(default_factory=list, init=False)
+    chosen: list[Chosen] = field(default_factory=list, init=False)
+    finish: Literal["stop", "length", "error"] | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    reused: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = generator_for(self.decoding.seed, *self.key) if self.decoding.do_sample else None
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens without the end."""
+        return self.tokens[:-1] if self.finish == "stop" else self.tokens
+
+    @property
+    def sure(self) -> list[TokenUncertainty]:
+        """How sure its writer was of every token; empty if it was not asked for."""
+        return [each.uncertainty for each in self.chosen if each.uncertainty is not None]
+
+    def take(self, found: Chosen | Exception, limit: int) -> None:
+        """Continue with what was chosen, or end with an error.
+
+        Args:
+            limit: tokens that prompt and text may have together.
+        """
+        if isinstance(found, Exception):
+            self.finish, self.error = "error", found
+            return
+        self.tokens.append(found.id)
+        self.chosen.append(found)
+        count = len(self.tokens)
+        if found.id in self.decoding.ends:
+            self.finish = "stop"
+        elif count >= self.decoding.max_new_tokens or len(self.prompt) + count >= limit:
+            self.finish = "length"
 
 
 @dataclass(frozen=True)
@@ -153,9 +250,3 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers:
             f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), hint="shorten it"
         )
     return limit - longest
-
-
-def until(ends: frozenset[int], tokens: list[int]) -> list[int]:
-    """The tokens before the first end."""
-    end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:end]

@@ -29,13 +29,11 @@ from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding, TokenIds, num_positions
 from ci_llm.crowd.generation import Continuation
-from ci_llm.crowd.merge_methods import Distillation
-from ci_llm.crowd.merging import Adapter
+from ci_llm.crowd.merging import Adapter, Distillation
 from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompt_files import prompts_of_file
-from ci_llm.data.prompts import Prompter, last_answer
+from ci_llm.data.prompts import Prompter, last_answer, prompts_of_file
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,12 +35,11 @@ from ci_llm.crowd.card import (
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.gguf_adapter import write_gguf_adapter
-from ci_llm.crowd.merge_methods import DISTILLED, Distillation, Merge
-from ci_llm.crowd.merging import Adapter, merge_into_base, merged
+from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged
 from ci_llm.crowd.model import class_names, default_names
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.scoring import Scores, score
-from ci_llm.data.batches import Batch, pack
+from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files
 from ci_llm.data.sources import load_rows
@@ -96,7 +95,7 @@ class Comparison:
         return {"rows": self.rows, "rows_trained_on": self.trained_on, **scores}
 
     def with_folder(self, found: Scores) -> Comparison:
-        """The same with the scores of what was written, opened by itself."""
+        """This comparison with the scores of the written folder, opened by itself, as one more line."""
         exact, nll = found.exact_match[0], found.mean_nll[0]
         return replace(self, exact_match={**self.exact_match, FOLDER: exact}, nll={**self.nll, FOLDER: nll})
 
@@ -167,17 +166,11 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
 def _score(crowd: Crowd, rows: TokenizedRows, config: Config) -> Scores:
     crowd.choose_route()
     try:
-        scores = score(crowd, _batches(rows, 4 * config.batch_size), config.aggregator)
+        scores = score(crowd, in_order(rows, 4 * config.batch_size), config.aggregator)
     finally:
         crowd.detach()
     assert scores is not None  # nobody asks it to stop
     return scores
-
-
-def _batches(rows: TokenizedRows, size: int) -> Iterator[Batch]:
-    for at in range(0, len(rows), size):
-        part = range(at, min(at + size, len(rows)))
-        yield pack([rows[number] for number in part], part)
 
 
 @dataclass(frozen=True)
@@ -187,7 +180,7 @@ class Export:
     Attributes:
         name: "crowd", "agent2", or the name of a merge.
         adapter: the one adapter; None: all agents.
-        title, what: of the card.
+        title, what: the head of the card, and its first sentence.
         beside: adapters that are scored beside it, by name, and not written.
     """
 
@@ -200,7 +193,7 @@ class Export:
 
     @property
     def ranks(self) -> list[int]:
-        """Of the adapters that will be written."""
+        """The ranks of the adapters that will be written."""
         return [self.adapter.rank] if self.adapter else [int(config["r"]) for config in self.saved.configs]
 
     @property
@@ -229,7 +222,7 @@ class Export:
             scores: for the card.
             into_base: a model of Transformers with merged weights. The base cannot be used any more afterwards.
             as_gguf: an adapter for llama.cpp and Ollama.
-            dtype: of merged weights; None: that of the base on disk.
+            dtype: the dtype of merged weights; None: that of the base on disk.
 
         Returns:
             `scores`, and with `into_base` those of the folder, opened by itself.
@@ -357,6 +350,9 @@ class Export:
 
 
 def _note(calibration: Calibration) -> str:
+    if not calibration.quantiles:
+        told = f"{calibration.learned.temperature:.3g}, after {calibration.rows} rows of {calibration.data}"
+        return f"`calibration.json` has the temperature of the crowd's probabilities: {told}. `score` takes it."
     return (
         f"`calibration.json` says how probably an answer is right, after {calibration.rows} rows of {calibration.data}:"
         " `generate(..., details=True)` has it as `probability_right`, and `abstain_below=0.5` gives no other answer."
@@ -421,7 +417,7 @@ def prepare(
     saved = open_pretrained(source, device, base_model)
     if saved.settings.outputs and merge is not None:
         raise ModelError(
-            "agents with heads are not merged: the mean of their scores is none of one head",
+            "agents with heads are not merged: no single head gives the mean of their scores",
             where="--merge",
             hint="export all of them, or one by --agent",
         )

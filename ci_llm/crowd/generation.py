@@ -20,18 +20,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from ci_llm.crowd.aggregators import Vote, aggregate, find_vote, is_mean
+from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
 from ci_llm.crowd.answers import AnswerStyle, TokenUncertainty, final_answer, of_text, token_uncertainty, tokens_of
-from ci_llm.crowd.choosing import generate_key, vote_key, without_nan
-from ci_llm.crowd.decoder import Decoder, Request, decodes
-from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, free_positions, until
+from ci_llm.crowd.choosing import without_nan
+from ci_llm.crowd.decoder import Decoder, decodes
+from ci_llm.crowd.decoding import Decoding, Generated, Request, TokenIds, free_positions, generate_key, vote_key
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
 from ci_llm.data.batches import pack
@@ -208,48 +208,19 @@ _NOT_SURE: Final = TokenUncertainty(0.0, 0.0, 0.0, 0.0)
 Reading = Callable[[Sequence[TokenIds]], list[str]]
 
 
-def generate_ids(
-    crowd: CrowdModel,
-    prompts: Sequence[TokenIds],
-    decoding: Decoding,
-    *,
-    include_agents: bool = False,
-    uncertainty: bool = False,
-    agent: int | None = None,
-    numbers: Sequence[int] | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    is_over: Callable[[TokenIds], bool] | None = None,
-    answers_of: Reading | None = None,
-) -> Generated:
-    """Continue every prompt by the crowd, and on request also by each agent alone, all at the same time.
+@dataclass(frozen=True)
+class Wanted:
+    """What is to follow each prompt.
 
-    A text ends at the latest when it has used up the base's positions.
-
-    Args:
-        prompts: B lists of token ids.
+    Attributes:
+        decoding: how tokens are chosen.
         include_agents: also continue every prompt by each agent alone, greedily.
-        uncertainty: also return how sure the crowd and the agents were of each token, from the same distributions.
+        uncertainty: also say how sure the crowd and the agents were of each token, from the same distributions.
         agent: ask this one alone, as a crowd of one.
-        numbers: of the prompts in a longer list that is generated in parts; they key the generators. None: 0, 1, ...
         stop: called before every token; True ends all texts at that point.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
         answers_of: the final answers in texts, for a crowd that votes.
-
-    Raises:
-        DataError: a prompt is empty, or longer than the base can read.
-        ModelError: the base cannot generate, or every agent's logits hold NaN.
     """
-    asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
-    if not asked:
-        return Generated([], [])
-    free_positions(crowd.model, prompts, numbers)
-    wanted = Wanted(decoding, include_agents, uncertainty, agent, stop, is_over, answers_of)
-    return Generated.joined(list(generate_each(crowd, asked, wanted, len(asked))))
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is to follow each prompt; the attributes are the arguments of `generate_ids`."""
 
     decoding: Decoding
     include_agents: bool = False
@@ -259,9 +230,33 @@ class Wanted:
     is_over: Callable[[TokenIds], bool] | None = None
     answers_of: Reading | None = None
 
-    @property
-    def vote(self) -> Vote | None:
-        return find_vote(self.decoding.aggregator)
+
+def generate_ids(
+    crowd: CrowdModel,
+    prompts: Sequence[TokenIds],
+    decoding: Decoding,
+    *,
+    numbers: Sequence[int] | None = None,
+    **wanted: Any,
+) -> Generated:
+    """Continue every prompt by the crowd, and on request also by each agent alone, all at the same time.
+
+    A text ends at the latest when it has used up the base's positions.
+
+    Args:
+        prompts: B lists of token ids.
+        numbers: of the prompts in a longer list that is generated in parts; they key the generators. None: 0, 1, ...
+        **wanted: the other attributes of `Wanted`.
+
+    Raises:
+        DataError: a prompt is empty, or longer than the base can read.
+        ModelError: the base cannot generate, or every agent's logits hold NaN.
+    """
+    asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
+    if not asked:
+        return Generated([], [])
+    free_positions(crowd.model, prompts, numbers)
+    return Generated.joined(list(generate_each(crowd, asked, Wanted(decoding, **wanted), len(asked))))
 
 
 def generate_each(
@@ -279,7 +274,9 @@ def generate_each(
     Raises:
         DataError, ModelError: as `generate_ids`.
     """
-    write = _written if _decodes(crowd) else _written_by_transformers
+    if crowd.decodes is None:
+        crowd.decodes = decodes(crowd)
+    write = _written if crowd.decodes else _written_by_transformers
     found = write(crowd, iter(asked), wanted, at_a_time)
     while True:
         try:
@@ -294,13 +291,6 @@ def generate_each(
             text = [token for token in text if token not in how.ends]
             generated = replace(generated, crowd=[text], tokens=[sure])
         yield generated
-
-
-def _decodes(crowd: CrowdModel) -> bool:
-    """Whether the decoder serves this crowd, by a trial before its first text."""
-    if crowd.decodes is None:
-        crowd.decodes = decodes(crowd)
-    return crowd.decodes
 
 
 def _written_by_transformers(
@@ -350,39 +340,38 @@ def _written(
 
 def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
     """What follows one prompt: the text of the crowd unless it votes, those of the agents, and those that they draw."""
-    decoding, vote, sure = wanted.decoding, wanted.vote, wanted.uncertainty
-    agents = range(1 if wanted.agent is not None else crowd.num_agents)
+    decoding, vote, sure = wanted.decoding, find_vote(wanted.decoding.aggregator), wanted.uncertainty
+    agents = range(crowd.num_agents) if wanted.agent is None else [wanted.agent]
     greedy = replace(decoding, do_sample=False)
     requests = [] if vote else [Request(prompt, decoding, wanted.agent, generate_key(number), sure)]
     if wanted.include_agents or (vote and not vote.samples):
         requests += [Request(prompt, greedy, k, uncertainty=sure) for k in agents]
     if vote and vote.samples:
         drawing = replace(decoding, do_sample=True, temperature=vote.temperature)
-        times = [(k, k * vote.samples + n) for k in agents for n in range(vote.samples)]
+        times = [(k, place * vote.samples + n) for place, k in enumerate(agents) for n in range(vote.samples)]
         requests += [Request(prompt, drawing, k, vote_key(number, time)) for k, time in times]
     return requests
 
 
 def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
     """Sort the texts of one prompt, which lie as in `requests_of`."""
-    vote, count = wanted.vote, 1 if wanted.agent is not None else crowd.num_agents
-    whole = [request.tokens for request in requests]
-    texts = [until(wanted.decoding.ends, tokens) for tokens in whole]
-    sure = [[each.uncertainty for each in request.chosen if each.uncertainty is not None] for request in requests]
-    first = 0 if vote else 1
+    vote, count = find_vote(wanted.decoding.aggregator), crowd.num_agents if wanted.agent is None else 1
+    sure = [request.sure for request in requests]
     for request, tokens in zip(requests, sure, strict=True):
         if request.error is not None:
             if request.who == wanted.agent:  # the text that was asked for
                 raise request.error
             tokens.append(_NOT_SURE)
+    first = 0 if vote else 1
     own = slice(first, first + count if wanted.include_agents or (vote and not vote.samples) else first)
-    voters = [] if vote is None else whole[own.stop :] if vote.samples else whole[own]
+    voters = [] if vote is None else requests[own.stop :] if vote.samples else requests[own]
+    shown = own if wanted.include_agents else slice(0)
     return Generated(
-        [] if vote else texts[:1],
-        [[text] for text in texts[own]],
-        sure[:1] if wanted.uncertainty and not vote else [],
-        [[tokens] for tokens in sure[own]] if wanted.uncertainty else [],
-        [[text] for text in voters],
+        [request.text for request in requests[:first]],
+        [[request.text] for request in requests[shown]],
+        sure[:first] if wanted.uncertainty else [],
+        [[tokens] for tokens in sure[shown]] if wanted.uncertainty else [],
+        [[request.tokens] for request in voters],
     )
 
 

@@ -41,7 +41,7 @@ def write_gguf_adapter(path: Path, adapter: Adapter, config: PreTrainedConfig) -
     """Write one adapter; its numbers are fp32.
 
     Args:
-        config: of the base.
+        config: the configuration of the base.
 
     Raises:
         ModelError: llama.cpp's layout of the base, or its name of a module, is not known. OSError: the disk refuses.

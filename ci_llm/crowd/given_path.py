@@ -1,4 +1,4 @@
-"""The path that a user names, read as what it holds: a committed checkpoint, a base, a sweep, or what is none of them.
+"""The path that a user names, read as what it holds: a committed checkpoint, a base, a sweep, or something else.
 
 Nothing but names is read, and torch is not imported: a wrong path is refused before anything is loaded. A path without
 a committed checkpoint becomes an error that says what it holds (`require_checkpoint`).
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ci_llm.base.gguf import gguf_file
-from ci_llm.checkpoints.folders import committed, find_checkpoint
+from ci_llm.checkpoints.layout import committed, find_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest
 from ci_llm.core.remote import fetch, may_be_on_hub
 from ci_llm.core.run_folder import SEGMENTS, SWEEP

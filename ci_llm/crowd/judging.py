@@ -2,8 +2,8 @@
 
 A pair is ranked right if its chosen answer has the higher reward; ties count as wrong, as in TRL. Rated rows are judged
 by the share of (good, bad) couples that are in order. Rewards, probabilities and numbers of the crowd are the mean of
-its agents'. With heads a row costs its loss: cross-entropy in nats, the squared error, or of a pair
--log σ(better - worse).
+its agents', probabilities at the temperature of a calibration. With heads a row costs its loss: cross-entropy in nats,
+the squared error, or of a pair -log σ(better - worse). Intervals are of the bootstrap over units (Efron, 1979).
 
 Legend: K agents, U units (pairs, rated or labelled rows), n classes; index K stands for the crowd.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -21,13 +21,17 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ci_llm.core.scores import paired_interval
+from ci_llm.core.scores import LEAST_ROWS, METRICS
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.batches import Batch
 
 #: Into so many bins of equal width a calibration error sorts probabilities.
 BINS: Final = 10
+#: A figure without intervals: units that are drawn twice make bins look worse than they are.
+UNSTABLE: Final = "calibration_error"
+#: Draws of a bootstrap.
+DRAWS: Final = 400
 
 J = TypeVar("J", bound="Judged")
 
@@ -39,12 +43,14 @@ class Judged:
     Attributes:
         found: [K, U, ...] fp64 of the agents.
         labels: [U] what is right.
+        temperature: the temperature of the crowd's probabilities, of classes; see `Learned`.
         key: the place of the figures in `evaluation.json`.
         prefix: before the names of the figures in metrics.jsonl.
     """
 
     found: Tensor
     labels: Tensor
+    temperature: float = 1.0
     key: ClassVar[str]
     prefix: ClassVar[str] = ""
 
@@ -52,7 +58,8 @@ class Judged:
     def joined(cls: type[J], parts: Iterable[J]) -> J:
         """The units of all parts, in order."""
         listed = list(parts)
-        return cls(torch.cat([part.found for part in listed], 1), torch.cat([part.labels for part in listed]))
+        found, labels = torch.cat([part.found for part in listed], 1), torch.cat([part.labels for part in listed])
+        return replace(listed[0], found=found, labels=labels)
 
     @property
     def everyone(self) -> Tensor:
@@ -61,16 +68,22 @@ class Judged:
 
     @property
     def figures(self) -> dict[str, list[float]]:
-        """By measure, K agents and then the crowd; the first one is told to people."""
+        """The value of each measure for K agents and then the crowd; people are told the first measure. A measure that
+        is not defined is missing, or NaN."""
+        raise NotImplementedError
+
+    @property
+    def outcome(self) -> tuple[Tensor, Tensor]:
+        """[K+1, U] whether each is right, of numbers never; [K+1, U] fp64 what each costs."""
         raise NotImplementedError
 
     @property
     def told(self) -> str:
-        """What the first figure is."""
-        raise NotImplementedError
+        """The first measure, in words for people."""
+        return METRICS[f"{self.prefix}{next(iter(self.figures))}"].told
 
     def metrics(self, names: Sequence[str]) -> dict[str, float]:
-        """By the names of metrics.jsonl, for the agents of these names."""
+        """The figures under their names in metrics.jsonl, for agents of these names."""
         return {
             f"eval/{who}/{self.prefix}{name}": value
             for name, values in self.figures.items()
@@ -79,12 +92,44 @@ class Judged:
 
     def record(self) -> dict[str, Any]:
         """What `evaluation.json` has under `key`."""
-        figures = {name: {"agents": values[:-1], "crowd": values[-1]} for name, values in self.figures.items()}
-        return {"n": len(self.labels), **figures}
+        drawn = self._drawn()
+        heated = {} if self.temperature == 1 else {"temperature": self.temperature}
+        return {"n": len(self.labels), **heated} | {
+            name: _with_intervals(values, [each[name] for each in drawn if name in each and name != UNSTABLE])
+            for name, values in self.figures.items()
+        }
+
+    def _drawn(self) -> list[dict[str, list[float]]]:
+        """The figures of units that are drawn with replacement, the same in every call; none of few units."""
+        count, generator = len(self.labels), torch.Generator().manual_seed(0)
+        if count < LEAST_ROWS:
+            return []
+        draws = torch.randint(count, (DRAWS, count), generator=generator)
+        return [replace(self, found=self.found[:, rows], labels=self.labels[rows]).figures for rows in draws]
 
     def __str__(self) -> str:
         *agents, crowd = next(iter(self.figures.values()))
         return f"{self.told}: crowd {crowd:.3f}; agents {', '.join(f'{own:.3f}' for own in agents)}"
+
+
+def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """A figure of K agents and the crowd, with the 95 % interval of each, and by how much the crowd leads their mean.
+
+    Args:
+        draws: the figure of drawn units. Where the figure is defined in fewer than half, there is no interval.
+    """
+    *agents, crowd = values
+    gain, half = crowd - sum(agents) / len(agents), None
+    found: dict[str, Any] = {"agents": agents, "crowd": crowd}
+    drawn = torch.tensor(draws, dtype=torch.float64).view(-1, len(values))
+    drawn = drawn[~drawn.isnan().any(1)]
+    if 2 * len(drawn) >= DRAWS:
+        ends = torch.tensor([0.025, 0.975], dtype=drawn.dtype)
+        *own, of_crowd = drawn.quantile(ends, dim=0).T.tolist()
+        found["intervals95"] = {"agents": own, "crowd": of_crowd}
+        gains = drawn[:, -1] - drawn[:, :-1].mean(1)
+        half = float((gains.quantile(ends) - gain).abs().max()) or None
+    return found | {"crowd_minus_mean": {"value": gain, "interval95": half}}
 
 
 class Ranking(Judged):
@@ -99,6 +144,11 @@ class Ranking(Judged):
         return self.found.shape[-1] == 2
 
     @property
+    def outcome(self) -> tuple[Tensor, Tensor]:
+        gaps = self.everyone[..., 0] - self.everyone[..., 1]
+        return gaps > 0, -F.logsigmoid(gaps)
+
+    @property
     def figures(self) -> dict[str, list[float]]:
         everyone, good = self.everyone, self.labels
         if self.are_pairs:
@@ -107,26 +157,21 @@ class Ranking(Judged):
         margins = everyone[:, good, 0].mean(1) - everyone[:, ~good, 0].mean(1)
         return {"auroc": [_area(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
 
-    @property
-    def told(self) -> str:
-        return f"of {len(self.labels)} pairs ranked right" if self.are_pairs else "AUROC of the ratings"
-
-    def record(self) -> dict[str, Any]:
-        """The same, and what the crowd is better by than the mean of its agents, with an interval over pairs."""
-        record, interval = super().record(), None
-        if self.are_pairs:
-            right = (self.everyone[..., 0] > self.everyone[..., 1]).double()
-            interval = paired_interval((right[-1] - right[:-1].mean(0)).tolist())
-        first = next(iter(self.figures))
-        gain = record[first]["crowd"] - sum(record[first]["agents"]) / len(self.found)
-        record[first]["crowd_minus_mean"] = {"value": gain, "interval95": interval}
-        return record
-
 
 class Classes(Judged):
     """Probabilities: `found` [K, U, n]; `labels` are the numbers of the classes."""
 
     key = "classes"
+
+    @property
+    def everyone(self) -> Tensor:
+        return torch.cat([self.found, tempered(self.found.mean(0, keepdim=True), self.temperature)])
+
+    @property
+    def outcome(self) -> tuple[Tensor, Tensor]:
+        everyone = self.everyone
+        costs = -everyone[:, torch.arange(len(self.labels)), self.labels].log()
+        return everyone.argmax(-1) == self.labels, costs
 
     @property
     def figures(self) -> dict[str, list[float]]:
@@ -141,7 +186,7 @@ class Classes(Judged):
         return {name: values for name, values in figures.items() if not any(map(math.isnan, values))}
 
     def _auroc(self, probabilities: Tensor) -> float:
-        """Of two classes that of the second; of more the mean over classes, each against the others."""
+        """The area under the ROC curve: of two classes that of the second, else the mean of each against the others."""
         classes = [1] if probabilities.shape[-1] == 2 else range(probabilities.shape[-1])
         return float(torch.tensor([_area(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
 
@@ -154,39 +199,38 @@ class Numbers(Judged):
     """Numbers: `found` [K, U]; `labels` are those to be predicted."""
 
     key = "numbers"
-    told = "mean squared error"
+
+    @property
+    def outcome(self) -> tuple[Tensor, Tensor]:
+        errors = (self.everyone - self.labels) ** 2
+        return torch.zeros_like(errors, dtype=torch.bool), errors
 
     @property
     def figures(self) -> dict[str, list[float]]:
         """`r2` is the share of the variance that is explained."""
-        errors = (self.everyone - self.labels) ** 2
+        _, errors = self.outcome
         figures = {"mse": errors.mean(1), "mae": errors.sqrt().mean(1)}
         if (variance := self.labels.var(correction=0)) > 0:
             figures["r2"] = 1 - figures["mse"] / variance
         return {name: values.tolist() for name, values in figures.items()}
 
 
-def judge(crowd: CrowdModel, batch: Batch) -> tuple[Tensor, Tensor, Judged]:
-    """Score the units of a batch by the heads of a crowd.
-
-    Returns:
-        [K+1, U] whether each is right, of numbers never; [K+1, U] fp64 what each costs; and what was found.
-    """
+def judge(crowd: CrowdModel, batch: Batch) -> Judged:
+    """What the heads of a crowd find about the units of a batch."""
     output = crowd(batch)
     assert output.values is not None
     assert batch.labels is not None
     values, labels = output.values.double().cpu(), batch.labels.cpu()
     if batch.num_rows == 2 * batch.num_units:
-        ranking = Ranking(values[..., 0].unflatten(1, (-1, 2)), labels > 0)
-        gaps = ranking.everyone[..., 0] - ranking.everyone[..., 1]
-        return gaps > 0, -F.logsigmoid(gaps), ranking
+        return Ranking(values[..., 0].unflatten(1, (-1, 2)), labels > 0)
     if values.shape[-1] == 1:
-        numbers = Numbers(values[..., 0], labels)
-        errors = (numbers.everyone - labels) ** 2
-        return torch.zeros_like(errors, dtype=torch.bool), errors, numbers
-    classes = Classes(values.softmax(-1), labels.long())
-    everyone, of_row = classes.everyone, torch.arange(len(labels))
-    return everyone.argmax(-1) == classes.labels, -everyone[:, of_row, classes.labels].log(), classes
+        return Numbers(values[..., 0], labels)
+    return Classes(values.softmax(-1), labels.long(), crowd.learned.temperature if crowd.learned else 1.0)
+
+
+def tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """[..., n] probabilities at a temperature: as they are at 1, sharper below."""
+    return probabilities if temperature == 1 else (probabilities.log() / temperature).softmax(-1)
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ class Preferences:
         labels, answered = batch.labels, batch.answered
         assert labels is not None
         assert answered is not None
-        judged = {"pairs": None, "rated": labels > 0}.get(needs.rows, labels)
+        judged = labels > 0 if needs.rows == "rated" else labels
         counts = torch.tensor(batch.target_counts, device=labels.device)
         if output.values is not None:
             nothing = output.log_probs.double()[:, :0]
@@ -177,7 +177,7 @@ def _measured(objective: Objective, e: Evidence) -> Metrics:
     for kind, values in (("rewards", rewards), *((("logps", e.sums),) if e.values is None else ())):
         better, worse = pairs(values)
         sides: list[tuple[Tensor, Tensor | float]] = [(better, better.shape[1]), (worse, worse.shape[1])]
-        if e.labels is not None:
+        if e.labels is not None and objective.needs.rows == "rated":
             sides = [(values.where(good, 0.0), good.sum()) for good in (e.labels, ~e.labels)]
         for side, (own, count) in zip(("chosen", "rejected"), sides, strict=True):
             found[f"{kind}/{side}"] = own.sum(1), count

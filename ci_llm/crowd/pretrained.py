@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import Base, fingerprint_of, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
-from ci_llm.checkpoints.folders import is_named_checkpoint
+from ci_llm.checkpoints.layout import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_file, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.config import parse_config
@@ -54,15 +54,15 @@ class Pretrained:
     Attributes:
         source: as it was given, for messages.
         base: found and loaded, with the fingerprint that the checkpoint recorded.
-        settings: of the agents.
-        names: of their folders.
+        settings: the settings of the agents.
+        names: the names of their folders.
         agents: K dicts of tensors by PEFT's names.
         configs: K contents of `adapter_config.json`, which name the base that was opened.
         prompter: with the tokenizer and the form of prompts of the training.
         common_start: whether all agents began with the same weights, as far as it is on record.
         step: the optimizer steps taken; 0 for agents that no run has trained.
         run_config: `config.yaml` of the run that trained them; None if no run did.
-        calibration: of exactly these agents; None if there is none.
+        calibration: the calibration of exactly these agents; None if there is none.
         weights: fingerprint of agents and base.
     """
 
@@ -93,7 +93,7 @@ def open_pretrained(
 
     Args:
         source: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step; or the URL of
-            a mirror; or a model on the hub, as a string `user/name` that is no folder here.
+            a mirror; or a model on the hub, as a string `user/name` that is not a folder here.
         device: where the base goes; by default CUDA if there is one, otherwise the CPU.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
@@ -105,13 +105,8 @@ def open_pretrained(
     """
     with located(source) as place:
         folder = require_checkpoint(place, str(source), final_first=True)
-        manifest, state = _verified(folder)
-        calibration = read_calibration(folder, state.get(CALIBRATION))
-        if META not in state:
-            raise ForeignCheckpoint(
-                "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
-            )
-        meta = state[META]
+        manifest, state = _verified(folder, source)
+        calibration, meta = read_calibration(folder, state.get(CALIBRATION)), state[META]
         run_config = state["config.yaml"].decode() if "config.yaml" in state else None
         base = _base(meta, str(source), device, base_model or _gguf_file(meta, run_config))
         tokenizer = _tokenizer(folder, base)
@@ -135,7 +130,7 @@ def open_pretrained(
     )
 
 
-def open_wording(source: Path | str, base_model: str | None = None) -> tuple[Prompter, list[str]]:
+def open_wording(source: Path | str, base_model: str | None) -> tuple[Prompter, list[str]]:
     """The prompter of a saved crowd, and the names of its agents: what is needed where another program runs them.
 
     The base is opened only if the checkpoint has no tokenizer of its own.
@@ -145,11 +140,7 @@ def open_wording(source: Path | str, base_model: str | None = None) -> tuple[Pro
     """
     with located(source) as place:
         folder = require_checkpoint(place, str(source), final_first=True)
-        _, state = _verified(folder)
-        if META not in state:
-            raise ForeignCheckpoint(
-                "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
-            )
+        _, state = _verified(folder, source)
         meta = state[META]
         if (folder / "tokenizer").is_dir():
             tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
@@ -184,7 +175,7 @@ def given_names(meta: Mapping[str, Any]) -> list[str]:
     """The names of the agents of a saved crowd for people: those that the run gave them, or those of their folders.
 
     Args:
-        meta: of a checkpoint: `Crowd.meta`, with `agents` if they had settings of their own.
+        meta: `Crowd.meta` of a checkpoint, with `agents` if they had settings of their own.
     """
     return [agent["name"] for agent in meta["agents"]] if "agents" in meta else names_of_agents(meta)
 
@@ -206,8 +197,12 @@ def located(source: Path | str) -> Iterator[Path]:
         yield Path(shutil.copytree(cached, Path(scratch, cached.name)))
 
 
-def _verified(folder: Path) -> tuple[Manifest, dict[str, Any]]:
-    """The manifest, and the keys of the checkpoint that a crowd is built from; every byte is compared with it."""
+def _verified(folder: Path, source: Path | str) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest, and the keys of the checkpoint that a crowd is built from; every byte is compared with it.
+
+    Raises:
+        ForeignCheckpoint: it holds no crowd. DamagedCheckpoint.
+    """
     manifest = read_manifest(folder)
     forms = {key: form for key, form in manifest.forms.items() if _is_of_crowd(key)}
     files = {
@@ -215,7 +210,12 @@ def _verified(folder: Path) -> tuple[Manifest, dict[str, Any]]:
         for name, record in manifest.files.items()
         if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms)
     }
-    return manifest, read_snapshot(forms, files)
+    state = read_snapshot(forms, files)
+    if META not in state:
+        raise ForeignCheckpoint(
+            "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"
+        )
+    return manifest, state
 
 
 def _is_of_crowd(key: str) -> bool:
@@ -281,10 +281,10 @@ def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Cali
     try:
         found = Calibration.of(read_json(path))  # type: ignore[arg-type]  # else a TypeError, which is caught
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning(f"{path} is left out: it is no calibration ({error})")
+        logger.warning(f"{path} is left out: it is not a calibration ({error})")
         return None
     if found.weights != weights_fingerprint(read_manifest(folder)):
-        logger.warning(f"{path} is left out: it is of other agents; ci-llm evaluate --calibrate makes it anew")
+        logger.warning(f"{path} is left out: it is of other agents; ci-llm evaluate --calibrate makes it again")
         return None
     return found
 
@@ -314,7 +314,7 @@ def write_crowd(
         meta: see `Crowd.meta`.
         tokenizer: file name -> content; it goes beside every agent too, so that each can be used alone.
         card: README.md.
-        info: of the manifest; None: these agents were saved for use.
+        info: `info` of the manifest; None: these agents were saved for use.
 
     Raises:
         ModelError: the folder exists. CheckpointError: it cannot be written.

@@ -2,7 +2,7 @@
 
 What goes there is what `Crowd.from_pretrained("user/name")` reads, the card, and the tokenizers of the agents. The
 moments of the optimizer stay. The hub takes a commit as a whole or not at all, and knows files that it has got; so a
-push that was interrupted is called again, and goes on. A later push replaces an earlier one: the same commit deletes
+push that was interrupted is called again, and resumes. A later push replaces an earlier one: the same commit deletes
 what the earlier crowd had and this one has not, such as a fifth agent. Other files of the repository stay.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.checkpoints.folders import FINAL
+from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manifest import read_manifest, verify_folder
 from ci_llm.core.remote import OFFLINE, why_unreachable
 from ci_llm.core.run_folder import PushRecord, keep_push, last_push
@@ -24,7 +24,7 @@ from ci_llm.crowd.pretrained import FILES, weights_fingerprint
 from ci_llm.errors import BadInput, CheckpointError, first_line
 
 if TYPE_CHECKING:
-    from ci_llm.crowd.merge_methods import Merge
+    from ci_llm.crowd.merging import Merge
 
 PREFIX: Final = "hub:"
 PUBLISHED: Final = (*FILES, "README.md", "agent*/tokenizer*", "agent*/chat_template.jinja")

@@ -169,8 +169,8 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
     batch = batch.to(crowd.device)
     if crowd.settings.outputs:
-        right, costs, judged = judge(crowd, batch)
-        return Scores(right, costs, torch.ones(batch.num_units, dtype=torch.long), judged=judged)
+        judged = judge(crowd, batch)
+        return Scores(*judged.outcome, torch.ones(batch.num_units, dtype=torch.long), judged=judged)
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
@@ -255,7 +255,7 @@ JudgedBy = Literal["exact_match", "nll"]
 MOST_WORDS: Final = 8
 
 
-def judged_by(rows: Examples, prompter: Prompter, metric: str = "exact_match", heads: int = 0) -> JudgedBy:
+def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
     """What judges agents and crowd on these rows: whether an answer is right, or for free text its NLL. Of heads the
     class, or which of a pair is better; a number that is predicted is neither right nor wrong.
 
@@ -269,7 +269,7 @@ def judged_by(rows: Examples, prompter: Prompter, metric: str = "exact_match", h
     if 2 * len(asked) <= len(looked):
         return "nll"
     references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in asked]
-    read = answer_reader(references, metric)
+    read = answer_reader(references, "exact_match")
     return "nll" if median(len(read(text).split()) for text in references) > MOST_WORDS else "exact_match"
 
 
@@ -527,7 +527,7 @@ def score_answers(
         parts.append(answers.right)
         if example is None and len(answers.numbers):
             first = answers.numbers[0]
-            question, wanted = prompter.text(questions.prompts[first]), questions.answers[first]
+            question, wanted = prompter.question(questions.prompts[first]), questions.answers[first]
             example = Solved(question, answers.crowd[0], wanted, tuple(answers.right[:, 0].tolist()))
     return AnswerScores(torch.cat(parts, dim=1), example)
 

@@ -1,27 +1,135 @@
-"""What the heads of a crowd say about texts: rewards, classes or numbers, of every agent and of all, with their spread.
+"""What a crowd finds about given texts: how probable answers are to it, how much its agents disagree on them, and what
+their heads say, with the spread.
 
-Legend: K agents, N texts, n numbers of a head.
+Texts may be batches of tensors, as a collator of Transformers makes them.
+
+Legend: K agents, N rows or texts of at most L tokens, S targets, n numbers of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ci_llm.crowd.asking import prompter_of
-from ci_llm.crowd.decoding import num_positions
+from ci_llm.crowd import generation
+from ci_llm.crowd.answers import decompose
+from ci_llm.crowd.asking import GenerationOptions, prompter_of, require_writers
+from ci_llm.crowd.decoding import free_positions, num_positions
+from ci_llm.crowd.judging import tempered
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.data.batches import pack
+from ci_llm.crowd.scoring import score, targets_of
+from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, prompts_of
 from ci_llm.data.units import unit_of, without_end
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.lora.heads import pad_of
+
+TokenBatch = Tensor | Mapping[str, Tensor]
+Asked = Prompt | Sequence[Prompt] | TokenBatch
+_IGNORED = -100  # in labels, as everywhere
+
+
+def is_tokens(given: object) -> bool:
+    """Whether these are token ids as tensors, and no texts."""
+    return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
+
+
+def token_rows(batch: TokenBatch) -> list[Example]:
+    """The rows of a batch without their padding, for `pack`.
+
+    Args:
+        batch: ids [N, L]; or `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded, at either end, and
+            `labels` [N, L], -100 where a token is not counted.
+
+    Raises:
+        BadInput: a tensor has another shape, or holds no whole numbers.
+    """
+    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids = given["input_ids"]
+    mask, labels = given.get("attention_mask", torch.ones_like(ids)), given.get("labels", ids)
+    if ids.dim() != 2 or ids.is_floating_point() or not ids.shape == mask.shape == labels.shape:
+        raise BadInput(
+            "a batch is input_ids [N, L] of whole numbers, with attention_mask and labels of the same shape",
+            where=f"input_ids {list(ids.shape)}, {ids.dtype}",
+            hint='give tokenizer(texts, return_tensors="pt", padding=True)',
+        )
+    found = []
+    for row, kept, label in zip(ids.cpu(), mask.bool().cpu(), labels.cpu(), strict=True):
+        if not kept.any():
+            raise BadInput("a row of the batch has no token", where="attention_mask", hint="leave the row out")
+        counted = (label[kept] != _IGNORED).numpy()
+        counted[:1] = False  # nothing comes before the first token
+        found.append(Example(row[kept].numpy().astype(np.int32), counted))
+    return found
+
+
+def continued(
+    crowd: CrowdModel, batch: TokenBatch, options: GenerationOptions, batch_size: int, *, details: bool
+) -> Tensor:
+    """[N, T] the ids that follow each row, without the end of the answer; short ones are padded by `pad_id`.
+
+    Raises:
+        BadInput: what is asked for needs texts.
+    """
+    if details or options != GenerationOptions(options.decoding):
+        only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
+        raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
+    rows = [row.input_ids.tolist() for row in token_rows(batch)]
+    if rows:
+        free_positions(crowd.model, rows)
+    found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options.decoding), batch_size)
+    ids = [torch.tensor(each.crowd[0], dtype=torch.long) for each in found]
+    return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
+
+
+def log_probs(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
+    """See `Crowd.log_probs`."""
+    scores = score(crowd, _batches(_rows(crowd, asked, answers), batch_size), "probability")
+    assert scores is not None, "nobody asks to stop"
+    return -scores.nll
+
+
+def disagreement(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
+    """See `Crowd.disagreement`."""
+    rows, found = _rows(crowd, asked, answers), []
+    with crowd.evaluating(), torch.no_grad():
+        for batch in _batches(rows, batch_size):
+            apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in targets_of(crowd, [batch])])
+            sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add_(0, batch.target_rows, apart)
+            found.append(sums / torch.bincount(batch.target_rows, minlength=batch.num_rows).clamp_min(1))
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def _rows(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | None) -> Sequence[Packable]:
+    require_writers(crowd)
+    if is_tokens(asked):
+        if answers is not None:
+            raise BadInput("a batch of tensors has its answers in labels", where="answers", hint="leave answers out")
+        return token_rows(asked)  # type: ignore[arg-type]
+    return _answered(crowd, prompts_of(asked), answers or [])  # type: ignore[arg-type]
+
+
+def _answered(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | Sequence[str]) -> list[Example]:
+    """Each prompt with its answer."""
+    given = [answers] if isinstance(answers, str) else list(answers)
+    if len(prompts) != len(given):
+        raise BadInput(f"{len(prompts)} prompts and {len(given)} answers", where="answers", hint="give one for each")
+    prompter = prompter_of(crowd)
+    return [prompter.row(prompt, answer) for prompt, answer in zip(prompts, given, strict=True)]
+
+
+def _batches(rows: Sequence[Packable], batch_size: int) -> Iterator[Batch]:
+    if batch_size < 1:
+        raise BadInput("batch_size must be at least 1", where="batch_size", hint="give 1 or more")
+    return in_order(rows, batch_size)
 
 
 @dataclass(frozen=True)
@@ -30,11 +138,12 @@ class TextScore:
 
     Attributes:
         scores: [K] the reward or number of every agent; of classes the agent's probability of `label`.
-        mean: of these. Of rewards only differences have a meaning, between answers to one prompt.
+        mean: the mean of `scores`. Of rewards only differences have a meaning, between answers to one prompt.
         std: how far the agents are apart: their sample standard deviation; 0 for one agent.
         lower: mean - c · std.
         label: the most probable class, by the mean of the agents; None where there are no classes.
-        probabilities: of every class by its name, the mean of the agents.
+        probabilities: for every class by its name the mean of the agents; at the temperature of a calibration, if the
+            crowd has one.
         abstained: whether the probability of `label` is too low to be given.
     """
 
@@ -72,28 +181,25 @@ def head_outputs(
             where="Crowd.score",
             hint="ask them by generate; objective=reward, classification or regression trains agents that score",
         )
-    if batch_size < 1:
-        raise BadInput("batch_size must be at least 1", where="batch_size", hint="give 1 or more")
-    rows = _rows(crowd, texts, answers)
+    rows = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)]
     parts = [torch.zeros(crowd.num_agents, 0, crowd.settings.outputs, dtype=torch.float64)]
     with crowd.evaluating():
-        for at in range(0, len(rows), batch_size):
-            part = rows[at : at + batch_size]
-            batch = pack([unit_of([row]) for row in part], range(len(part))).to(crowd.device)
-            parts.append(crowd(batch).values.double().cpu())
+        for batch in _batches(rows, batch_size):
+            parts.append(crowd(batch.to(crowd.device)).values.double().cpu())
     return torch.cat(parts, 1)
 
 
-def _rows(crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None) -> list[Example]:
-    given, prompter = prompts_of(texts), prompter_of(crowd)
+def _read_by_heads(
+    crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None
+) -> list[Example]:
+    prompter = prompter_of(crowd)
     if answers is None:
-        found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in given]
+        found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in prompts_of(texts)]
+    elif not crowd.reads_pairs:
+        hint = "give one answer for each prompt, to heads of rewards only"
+        raise BadInput("these heads read texts", where="answers", hint=hint)
     else:
-        said = [answers] if isinstance(answers, str) else list(answers)
-        if len(given) != len(said) or not crowd.reads_pairs:
-            what = f"{len(given)} prompts and {len(said)} answers" if crowd.reads_pairs else "these heads read texts"
-            raise BadInput(what, where="answers", hint="give one answer for each prompt, to heads of rewards only")
-        found = [prompter.row(prompt, answer) for prompt, answer in zip(given, said, strict=True)]
+        found = _answered(crowd, prompts_of(texts), answers)
     limit = num_positions(crowd.model)
     if long := [number for number, row in enumerate(found) if len(row.input_ids) > limit]:
         what = f"text {long[0]} has {len(found[long[0]].input_ids)} tokens, and the base reads {limit}"
@@ -110,7 +216,8 @@ def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: fl
     scores = outputs[:, 0]
     if crowd.settings.outputs > 1:
         each = outputs.softmax(-1)
-        probabilities = dict(zip(crowd.classes, each.mean(0).tolist(), strict=True))
+        together = tempered(each.mean(0), crowd.learned.temperature if crowd.learned else 1.0)
+        probabilities = dict(zip(crowd.classes, together.tolist(), strict=True))
         label = max(probabilities, key=probabilities.__getitem__)
         scores = each[:, crowd.classes.index(label)]
         abstained = abstain_below is not None and probabilities[label] < abstain_below

@@ -40,7 +40,7 @@ class AgentRows:
 
     @property
     def fingerprint(self) -> str:
-        """Of what all agents learn from; that of the rows where all have the same, in whatever order."""
+        """A digest of what all agents learn from: that of the rows where all have the same ones, in whatever order."""
         prints = [rows.fingerprint for rows in self.each]
         return prints[0] if len({*prints}) == 1 else str(xxhash.xxh3_128_hexdigest(" ".join(prints).encode()))
 
@@ -49,7 +49,7 @@ TrainingRows = TokenizedRows | AgentRows
 
 
 def first_rows(rows: TrainingRows) -> TokenizedRows:
-    """Those of all agents, or of the first."""
+    """The rows of all agents, or of the first one."""
     return rows.each[0] if isinstance(rows, AgentRows) else rows
 
 
@@ -78,7 +78,7 @@ class EvaluationRows:
         return cls(tuple(sets[each] for each in found), tuple(map(found.index, prints)))
 
     def of_copies(self, sources: Sequence[int | None]) -> EvaluationRows:
-        """The same for a crowd whose agents are these, or copies of these; no set is left out, so that scores of the
+        """These rows for a crowd whose agents are these, or copies of these; no set is left out, so that scores of the
         crowd stay comparable. A new agent, None, has the first set."""
         return EvaluationRows(self.sets, tuple(0 if place is None else self.of_agent[place] for place in sources))
 

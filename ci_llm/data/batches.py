@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.units import Unit
-from ci_llm.distributed.loader_workers import worker_context
-from ci_llm.interrupts import ignore_signals
+from ci_llm.interrupts import ignore_signals, worker_context
 
 
 class Packable(Protocol):
@@ -37,6 +36,7 @@ class Packable(Protocol):
 class PackableRows(Protocol):
     """A data set of tokenised rows, the same row for the same number in every process."""
 
+    def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Packable: ...
 
 
@@ -63,6 +63,8 @@ class Batch:
         target_counts: B ints, the targets of each row; of `Unit`s, as all that follows.
         answered: bool [S], whether a target belongs to the answer of its row.
         labels: fp64, for each of `sample_ids`; see `Unit.label`.
+        shared: B ints, the tokens at the beginning of each row that are those of the row before it, of the same unit;
+            fewer than either has. A pass may compute them once. Empty: none are.
     """
 
     input_ids: Tensor
@@ -76,6 +78,7 @@ class Batch:
     target_counts: tuple[int, ...] = ()
     answered: Tensor | None = None
     labels: Tensor | None = None
+    shared: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -135,16 +138,16 @@ class AgentBatches:
 
     @property
     def num_tokens(self) -> int:
-        """Of all agents together."""
+        """Tokens of all agents together."""
         return sum(batch.num_tokens for batch in self.present)
 
     @property
     def num_targets(self) -> int:
-        """Of all agents together."""
+        """Targets of all agents together."""
         return sum(batch.num_targets for batch in self.present)
 
     def of(self, places: Sequence[int]) -> AgentBatches:
-        """Those of the agents at these places."""
+        """The micro-batches of the agents at these places."""
         return AgentBatches(tuple(self.each[place] for place in places))
 
     def to(self, device: torch.device | str) -> AgentBatches:
@@ -161,7 +164,7 @@ MicroBatch = Batch | AgentBatches
 
 
 def of_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> list[MicroBatch]:
-    """The micro-batches without those of agents that are not at these places; what is of all agents stays as it is."""
+    """The micro-batches of the agents at these places alone; a micro-batch that all agents share stays as it is."""
     chosen = [batch.of(places) if isinstance(batch, AgentBatches) else batch for batch in micro_batches]
     return [batch for batch in chosen if isinstance(batch, Batch) or batch.present]
 
@@ -197,6 +200,7 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         judged["target_counts"] = tuple(np.bincount(rows, minlength=len(ends)).tolist())
         judged["answered"] = torch.from_numpy(at >= answers[rows])
         judged["labels"] = torch.tensor([unit.label for unit in units], dtype=torch.float64)
+        judged["shared"] = tuple(tokens for unit in units for tokens in unit.shared)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(starts, lengths)),
@@ -208,6 +212,42 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         sample_ids=tuple(sample_ids),
         **judged,
     )
+
+
+def in_order(rows: PackableRows, size: int) -> Iterator[Batch]:
+    """All rows in their order, at most `size` in a batch."""
+    for at in range(0, len(rows), size):
+        part = range(at, min(at + size, len(rows)))
+        yield pack([rows[number] for number in part], part)
+
+
+def without_repeats(batch: Batch) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
+    """The packed tokens in which rows that begin with the same prompt have it once.
+
+    Such rows become several: the prompt, and after it the rest of each row, which attends to the prompt as well.
+
+    Returns:
+        int64 [N'], the packed positions that are kept; int64 [N], for each packed position its place among these; the
+        bounds of the new rows, as `Batch.bounds`; and for each new row, how many rows back its prompt lies, whose keys
+        it also reads; 0 for a whole row.
+    """
+    left, places, bounds, rows_back, first = list[Any](), list[Any](), [0], list[int](), 0
+    for (start, end), shared, next_shared in zip(
+        pairwise(batch.bounds), batch.shared, (*batch.shared[1:], 0), strict=True
+    ):
+        size = bounds[-1]
+        first = first if shared else size
+        left.append(np.arange(start + shared, end))
+        places += [np.arange(first, first + shared), np.arange(size, size + end - start - shared)]
+        if next_shared and not shared:
+            bounds.append(size + next_shared)
+            rows_back.append(0)
+        rows_back.append(rows_back[-1] + 1 if shared or next_shared else 0)
+        bounds.append(size + end - start - shared)
+    tensors = (torch.from_numpy(np.concatenate(each)) for each in (left, places))
+    device = batch.input_ids.device
+    kept, of_each = (each.pin_memory() if device.type == "cuda" else each for each in tensors)
+    return kept.to(device, non_blocking=True), of_each.to(device, non_blocking=True), tuple(bounds), tuple(rows_back)
 
 
 def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
@@ -266,7 +306,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _StepsOfAgents:
-    """The same for agents with rows of their own: a micro-batch has those of every agent, None where one has none."""
+    """The steps of agents with rows of their own: a micro-batch has rows of every agent, None where one has none."""
 
     dataset: RowsOfEach
     plans: AgentPlans
@@ -302,7 +342,7 @@ def stream(
     generators.
 
     Args:
-        plan: of all agents together, or `AgentPlans`: `dataset` then has rows of each agent, and the stream yields
+        plan: one for all agents together, or `AgentPlans`: `dataset` then has rows of each agent, and the stream yields
             `AgentBatches`.
     """
     kind: Any = _Steps if isinstance(plan, Plan) else _StepsOfAgents

@@ -10,7 +10,8 @@ instruction + output    input, history and system may be missing         Chat
 SQuAD                   context, question, answers.text                  Chat of two messages
 text                    a string                                         Completion of nothing
 prompt + chosen +       two answers, strings or lists of messages; the    Pair
-rejected                prompt may be the turns that both begin with
+rejected                prompt may be the turns that both begin with;
+                        margin: a number
 prompt + completion +   as prompt + completion; label: good or not        Rated
 label
 text + label            a text or a chat; label: a class, or a number     Labelled
@@ -20,6 +21,7 @@ The forms of `_EXACT` come first, by these very names; then names in any case an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
@@ -58,7 +60,8 @@ def _chat(messages: tuple[Message, ...], trained_from: int = 0, tools: tuple[Any
         return Chat(messages, trained_from, tools)
     for role in dict.fromkeys(m.role for m in spoken if m.role not in ROLES):
         # Templates may know other roles, so that only one which hides the answer is refused.
-        if ROLES.get(meant := nearest(role, ROLES) or "") == "assistant":
+        meant = nearest(role, ROLES) or ""
+        if ROLES.get(meant) == "assistant":
             raise ValueError(f"no turn is of the assistant, and the role {role!r} may be a misspelt {meant!r}")
     return None
 
@@ -122,7 +125,7 @@ def _read_preference(row: RawRow) -> Row | None:
                 "chosen and rejected are text, and no column holds their prompt; objective=sft with"
                 " text_column=chosen learns the better texts as they are"
             )
-        return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected))
+        return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected), _margin(row))
     said = [messages_of(each) if isinstance(each, list) else _said(each) for each in answers]
     if not all(said) or said[0] == said[1]:
         return None
@@ -133,8 +136,17 @@ def _read_preference(row: RawRow) -> Row | None:
         begin = next((n for n, (a, b) in enumerate(zip(*said, strict=False)) if a != b), min(map(len, said)))
     system = () if said[0][0].role == "system" else _system(row)
     tools = tools_of(row.get("tools"))
-    chats = [_chat((*system, *each), len(system) + begin, tools) for each in said]
-    return Pair(*chats) if all(chats) else None  # type: ignore[arg-type]
+    better, worse = (_chat((*system, *each), len(system) + begin, tools) for each in said)
+    return Pair(better, worse, _margin(row)) if better and worse else None
+
+
+def _margin(row: RawRow) -> float | None:
+    """By how much the chosen answer is better, as people have said; None: nobody has."""
+    if (margin := row.get("margin")) is None:
+        return None
+    if not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(f"expected a margin that is a finite number, found {str(margin)[:60]!r}")
+    return float(margin)
 
 
 def _said(text: Any) -> tuple[Message, ...]:
@@ -271,10 +283,7 @@ _ANY_CASE: Final = (
     _Pattern("messages", _read_messages, {"messages": _MESSAGES}, _WITH_CHAT),
     *_EXACT_PAIRS,
     _Pattern(
-        "",
-        _read_pair,
-        {"prompt": ("instruction",), "answer": _ANSWERS},
-        {"input": ("input", "context"), **_WITH_PAIR},
+        "", _read_pair, {"prompt": ("instruction",), "answer": _ANSWERS}, {"input": ("input", "context"), **_WITH_PAIR}
     ),
     _Pattern(
         "",
@@ -290,7 +299,7 @@ _PAIRS_FORM: Final = _Pattern(
     "",
     _read_preference,
     {"chosen": ("chosen",), "rejected": ("rejected",)},
-    {"prompt": _PROMPTS, **_WITH_CHAT},
+    {"prompt": _PROMPTS, "margin": ("margin",), **_WITH_CHAT},
     "pairs",
 )
 _RATED_FORM: Final = _Pattern(
@@ -321,21 +330,6 @@ _WANTED: Final = (
     "input_ids; messages; conversations; prompt, completion; question, answer; instruction, output; "
     "context, question, answers; text"
 )
-
-
-@dataclass(frozen=True)
-class NamedColumns:
-    """The columns that the configuration names; what it does not name is found."""
-
-    prompt: str | None = None
-    answer: str | None = None
-    text: str | None = None
-    messages: str | None = None
-    label: str | None = None
-
-    def given(self) -> dict[str, str]:
-        """The names by part."""
-        return {part: name for part, name in vars(self).items() if name is not None}
 
 
 def find_form(columns: Sequence[str]) -> Form | None:
@@ -378,16 +372,19 @@ def _require_answers(columns: Sequence[str], where: str) -> None:
             )
 
 
-def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str, wanted: RowKind | None = "single") -> Form:
+def form_of_columns(
+    columns: Sequence[str], named: Mapping[str, str], where: str, wanted: RowKind | None = "single"
+) -> Form:
     """How a data set with these columns is read.
 
     Args:
+        named: the columns that the configuration names, by their part; the others are found.
         wanted: what the objective takes; None: what the columns are, if they are not those of single rows.
 
     Raises:
         DataError: a named column is not there, no form fits, or the rows are meant for another objective.
     """
-    given = named.given()
+    given = {**named}
     if wanted is not None and wanted in _JUDGED:
         return _judged_form(columns, given, where, wanted)
     if "label" in given and wanted is None:
@@ -402,16 +399,11 @@ def form_of_columns(columns: Sequence[str], named: NamedColumns, where: str, wan
         form = find_form(columns)
     except ValueError as error:
         raise DataError(
-            f"The data set cannot be trained on: {error}.",
-            where=where,
-            hint=_better_answers(columns),
+            f"The data set cannot be trained on: {error}.", where=where, hint=_better_answers(columns)
         ) from error
     if form is None:
-        raise DataError(
-            f"The data set has no columns that can be used; it has: {shown(columns)}.",
-            where=where,
-            hint=_advice(columns, where),
-        )
+        what = f"The data set has no columns that can be used; it has: {shown(columns)}."
+        raise DataError(what, where=where, hint=_advice(columns, where))
     return form
 
 
@@ -478,27 +470,21 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
     there = {column.lower() for column in columns}
     for part, name in given.items():
         if name.lower() not in there:
-            raise DataError(
-                f"The data set has no column {name!r}; it has: {shown(columns)}.",
-                where=f"{where}, {part}_column: {name}",
-                hint=f"set {part}_column to one of them",
-            )
+            what = f"The data set has no column {name!r}; it has: {shown(columns)}."
+            raise DataError(what, where=f"{where}, {part}_column: {name}", hint=f"set {part}_column to one of them")
     if len({*given.values()}) < len(given):
         raise DataError(
             f"prompt_column and answer_column are the same column, {given['prompt']!r}.",
             where=where,
             hint=f"name two columns, or text_column={given['prompt']} to learn all of its text",
         )
-    form = _pattern_of({part: name.lower() for part, name in given.items()}).found_in(
-        _preferring(columns, given), any_case=True
-    )
+    # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
+    preferred = sorted(columns, key=lambda column: column not in given.values())
+    form = _pattern_of({part: name.lower() for part, name in given.items()}).found_in(preferred, any_case=True)
     if form is None:
         missing = "answer" if "prompt" in given else "prompt"
-        raise DataError(
-            f"No column goes with {', '.join(given.values())}; the data set has: {shown(columns)}.",
-            where=where,
-            hint=f"name it by {missing}_column=",
-        )
+        what = f"No column goes with {', '.join(given.values())}; the data set has: {shown(columns)}."
+        raise DataError(what, where=where, hint=f"name it by {missing}_column=")
     return form
 
 
@@ -509,13 +495,5 @@ def _pattern_of(names: Mapping[str, str]) -> _Pattern:
     if "text" in names:
         return _Pattern("text", _read_text, {"text": (names["text"],)})
     known = {part: (name,) for part, name in names.items()}
-    return _Pattern("", _read_pair, {**known, **_others(known)}, _WITH_PAIR)
-
-
-def _others(known: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    return {part: names for part, names in (("prompt", _PROMPTS), ("answer", _ANSWERS)) if part not in known}
-
-
-def _preferring(columns: Sequence[str], given: Mapping[str, str]) -> list[str]:
-    """Columns that are named in their own case come first: of `Text` and `text` the named one is meant."""
-    return sorted(columns, key=lambda column: column not in given.values())
+    others = {part: usual for part, usual in (("prompt", _PROMPTS), ("answer", _ANSWERS)) if part not in known}
+    return _Pattern("", _read_pair, {**known, **others}, _WITH_PAIR)

@@ -10,14 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Message, Row, SingleRow, Tokens
 from ci_llm.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: For a tokenizer without a chat template: BOS if it has one, what the user says and a line break, what the
 #: assistant says and EOS. It is saved with the adapters.
@@ -50,7 +52,7 @@ _CHATML: Final = (
 BUILT_IN: Final[Mapping[str, str]] = {"plain": BUILT_IN_TEMPLATE, "roles": _ROLES, "chatml": _CHATML}
 
 
-#: The line about a template that is none of these. It is kept with the tokens, which do not know where it is from.
+#: The line about a template that is not one of these. It is kept with the tokens, which do not know where it is from.
 OWN_TEMPLATE: Final = "chat template: the tokenizer's own"
 
 
@@ -80,7 +82,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) ->
             None: what the tokenizer has.
 
     Raises:
-        DataError: it is none of these, or the file cannot be read.
+        DataError: it is not one of these, or the file cannot be read.
     """
     if wanted is None:
         return
@@ -159,11 +161,8 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False) -> None:
         if not tokenizer.is_fast:
-            raise ModelError(
-                "The tokenizer does not say which characters a token stands for: answers cannot be found.",
-                where=tokenizer.name_or_path,
-                hint="use a fast tokenizer: one with a tokenizer.json",
-            )
+            what = "The tokenizer does not say which characters a token stands for: answers cannot be found."
+            raise ModelError(what, where=tokenizer.name_or_path, hint="use a fast tokenizer: one with a tokenizer.json")
         self._tokenizer = tokenizer
         self.train_on_prompt = train_on_prompt
         self.template = chat_template(tokenizer)
@@ -179,7 +178,7 @@ class Encoder:
 
         Raises:
             RefusedRowError: the chat template fails on it, or does not show where the answers are; or its token
-                ids are none of the tokenizer's.
+                ids are not those of the tokenizer.
         """
         example = self._encode(row)
         if self.train_on_prompt and example.supervised.any():
@@ -307,11 +306,7 @@ class Encoder:
 
     def _tokenized(self, text: str, learned: Sequence[Span]) -> Example:
         encoded = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
+            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
         )
         starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         mask = np.zeros(len(starts), bool)

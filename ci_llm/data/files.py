@@ -1,4 +1,8 @@
-"""A data set opened with `datasets`, from the hub, a file, a glob or a folder: its splits, read in bounded memory."""
+"""A data set opened with `datasets`: from the hub, a file, a glob, a folder, or rows that a call in Python gives.
+
+Its splits are read in bounded memory. Rows of a call become files in a cache, by the digest of what they hold: any
+later start reads the same rows, that of a shell too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ import re
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -21,13 +25,18 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import datasets
+import pyarrow as pa  # type: ignore[import-untyped]
+import xxhash
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from datasets.exceptions import DatasetsError
 from huggingface_hub.constants import HF_HOME
 
+from ci_llm.config.parsing import hint_for_missing
+from ci_llm.core.durable import locked, make_folders, new_folder
+from ci_llm.core.remote import cache_folder
 from ci_llm.data.formats import find_format, format_named, known_endings
 from ci_llm.data.rows import EVAL_SPLITS, JsonRows, empty
-from ci_llm.errors import DataError
+from ci_llm.errors import DataError, first_line
 
 T = TypeVar("T", bound=Sequence[int])
 
@@ -47,7 +56,7 @@ class MappedRows:
     Attributes:
         files: Arrow files, in order.
         column_names: the columns that are read.
-        numbers: of the rows that are taken, in the files together.
+        numbers: the numbers of the rows that are taken, in the files together.
         rows_in_stretch: how many are read through one mapping.
     """
 
@@ -159,7 +168,7 @@ def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
     """The splits of a data set of the hub; see `open_splits`."""
     try:
-        with _progress_bars_on_terminals_only():
+        with _bars_on_terminals():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
         if _is_of_a_disk(error):
@@ -189,7 +198,7 @@ def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset | JsonRows]:
 
 
 def _data_files(folder: Path, found: Iterator[Path]) -> list[Path]:
-    """Those that may hold rows, in order; hidden ones are left aside."""
+    """The files that may hold rows, in order; hidden ones are left aside."""
     shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
     return sorted(file for file in shown if file.is_file() and find_format(file) and file.name not in _NO_ROWS)
 
@@ -197,7 +206,7 @@ def _data_files(folder: Path, found: Iterator[Path]) -> list[Path]:
 def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
     """The split of each file: what its name begins with, the folder that it lies in, else any word of its name.
 
-    A word inside a name counts only where it leaves rows to train on: `contest_test.jsonl` alone is no test split.
+    A word inside a name counts only where it leaves rows to train on: `contest_test.jsonl` alone is not a test split.
     """
     names = (unnamed, "train", *EVAL_SPLITS)
     words = [[*re.split(r"[-_.]", file.name)[:1], *file.parent.parts] for file in files]
@@ -222,11 +231,8 @@ def _saved(path: Path, unnamed: str) -> dict[str, Dataset]:
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"The saved data set cannot be opened: {_reason(error)}.",
-            where=str(path),
-            hint="save it again with save_to_disk",
-        ) from error
+        what = f"The saved data set cannot be opened: {_reason(error)}."
+        raise DataError(what, where=str(path), hint="save it again with save_to_disk") from error
     return dict(saved) if isinstance(saved, DatasetDict) else {unnamed: saved}
 
 
@@ -239,7 +245,7 @@ def _matching(path: Path, key: str) -> list[Path]:
         raise DataError(
             "the data set does not exist",
             where=f"{key}: {path.absolute()}",
-            hint="check the path; it is relative to the current folder",
+            hint=hint_for_missing(path, "check the path; it is relative to the current folder"),
         )
     return files
 
@@ -249,15 +255,12 @@ def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
         names = ", ".join(sorted(kinds.values()))
-        raise DataError(
-            f"The files are not of one kind that can be read: {names}.",
-            where=where,
-            hint=f"give {known_endings()} files, all of one kind",
-        )
+        what = f"The files are not of one kind that can be read: {names}."
+        raise DataError(what, where=where, hint=f"give {known_endings()} files, all of one kind")
     if not any(file.stat().st_size for file in files):
         raise empty(where)
     try:
-        with _progress_bars_on_terminals_only(), _without_errors():
+        with _bars_on_terminals(), _without_errors():
             return format_named(kind).read(files)
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
@@ -298,10 +301,9 @@ def _reason(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
-@contextmanager
-def _progress_bars_on_terminals_only() -> Iterator[None]:
-    with nullcontext() if sys.stderr.isatty() else without_bars():
-        yield
+def _bars_on_terminals() -> AbstractContextManager[None]:
+    """Progress bars of `datasets` on a terminal only."""
+    return nullcontext() if sys.stderr.isatty() else without_bars()
 
 
 @contextmanager
@@ -326,3 +328,84 @@ def _without_errors() -> Iterator[None]:
         yield
     finally:
         datasets.logging.set_verbosity(verbosity)
+
+
+_KINDS: Final = (
+    "give a list of dicts, a datasets.Dataset or DatasetDict, a pandas or Polars frame, an iterable of dicts,"
+    " a function that makes one of these, or a path"
+)
+
+
+def kept_rows(given: Any, argument: str) -> str:
+    """The path under which these rows are kept, for `dataset_name`; the same rows have the same path.
+
+    Args:
+        given: see `_KINDS`; a path is not taken here.
+        argument: that gave the rows, for messages.
+
+    Raises:
+        DataError: there is no row, one is not a row, or the cache's disk refuses them.
+    """
+    given = _of_frame(given() if callable(given) else given, argument)
+    if isinstance(given, Dataset | DatasetDict):
+        parts = given if isinstance(given, DatasetDict) else {"": given}
+        content = json.dumps([[name, part._fingerprint] for name, part in parts.items()]).encode()
+        write, file, again = given.save_to_disk, "", False
+        count = sum(map(len, parts.values()))
+    elif isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
+        raise _refused(argument, f"it is a {type(given).__name__}", _KINDS)
+    else:
+        lines = [*_lines(given, argument)]
+        content, count, again = b"".join(lines), len(lines), iter(given) is given
+        write, file = lambda folder: (folder / "rows.jsonl").write_bytes(content), "rows.jsonl"
+    if not count:
+        once = "a generator gives its rows once: give the function that makes it, or a list"
+        raise _refused(argument, "there is no row", once if again else "give at least one row")
+    return str(_kept(xxhash.xxh3_128_hexdigest(content), write) / file)
+
+
+def _of_frame(given: Any, argument: str) -> Any:
+    """A frame as a data set; anything else as it is. Neither library is loaded for it."""
+    library = type(given).__module__.partition(".")[0]
+    try:
+        if library == "polars":
+            return Dataset.from_polars(given.collect() if hasattr(given, "collect") else given)
+        return Dataset.from_pandas(given, preserve_index=False) if library == "pandas" else given
+    except (pa.ArrowException, TypeError, AttributeError) as error:
+        one_type = "give a frame whose columns hold values of one type each, or give its rows as a list of dicts"
+        raise _refused(argument, f"its columns cannot be read: {first_line(error)}", one_type) from error
+
+
+def _lines(rows: Iterable[Any], argument: str) -> Iterator[bytes]:
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise _refused(argument, f"row {number} is a {type(row).__name__} and no dict", _KINDS)
+        try:
+            yield json.dumps(dict(row), default=_plain).encode() + b"\n"
+        except (TypeError, ValueError, AttributeError) as error:
+            plain = "a row holds texts, numbers, dates, lists and dicts: leave other columns out"
+            raise _refused(argument, f"row {number} cannot be kept: {first_line(error)}", plain) from error
+
+
+def _plain(value: Any) -> Any:
+    """A number or an array of NumPy, or a date, as JSON has it."""
+    return value.tolist() if hasattr(value, "tolist") else value.isoformat()
+
+
+def _kept(digest: str, write: Callable[[Path], object]) -> Path:
+    """The folder of this digest, written if it is missing; of several processes one writes."""
+    folder = cache_folder("rows") / digest
+    try:
+        make_folders(folder.parent)
+        with locked(folder.parent / "lock", create=True, required=False), without_bars():
+            if not folder.is_dir():
+                with new_folder(folder) as draft:
+                    write(draft)
+    except OSError as error:
+        room = "set CI_LLM_CACHE to a folder with space and the right to write"
+        raise DataError(f"the rows cannot be kept: {first_line(error)}", where=str(folder), hint=room) from error
+    return folder
+
+
+def _refused(argument: str, what: str, hint: str) -> DataError:
+    return DataError(f"{argument}= cannot be used: {what}", where=f"train({argument}=...)", hint=hint)

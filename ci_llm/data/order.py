@@ -145,7 +145,7 @@ class AgentPlans:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of the agent with the most rows."""
+        """The steps of an epoch of the agent with the most rows."""
         return max(plan.steps_per_epoch for plan in self.each)
 
     def rows(self, step: int) -> list[int]:

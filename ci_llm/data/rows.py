@@ -109,10 +109,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, of which the first is better."""
+    """Two answers to one prompt, of which the first is better, by at least a margin if there is one."""
 
     chosen: Chat | Completion
     rejected: Chat | Completion
+    margin: float | None = None
 
     @property
     def question(self) -> str | None:
@@ -251,10 +252,10 @@ class Rows:
         form: how they are read.
         where: the source, in words.
         description: what was found, in lines for people.
-        numbers: of each row in its source, where only some rows were taken.
-        num_trained_on: of rows to evaluate on: how many of them are among those to train on.
-        are_of_test: of rows to evaluate on: whether some of them are a whole split that is called test.
-        are_answers: of pairs and rated rows the preferred answers are read, as single rows.
+        numbers: the number of each row in its source, where only some rows were taken.
+        num_trained_on: how many of these rows to evaluate on are among those to train on.
+        are_of_test: whether some of these rows to evaluate on are a whole split that is called test.
+        are_answers: whether the preferred answers of pairs and rated rows are read, as single rows.
     """
 
     raw: RawRows
@@ -354,8 +355,9 @@ def preferred(row: Row | None) -> Row | None:
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """What a row or a message holds; a message that is not marked has the fingerprint that it had before marks."""
-    return {name: value for name, value in vars(part).items() if name != "learned" or not value}
+    """What a row or a message holds; without marks and margins it has the fingerprint that it had before there were."""
+    usual = {"learned": True, "margin": None}
+    return {name: value for name, value in vars(part).items() if name not in usual or value != usual[name]}
 
 
 #: Names of speakers, as in ShareGPT and its relatives, and the roles that chat templates know.
@@ -390,9 +392,8 @@ def text_of(value: Any) -> str:
         return str(value)
     if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
         return "".join(text_of(part.get("text")) for part in value)
-    if isinstance(value, list) and (
-        kinds := [part["type"] for part in value if isinstance(part, Mapping) and "type" in part]
-    ):
+    parts = [part for part in value if isinstance(part, Mapping)] if isinstance(value, list) else []
+    if kinds := [part["type"] for part in parts if "type" in part]:
         raise ValueError(
             f"a message has parts of the types {', '.join(dict.fromkeys(kinds))}; only text is learned here"
         )
@@ -446,7 +447,7 @@ def _says_no(mark: Any) -> bool:
 
 
 def _calls(value: Any) -> tuple[Any, ...]:
-    """Calls of tools as chat templates want them: a function with a name and arguments that are no JSON string."""
+    """Calls of tools as chat templates want them: a function with a name and arguments that are not a JSON string."""
     value = _without_nothing(_from_json(value)) or []
     return tuple(map(_call, value if isinstance(value, list) else [value]))
 

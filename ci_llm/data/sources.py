@@ -17,7 +17,7 @@ from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO, ROWS_KEYS
 from ci_llm.core.remote import may_be_on_hub
-from ci_llm.data.columns import NamedColumns, form_of_columns, shown
+from ci_llm.data.columns import form_of_columns, shown
 from ci_llm.data.order import permute
 from ci_llm.data.rows import EVAL_SPLITS, ListedRows, Row, Rows, empty
 from ci_llm.errors import DataError
@@ -128,8 +128,8 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
     same choice.
 
     Args:
-        weights: of each data set, above 0, in any unit; None: every row of each, once.
-        seed: of the choice of rows.
+        weights: one for each data set, above 0, in any unit; None: every row of each, once.
+        seed: the seed of the choice of rows.
 
     Raises:
         DataError: a weight is so small that no row of its data set is taken.
@@ -262,15 +262,15 @@ def recognised(
     where: str,
     description: Sequence[str] = (),
     *,
-    named: NamedColumns | None = None,
+    named: Mapping[str, str] | None = None,
     numbers: Sequence[int] | None = None,
     wanted: RowKind | None = "single",
 ) -> Rows:
     """The rows of a data set of the `datasets` library that is open already.
 
     Args:
-        named: the columns that the configuration names.
-        numbers: of the rows in their source, where they are a part of it.
+        named: the columns that the configuration names, by their part.
+        numbers: the numbers of the rows in their source, where they are a part of it.
         wanted: see `form_of_columns`.
 
     Raises:
@@ -285,7 +285,7 @@ def recognised(
         )
     if not len(data):
         raise empty(where)
-    form = form_of_columns(data.column_names, named or NamedColumns(), where, wanted)
+    form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
     lines = (f"{len(data)} rows of {form.name} from {where}", *left, *description)
@@ -339,7 +339,7 @@ def _validation_rows(config: Config, name: str) -> Rows:
 
 
 def _place(name: str) -> str:
-    """The same for all ways to write the path of one file or folder; of a name of the hub, some path as well."""
+    """One path for all ways to write that of a file or folder; for a name of the hub, some path as well."""
     return os.path.realpath(os.path.expanduser(name))
 
 
@@ -430,9 +430,14 @@ def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tu
 
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
-    named = NamedColumns(
-        config.prompt_column, config.answer_column, config.text_column, config.messages_column, config.label_column
-    )
+    columns = {
+        "prompt": config.prompt_column,
+        "answer": config.answer_column,
+        "text": config.text_column,
+        "messages": config.messages_column,
+        "label": config.label_column,
+    }
+    named = {part: name for part, name in columns.items() if name is not None}
     wanted = row_kind(config)
     if len(numbers) == len(data):
         return recognised(data, where, notes, named=named, wanted=wanted)
@@ -490,8 +495,5 @@ def _where(name: str, split: str) -> str:
 def _split(splits: Splits, name: str, key: str, source: str) -> Any:
     if name in splits:
         return splits[name]
-    raise DataError(
-        f"The data set has no split {name!r}; it has: {', '.join(splits) or 'none'}.",
-        where=f"{source}, {key}",
-        hint=f"set {key} to one of them",
-    )
+    what = f"The data set has no split {name!r}; it has: {', '.join(splits) or 'none'}."
+    raise DataError(what, where=f"{source}, {key}", hint=f"set {key} to one of them")

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import chain, count, groupby, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -31,9 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
-from ci_llm.data.labels import number_of
 from ci_llm.data.rows import Chat, Completion, Labelled, Pair, Rated, Row, Rows
-from ci_llm.data.units import UNRATED, Unit, branches_of, label_of, unit_of, without_end
+from ci_llm.data.units import Unit, branches_of, label_of, number_of, unit_of, without_end
 from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -41,9 +40,13 @@ logger = logging.getLogger(__name__)
 _MARKED = "marked by weight 0, train false or training false"
 
 
+#: Why a row is left out.
+Reason = Literal["lacking", "unlearned", "answer too far", "too long", "hidden tools"]
+
+
 @dataclass
 class Tally:
-    """Counts of rows kept, cut and left out, by reason."""
+    """Counts of rows kept and cut, and of those left out by their reason."""
 
     max_seq_length: int
     long_rows: str = "truncate"
@@ -53,12 +56,8 @@ class Tally:
     lost: int = 0
     split: int = 0
     blocks: int = 0
-    too_long: int = 0
-    without_answer: int = 0
-    unlearned: int = 0
+    left_out: Counter[Reason] = field(default_factory=Counter)
     lacking: str = "without an answer"
-    answer_too_far: int = 0
-    hidden_tools: int = 0
     without_roles: int = 0
     marked: int = 0
     endless: int = 0
@@ -89,14 +88,13 @@ class Tally:
             except RefusedRowError as error:
                 if not any(isinstance(branch, Chat) and branch.uses_tools for branch in branches):
                     raise _refusal(error, branches[0], rows.place(number)) from error
-                self.hidden_tools += 1
+                self.left_out["hidden tools"] += 1
                 continue
             is_labelled = isinstance(row, Labelled)
             if row is None or not all(
                 len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes
             ):
-                is_marked = row is None and rows.is_marked(number)
-                self.unlearned, self.without_answer = self.unlearned + is_marked, self.without_answer + (not is_marked)
+                self.left_out["unlearned" if row is None and rows.is_marked(number) else "lacking"] += 1
                 continue
             if not is_labelled:
                 self._look_at(branches[0], wholes[0], encoder)
@@ -117,7 +115,7 @@ class Tally:
         if count <= limit:
             yield whole
         elif self.long_rows == "drop":
-            self.too_long += 1
+            self.left_out["too long"] += 1
         elif self.long_rows == "split" and isinstance(row, Completion) and row.prompt is None:
             self.split += 1
             # A block begins with the last token of the one before, which it does not learn: all others follow one.
@@ -129,18 +127,18 @@ class Tally:
             self.lost += count - limit
             yield cut
         else:
-            self.answer_too_far += 1
+            self.left_out["answer too far"] += 1
 
     def _unit(self, wholes: Sequence[Example], label: float, is_labelled: bool) -> Iterator[Unit]:
         """A pair, a rated or a labelled row, whose branches are cut, or left out together."""
         limit, longest = self.max_seq_length, max(len(whole.input_ids) for whole in wholes)
         cut = [without_end(_part(whole, 0, limit), self.pad) for whole in wholes]
         if longest > limit and self.long_rows == "drop":
-            self.too_long += 1
+            self.left_out["too long"] += 1
         elif not (is_labelled or all(part.supervised.any() for part in cut)):
-            self.answer_too_far += 1
+            self.left_out["answer too far"] += 1
         elif len(cut) == 2 and np.array_equal(cut[0].input_ids, cut[1].input_ids):
-            self.without_answer += 1  # they differ after the cut, or not at all as tokens
+            self.left_out["lacking"] += 1  # they differ after the cut, or not at all as tokens
         else:
             self.cut += longest > limit
             self.lost += sum(max(0, len(whole.input_ids) - limit) for whole in wholes)
@@ -176,8 +174,8 @@ class Tally:
                 f"{self.split} texts of more than max_seq_length {self.max_seq_length} tokens are cut into"
                 f" {self.blocks} blocks, which together teach all of them"
             )
-        if self._num_left_out:
-            yield f"left out: {self._left_out()}"
+        if self.left_out:
+            yield f"left out: {self._told_left_out()}"
 
     def warnings(self) -> Iterator[str]:
         """Why agents will not learn what these rows are meant to teach."""
@@ -187,7 +185,7 @@ class Tally:
                 f" {self.tokens + self.lost} tokens are never seen; the longest row has {self.longest}"
             )
         if self.endless:
-            follows = f"{self.end!r}, which follows, is no special token" if self.end.strip() else "nothing follows"
+            follows = f"{self.end!r}, which follows, is not a special token" if self.end.strip() else "nothing follows"
             yield (
                 f"the end of turn is not learned in {self.endless} chats: {follows}, so that generation ends "
                 "at its limit alone; make it a special token of the tokenizer, or set chat_template=roles"
@@ -205,33 +203,29 @@ class Tally:
             evaluated: the rows are to evaluate on.
         """
         columns = ", ".join(rows.form.columns.values())
-        if self.answer_too_far or self.too_long:
+        if self.left_out["answer too far"] or self.left_out["too long"]:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
-        elif self.unlearned:
+        elif self.left_out["unlearned"]:
             hint = "weight 1, or no weight, lets an answer be learned"
-        elif self.hidden_tools:
+        elif self.left_out["hidden tools"]:
             hint = "take a base or a chat_template that shows calls of tools"
         else:
             hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
         if evaluated:
             hint += "; or choose other rows to evaluate on: val_set_size= or eval_dataset_name="
         lost = "No row is left to evaluate" if evaluated else "No row is left to learn from"
-        return DataError(f"{lost}: {self._left_out()}.", where=rows.where, hint=hint)
+        return DataError(f"{lost}: {self._told_left_out()}.", where=rows.where, hint=hint)
 
-    @property
-    def _num_left_out(self) -> int:
-        return self.without_answer + self.unlearned + self.answer_too_far + self.too_long + self.hidden_tools
-
-    def _left_out(self) -> str:
-        reasons = {
-            self.lacking: self.without_answer,
-            f"whose answers are all {_MARKED}": self.unlearned,
-            f"whose answer begins after max_seq_length {self.max_seq_length}": self.answer_too_far,
-            f"of more than max_seq_length {self.max_seq_length} tokens": self.too_long,
-            "whose tools the chat template cannot show": self.hidden_tools,
+    def _told_left_out(self) -> str:
+        reasons: dict[Reason, str] = {
+            "lacking": self.lacking,
+            "unlearned": f"whose answers are all {_MARKED}",
+            "answer too far": f"whose answer begins after max_seq_length {self.max_seq_length}",
+            "too long": f"of more than max_seq_length {self.max_seq_length} tokens",
+            "hidden tools": "whose tools the chat template cannot show",
         }
-        told = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
-        return f"{self._num_left_out} of {self.rows} rows: {told}"
+        told = ", ".join(f"{number} {words}" for reason, words in reasons.items() if (number := self.left_out[reason]))
+        return f"{self.left_out.total()} of {self.rows} rows: {told}"
 
 
 #: What a row lacks that is left out, where it is not an answer.
@@ -261,7 +255,7 @@ def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 9
+FORMAT = 10
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -285,7 +279,7 @@ SHOWN_CHARACTERS = 1000
 class TokenizedRows:
     """Tokenised rows, memory-mapped: `[i]` is an `Example`, and no row is held in memory.
 
-    The file is mapped anew from time to time: what was read of it would stay resident, in the end all of it.
+    The file is mapped again from time to time: what was read of it would stay resident, in the end all of it.
 
     Attributes:
         rows: the canonical rows they were made from.
@@ -317,7 +311,7 @@ class TokenizedRows:
         if xxhash.xxh3_64_intdigest(_content(example)) != columns["check"][row].as_py():
             with contextlib.suppress(OSError):  # so that the next attempt makes it again
                 self.path.unlink()
-            hint = "call the same again: the file is made anew, and a run goes on from its newest checkpoint"
+            hint = "call the same again: the file is made again, and a run resumes from its newest checkpoint"
             raise DataError(f"row {number} of the tokens is damaged", where=str(self.path), hint=hint)
         return example
 
@@ -342,7 +336,7 @@ class TokenizedRows:
 
     @property
     def num_good(self) -> int:
-        """Of rated rows, how many are good."""
+        """How many of the rated rows are good."""
         return int(self._facts["good"])
 
     @property
@@ -385,7 +379,7 @@ class TokenizedRows:
         """Refuse tokens that the base has no embedding for.
 
         Args:
-            count: of the embeddings.
+            count: how many embeddings the base has.
 
         Raises:
             DataError: a row has such a token.
@@ -458,9 +452,9 @@ def tokenize(
             `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
         long_rows: what becomes of longer rows: truncate, drop or split; see the key of this name.
-        learn_preferred: of a pair, learn every token of the chosen row.
-        classes: of labelled rows, their names in the order of their numbers; without any, labels are numbers.
-        pad: of pairs, rated and labelled rows, leave out this token at the end.
+        learn_preferred: learn every token of the chosen row of a pair.
+        classes: the names of the classes of labelled rows, by number; without any, labels are numbers.
+        pad: leave out this token at the end of pairs, rated and labelled rows.
         evaluated: the rows are to evaluate on, for messages.
         main_process_first: a context that the main process enters and leaves before the others enter it.
 
@@ -514,6 +508,8 @@ def _content(example: Example) -> bytes:
     if not isinstance(example, Unit):
         return content
     label = int(example.label) if float(example.label).is_integer() else example.label
+    if len(example.spans) == 2:  # -1 comes first, as in the fingerprints of pairs before there were margins
+        return content + repr((example.spans, -1, *([label] if label else []))).encode()
     return content + repr((example.spans, label)).encode()
 
 
@@ -533,28 +529,20 @@ def _write(path: Path, rows: Rows, encoder: Encoder, tally: Tally, *, evaluated:
         ) from error
 
 
-class _Written(io.RawIOBase):
+class _Written(io.BytesIO):
     """A file for Arrow to write to. `take` gives what was written since the last call, so memory holds no more."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._parts: list[bytes] = []
-        self._size = 0
-
-    def writable(self) -> bool:
-        return True
+    _taken = 0
 
     def tell(self) -> int:
-        return self._size
+        return self._taken + super().tell()
 
-    def write(self, data: Any) -> int:
-        self._parts.append(bytes(data))
-        self._size += len(self._parts[-1])
-        return len(self._parts[-1])
-
-    def take(self) -> list[bytes]:
-        taken, self._parts = self._parts, []
-        return taken
+    def take(self) -> bytes:
+        part = self.getvalue()
+        self._taken += len(part)
+        self.seek(0)
+        self.truncate()
+        return part
 
 
 def _arrow_file(batches: Iterator[tuple[Any, dict[bytes, str] | None]]) -> Iterator[bytes]:
@@ -563,8 +551,8 @@ def _arrow_file(batches: Iterator[tuple[Any, dict[bytes, str] | None]]) -> Itera
     with pa.ipc.new_file(written, SCHEMA) as writer:
         for batch, metadata in batches:
             writer.write_batch(batch, custom_metadata=metadata)
-            yield from written.take()
-    yield from written.take()
+            yield written.take()
+    yield written.take()
 
 
 def _batches(
@@ -589,21 +577,21 @@ def _batches(
 
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
     while chunk := list(islice(examples, ROWS_PER_CHUNK)):
-        numbers, input_ids, supervised, digests, checks = [], [], [], [], []
-        spans, labels = [], []
-        for number, example in chunk:
-            digest.update(len(example.input_ids).to_bytes(8, "little"))
-            digest.update(content := _content(example))
-            first = example.branches[0] if isinstance(example, Unit) else example
-            digests.append(xxhash.xxh3_64_intdigest(first.input_ids.tobytes()))
-            checks.append(xxhash.xxh3_64_intdigest(content))
-            numbers.append(number)
-            input_ids.append(example.input_ids)
-            supervised.append(example.supervised)
-            spans.append([at for span in example.spans for at in span] if isinstance(example, Unit) else [])
-            labels.append(example.label if isinstance(example, Unit) else UNRATED)
-        columns = zip((input_ids, supervised, spans, labels, numbers, digests, checks), SCHEMA.types, strict=True)
-        yield pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=SCHEMA)
+        columns = zip(*(_cells(number, example, digest) for number, example in chunk), strict=True)
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
+        yield pa.record_batch(arrays, schema=SCHEMA)
+
+
+def _cells(number: int, example: Example, digest: Any) -> tuple[Any, ...]:
+    """A row as `SCHEMA` has it; the digest takes it in."""
+    content = _content(example)
+    digest.update(len(example.input_ids).to_bytes(8, "little"))
+    digest.update(content)
+    unit = example if isinstance(example, Unit) else None
+    first = unit.branches[0] if unit else example
+    spans = [at for span in unit.spans for at in span] if unit else []
+    prints = [xxhash.xxh3_64_intdigest(each) for each in (first.input_ids.tobytes(), content)]
+    return example.input_ids, example.supervised, spans, unit.label if unit else 0, number, *prints
 
 
 #: How the first row is shown, where nothing of it is learned.

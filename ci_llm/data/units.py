@@ -1,12 +1,14 @@
-"""Pairs, rated and labelled rows: in canonical form, and as token ids whose branches lie end to end.
+"""Pairs, rated and labelled rows: in canonical form, as token ids whose branches lie end to end, and by their labels.
 
 A branch is a prompt with one of its answers: a pair has two, the chosen one first, and a rated row has one. A labelled
-row has one as well, in which nothing is learned.
+row has one as well, in which nothing is learned. Classes that are whole numbers keep them, from 0 on; classes with
+names are numbered in alphabetical order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -14,9 +16,10 @@ from typing import Final
 import numpy as np
 
 from ci_llm.data.encoder import Example
-from ci_llm.data.rows import Labelled, Pair, Rated, Row, SingleRow
+from ci_llm.data.rows import Labelled, Pair, Rated, Row, Rows, SingleRow
+from ci_llm.errors import DataError
 
-UNRATED: Final = -1  # the label of a pair
+LEAST_SHARED: Final = 8  # fewer common tokens cost more in products of their own than their second pass does
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,13 @@ class Unit(Example):
     """A tokenised pair, rated or labelled row: `input_ids` and `supervised` [n] are those of its branches, end to end.
 
     Attributes:
-        spans: of each branch where it begins, and where its answer begins.
-        label: of a rated row 1 if it is good, else 0; of a labelled one the number of its class, or what is to be
-            predicted; `UNRATED` for a pair.
+        spans: for each branch where it begins, and where its answer begins.
+        label: 1 for a good rated row, 0 for another; for a labelled row the number of its class, or what is to be
+            predicted; of a pair its margin, 0 where it has none.
     """
 
     spans: tuple[tuple[int, int], ...]
-    label: float = UNRATED
+    label: float = 0
 
     @cached_property
     def branches(self) -> list[Example]:
@@ -45,6 +48,15 @@ class Unit(Example):
         return [answer - start for start, answer in self.spans]
 
     @property
+    def shared(self) -> list[int]:
+        """Tokens with which all branches begin, at each but the first; every branch has one more at least. 0: few."""
+        first, *others = (branch.input_ids for branch in self.branches)
+        most = min(len(ids) for ids in (first, *others)) - 1
+        alike = np.logical_and.reduce([first[:most] == ids[:most] for ids in others])
+        shared = int(np.argmin([*alike, False])) if others else 0
+        return [0] + [shared if shared >= LEAST_SHARED else 0] * len(others)
+
+    @property
     def num_learned(self) -> int:
         """Targets of the preferred branch, which is the first."""
         return int(self.branches[0].supervised.sum())
@@ -57,7 +69,7 @@ class Unit(Example):
         return Unit(ids, learned, self.spans, self.label)
 
 
-def unit_of(branches: Sequence[Example], label: float = UNRATED, *, learn_prompt: bool = False) -> Unit:
+def unit_of(branches: Sequence[Example], label: float = 0, *, learn_prompt: bool = False) -> Unit:
     """The unit of these branches, in each of which a token is learned, unless it is a labelled row.
 
     Args:
@@ -79,9 +91,11 @@ def branches_of(row: Row) -> list[SingleRow]:
     return [row.row] if isinstance(row, Rated | Labelled) else [row]
 
 
-def label_of(row: Row) -> int:
+def label_of(row: Row) -> float:
     """See `Unit.label`, of a row without classes."""
-    return int(row.good) if isinstance(row, Rated) else UNRATED
+    if isinstance(row, Pair):
+        return row.margin or 0
+    return int(row.good) if isinstance(row, Rated) else 0
 
 
 def without_end(example: Example, token: int | None) -> Example:
@@ -95,3 +109,87 @@ def without_end(example: Example, token: int | None) -> Example:
     others = np.flatnonzero(example.input_ids != token)
     end = int(others[-1]) + 1 if len(others) else 1
     return Example(example.input_ids[:end], example.supervised[:end])
+
+
+Label = str | float
+#: More classes than this are taken for numbers, or for texts in the wrong column.
+MOST_CLASSES: Final = 1000
+
+
+def labels_of(each: Iterable[Rows]) -> Iterator[Label]:
+    """The labels of all rows that have one; rows that several agents share are read once."""
+    for rows in {id(own): own for own in each}.values():
+        yield from (row.label for row in rows if isinstance(row, Labelled))
+
+
+def are_numbers(labels: Iterable[Label]) -> bool:
+    """Whether some label is a number and not a whole one: it is then to be predicted, and is not a class."""
+    return any(isinstance(label, float) and not label.is_integer() for label in labels)
+
+
+def class_names(labels: Iterable[Label], num_labels: int | None, where: str) -> tuple[str, ...]:
+    """The names of the classes, in the order of their numbers.
+
+    Args:
+        num_labels: how many there are, where labels are whole numbers of which some may be missing; None: as many as
+            are found.
+
+    Raises:
+        DataError: there is only one, there are too many, or labels are out of range.
+    """
+    found = {name_of(label) for label in labels}
+    if numbered := all(name.isdecimal() for name in found):
+        most = max(map(int, found), default=0) + 1
+        names = tuple(map(str, range(num_labels or min(most, MOST_CLASSES + 1))))
+        if odd := sorted(found - {*names}, key=int):
+            raise DataError(
+                f"label {odd[0]} is out of range: {len(names)} classes have the labels 0 to {len(names) - 1}",
+                where=f"{where}, label",
+                hint=f"num_labels={most}, or repair the labels",
+            )
+    else:
+        names = tuple(sorted(found))
+    if len(found) < 2:
+        raise DataError(
+            f"all rows have the label {names[-1]}: nothing tells one class from another" if found else "no row is left",
+            where=f"{where}, label",
+            hint="give rows of at least two classes",
+        )
+    if len(names) > MOST_CLASSES or (num_labels or len(names)) != len(names):
+        raise DataError(
+            f"the rows have {'more than ' * numbered}{len(names)} different labels, such as {sorted(found)[0]!r}",
+            where=f"{where}, label",
+            hint=f"num_labels={len(names)}, if these are classes, of which there are at most {MOST_CLASSES};"
+            " objective=regression predicts numbers; label_column= names another column",
+        )
+    return names
+
+
+def name_of(label: Label) -> str:
+    """The name of a class: 1, 1.0 and "1" are the same one."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+
+
+def number_of(label: Label, classes: Sequence[str], place: str) -> float:
+    """The number that stands for a label: that of its class, or the label itself where there are no classes.
+
+    Args:
+        place: the place of the row, for the error.
+
+    Raises:
+        DataError: it is none of the classes, or not a finite number.
+    """
+    if classes:
+        if (name := name_of(label)) in classes:
+            return classes.index(name)
+        known = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+        what, hint = f"the label {name!r} is none of {len(classes)} classes: {known}", "num_labels=, or repair the row"
+    else:
+        try:
+            if math.isfinite(number := float(label)):
+                return number
+        except ValueError:
+            pass
+        what = f"the label {str(label)[:60]!r} is not a finite number"
+        hint = "objective=classification takes names; or repair the row"
+    raise DataError(what, where=f"{place}, label", hint=hint)

@@ -66,7 +66,7 @@ class StepSums:
         losses: [K] loss of every agent.
         targets: [K] what divides it, where agents have rows of their own or an objective has metrics; empty: what is in
             the ballot.
-        diversity: of the crowd.
+        diversity: the diversity of the crowd.
         tokens: packed ones.
         metrics: [K] of every agent sum and count of each metric of the objective, one after the other.
     """
@@ -86,7 +86,7 @@ class StepSums:
     def pack(
         losses: Tensor, targets: Sequence[int], diversity: Tensor, tokens: int, metrics: Tensor | None = None
     ) -> Tensor:
-        """Those of one micro-batch, on its device.
+        """The sums of one micro-batch, on its device.
 
         Args:
             metrics: [K, M, 2] sums and counts of M metrics.
@@ -97,7 +97,7 @@ class StepSums:
 
     @classmethod
     def unpack(cls, sums: Sequence[float], num_agents: int) -> StepSums:
-        """Those of a verdict."""
+        """The sums of a verdict."""
         at = num_agents * (1 + (len(sums) > num_agents + 2))  # there are targets
         (diversity, tokens), measured = sums[at : at + 2], sums[at + 2 :]
         size = len(measured) // num_agents
@@ -128,7 +128,7 @@ def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Ver
     Args:
         votes: the sum of all encoded ballots.
         num_agents: K.
-        reasons: to stop, by process index; empty if the run goes on.
+        reasons: to stop, by process index; empty if the run continues.
     """
     tokens, out_of_memory, _, save, request, *rest = votes.tolist()
     return Verdict(

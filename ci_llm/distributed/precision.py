@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
+from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.errors import LaunchError, ModelError
 
@@ -18,17 +19,8 @@ CHOICES: Final = {"mixed_precision": ("bf16", "no"), "model_dtype": ("bf16", "fp
 DTYPES: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Precisions(Protocol):
-    """The keys that this file reads of a configuration."""
-
-    @property
-    def mixed_precision(self) -> str: ...
-    @property
-    def model_dtype(self) -> str | None: ...
-
-
 def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
-    """The dtype in which an autocast computes; None: there is no autocast, or it is not decided yet."""
+    """The dtype in which an autocast computes; None without autocast, or if it is not decided yet."""
     return None if mixed_precision in ("no", AUTO) else DTYPES[mixed_precision]
 
 
@@ -85,7 +77,7 @@ def slowest(speeds: Sequence[Speed]) -> Speed:
     return next((speed for speed in speeds if not speed.bf16_is_faster), speeds[0])
 
 
-def chosen(config: Precisions, speed: Speed, before: Precisions | None = None) -> dict[str, str | None]:
+def chosen(config: Config, speed: Speed, before: Config | None = None) -> dict[str, str | None]:
     """The values of the keys that say auto: those of `before` if it is given, or by the speed of the device."""
     return {
         key: getattr(before, key)
@@ -96,7 +88,7 @@ def chosen(config: Precisions, speed: Speed, before: Precisions | None = None) -
     }
 
 
-def check_precision(config: Precisions) -> None:
+def check_precision(config: Config) -> None:
     """Refuse a precision that this device does not support.
 
     Raises:

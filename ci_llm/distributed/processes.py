@@ -1,20 +1,27 @@
-"""The processes of a run: the device of this one, and every collective of the training.
+"""The processes of a run: how they meet, the device of this one, and every collective of the training.
 
 One optimizer step has two collectives. Every process first casts a ballot (`agree`), before it enters any other
 collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). The ballot goes over gloo on
 every machine, because gloo reports a dead peer within milliseconds, while a kernel on a GPU would wait for it. A single
-process communicates nothing. Accelerate owns launch, placement and precision; only this file imports it.
+process communicates nothing. The processes meet at one address, once, and join a new group for every run. Accelerate
+owns launch, placement and precision; only this file imports it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import platform
 import secrets
+import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -24,22 +31,33 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from ci_llm.cluster.launch import Launch, disable_unsupported, launch_notes, read_launch
+from ci_llm.cluster.launch import Launch, disable_unsupported, has_rounds, launch_notes, names_of_round, read_launch
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.durable import make_folders, read_json, write_json
-from ci_llm.core.memory import free_memory
+from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed import precision
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.distributed.process_group import join, leave, peer_errors, reduce_within_bound, rendezvous_errors
-from ci_llm.errors import CiLlmError, LaunchError, first_line
+from ci_llm.errors import CiLlmError, LaunchError, PeerLost, first_line
+from ci_llm.interrupts import Interrupts
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+# A process that dies closes its connections, which the others notice at once. This bounds the wait for a machine that
+# went silent, and for the main process while it works alone (`Processes.main_process_first`).
+COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+#: The longest that an all-reduce of gradients may take on GPUs. All processes have just voted, so that all begin it.
+REDUCE_BOUND_S: Final = 60.0
+_REDUCE_LOOK_S: Final = 1e-4
+#: A process that is asked to stop waits so long for the others that it has not met yet.
+MEETING_GRACE_S: Final = 5.0
+_LOOK_S: Final = 0.1
+_RUNS: Final = itertools.count()  # of this process
 SHUTDOWN_BOUND_S: Final = 10.0
 
 
@@ -48,7 +66,6 @@ class Processes:
 
     Args:
         config: for `mixed_precision` and `model_dtype`, and for the size of the batch in the notes.
-        log_with, project_dir: for the trackers of the Accelerator.
         launch: how this process was started; read from the environment by default.
 
     Attributes:
@@ -61,14 +78,7 @@ class Processes:
         ModelError: the device does not support the precision.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        log_with: Sequence[str] = (),
-        project_dir: Path | None = None,
-        launch: Launch | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, launch: Launch | None = None) -> None:
         self.launch = read_launch() if launch is None else launch
         precision.require_known_device()
         on_cpu = precision.runs_on_cpu()
@@ -84,8 +94,6 @@ class Processes:
             self.accelerator = Accelerator(
                 cpu=on_cpu,
                 mixed_precision="no" if config.mixed_precision == AUTO else config.mixed_precision,
-                log_with=list(log_with) or None,
-                project_dir=project_dir,
                 kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
             )
             if self.device.type == "cuda":  # ACCELERATE_TORCH_DEVICE may name another one than torch's current one
@@ -151,7 +159,7 @@ class Processes:
         """Choose a precision where the configuration says auto: the same one on all processes. A collective.
 
         Args:
-            before: the settings of the checkpoint that this run goes on from. It keeps its precision on any machine,
+            before: the settings of the checkpoint that this run resumes from. It keeps its precision on any machine,
                 because the choice of another machine would be another arithmetic.
 
         Returns:
@@ -280,7 +288,8 @@ class Processes:
         token = self.broadcast_object(secrets.token_hex(8))
         if problem := self.on_main(lambda: self._write_launch_token(folder, token)):
             raise LaunchError(problem, where=str(folder), hint="give another output_dir, or start once")
-        blind = [index for index, sees in enumerate(self.gather_object(_sees_token(folder, token))) if not sees]
+        each_sees = self.gather_object(_token_path(folder, token).is_file())
+        blind = [index for index, sees in enumerate(each_sees) if not sees]
         if blind:
             raise LaunchError(
                 f"the folder of process 0 is not the folder of process {', '.join(map(str, blind))}",
@@ -348,8 +357,6 @@ def check_process_group() -> str:
 
 
 def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
-    if launch.requested_processes is None:
-        return launch_notes(launch, os.environ, num_gpus=num_gpus)
     rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
     return launch_notes(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
 
@@ -393,10 +400,6 @@ def _token_path(folder: Path, token: str) -> Path:
     return folder / f"{LAUNCH_TOKEN}{token}.json"
 
 
-def _sees_token(folder: Path, token: str) -> bool:
-    return _token_path(folder, token).is_file()
-
-
 def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
     """Whether this token is of another living process of the same launcher; removes the token of a dead process.
 
@@ -412,3 +415,109 @@ def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
         path.unlink(missing_ok=True)
         return False
     return bool(other["parent"] == own["parent"] and other["pid"] != own["pid"])
+
+
+def join(launch: Launch, backend: str) -> None:
+    """Join under names of this run alone: what an earlier run of these processes has left in the store stays apart."""
+    place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    store = PrefixStore(f"{names_of_round()}ci_llm run {next(_RUNS)}", _meeting_point(*place))
+    index, count = launch.process_index, launch.num_processes
+    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=COLLECTIVE_TIMEOUT)
+
+
+@cache
+def _meeting_point(_address: str, _port: str) -> Store:
+    """The store where the environment says. It is kept for the next run: a peer may be there first and need it."""
+    store: Store = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))[0]
+    return store
+
+
+@contextmanager
+def rendezvous_errors(launch: Launch) -> Iterator[None]:
+    """Processes that cannot meet are a LaunchError with the way; not so an error of this process's own device."""
+    address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    try:
+        socket.getaddrinfo(address, port)  # fails at once; torch would try an unknown name for half an hour
+        yield
+    except (RuntimeError, OSError) as error:
+        if _is_of_own_device(error):
+            raise
+        raise LaunchError(
+            f"the {launch.num_processes} processes cannot meet: {first_line(error)}",
+            where=f"{address}:{port}",
+            hint="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
+        ) from error
+
+
+@contextmanager
+def ends_if_stopped(interrupts: Interrupts) -> Iterator[None]:
+    """In an elastic round, a request to stop ends this process if the block, in which processes meet, outlasts it.
+
+    A peer that has died will never come, and torch waits for it in calls that no signal interrupts, until the agent
+    kills. Nothing is lost, because before they have met, processes have nothing to save.
+    """
+    if not has_rounds():
+        yield
+        return
+    met = threading.Event()
+
+    def watch() -> None:
+        while not met.is_set():
+            if interrupts.wait(_LOOK_S) and not met.wait(MEETING_GRACE_S):
+                os.write(sys.stderr.fileno(), b"asked to stop, and the other processes have not come: leaving\n")
+                os._exit(1)
+
+    watcher = threading.Thread(target=watch, name="ci_llm meeting", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        met.set()
+        watcher.join()
+
+
+def leave() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """An error of a collective in the block means that a process is gone: a PeerLost.
+
+    Not so an error of this process's own device: the first collective after it is where CUDA reports it.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
+        if _is_of_own_device(error):
+            raise
+        raise PeerLost(
+            "a process of this run is gone or silent",
+            where=first_line(error),
+            hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
+        ) from error
+
+
+def reduce_within_bound(tensor: Tensor) -> None:
+    """Add a tensor over all processes, in place, and return when it is done or a peer is gone.
+
+    gloo tells of a dead peer at once. On a GPU the call returns before anything is added, and a kernel without its
+    peer never ends. The optimizer must not move by such a gradient, so the host looks until the kernel has ended.
+
+    Raises:
+        RuntimeError: a peer is gone, or silent for `REDUCE_BOUND_S`.
+    """
+    dist.all_reduce(tensor)
+    if not tensor.is_cuda:
+        return
+    done, until = torch.cuda.current_stream(tensor.device).record_event(), time.monotonic() + REDUCE_BOUND_S
+    while not done.query():
+        if time.monotonic() > until:
+            raise RuntimeError(f"the sum of {tensor.numel():,} gradients has not ended within {REDUCE_BOUND_S:g} s")
+        time.sleep(_REDUCE_LOOK_S)
+
+
+def _is_of_own_device(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)

@@ -11,7 +11,7 @@ on every machine, where NCCL waits for minutes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -45,7 +45,7 @@ class TorchProcessGroup:
     """The processes of `torch.distributed` if it is initialised; otherwise this process alone.
 
     Args:
-        device: of the tensors in a collective; chosen by the backend if None.
+        device: the device of the tensors in a collective; chosen by the backend if None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -70,8 +70,8 @@ class SideChannel:
     Building it is a collective, and so is every exchange. On a single process it returns what it is given.
 
     Attributes:
-        index: of this process.
-        count: of all processes.
+        index: the index of this process.
+        count: the number of all processes.
     """
 
     def __init__(self) -> None:
@@ -103,18 +103,12 @@ class SideChannel:
         """Exchange what `work` returns on each process, with one collective.
 
         Raises:
-            CheckpointError: `work` raised on another process; where it raised, its own error goes on. No process is
+            CheckpointError: `work` raised on another process; where it raised, its own error is raised. No process is
                 left waiting for one that failed.
             PeerLost: a process has ended.
         """
-        try:
+        with _failure_told(lambda: self.exchange(_FAILED)):
             message = _FINE + work()
-        except PeerLost:
-            raise  # there is nobody left to tell
-        except BaseException:
-            # KeyboardInterrupt and SystemExit too: the others are in this collective already, whatever ended the work.
-            self.exchange(_FAILED)
-            raise
         received = self.exchange(message)
         if any(each[:1] == _FAILED for each in received):
             raise failed_elsewhere()
@@ -199,21 +193,33 @@ def run_collectively(processes: ProcessGroup, work: Callable[[], Sequence[int]])
     """Do `work` on every process and add up what it returns. A collective.
 
     Raises:
-        CheckpointError: `work` raised on another process; where it raised, its own error goes on. No process is left
+        CheckpointError: `work` raised on another process; where it raised, its own error is raised. No process is left
             waiting for one that failed.
         PeerLost: at once and without a vote, because processes that wait elsewhere could not take part in it.
     """
-    try:
+    with _failure_told(lambda: _add_up(processes, failed=True)):
         votes = work()
-    except PeerLost:
-        raise
-    except BaseException:
-        _add_up(processes, failed=True)
-        raise
     failed, *totals = _add_up(processes, votes)
     if failed:
         raise failed_elsewhere()
     return totals[: len(votes)]
+
+
+@contextlib.contextmanager
+def _failure_told(tell: Callable[[], object]) -> Iterator[None]:
+    """Call `tell` if the block fails: the other processes are in the collective that follows it already."""
+    try:
+        yield
+    except PeerLost:
+        raise  # there is nobody left to tell
+    except BaseException:  # KeyboardInterrupt and SystemExit too
+        tell()
+        raise
+
+
+def is_true_anywhere(processes: ProcessGroup, work: Callable[[], bool]) -> bool:
+    """Do `work` on every process; whether it returned True on any. A collective, with the errors of the one above."""
+    return run_collectively(processes, lambda: [work()])[0] > 0
 
 
 def _add_up(processes: ProcessGroup, votes: Sequence[int] = (), *, failed: bool = False) -> list[int]:

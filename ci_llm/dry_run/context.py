@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import psutil
@@ -27,53 +26,24 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.start.cost_model import Trace
 
+
+class Inapplicable(Exception):
+    """There is nothing to check here, such as a GPU where there is none; the message says what was not checked."""
+
+
+_FIGURES: Final = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+)
 #: Published figures of the bases of the presets: enough to estimate what a run needs.
-KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-0.5B": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "meta-llama/Llama-3.1-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    },
-    "meta-llama/Llama-3.1-70B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    },
-    "google/gemma-2-2b": {
-        "model_type": "gemma2",
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+KNOWN: Final[dict[str, dict[str, Any]]] = {
+    name: dict(zip(_FIGURES, figures, strict=True))
+    for name, *figures in (
+        ("Qwen/Qwen2.5-0.5B", "qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, True),
+        ("meta-llama/Llama-3.1-8B", "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, False),
+        ("meta-llama/Llama-3.1-70B", "llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, False),
+        ("google/gemma-2-2b", "gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192, True),
+    )
 }
 
 
@@ -100,7 +70,7 @@ def find_shape(model_name: str) -> Shape:
     """The architecture called `model_name`, even without its weights; of a known one also without the hub.
 
     Raises:
-        ModelError: nothing is known of it, or it is no causal language model.
+        ModelError: nothing is known of it, or it is not a causal language model.
     """
     from_hub = model_name != "embedded" and not Path(model_name).exists()
     try:
@@ -121,8 +91,8 @@ class Measured:
     """What the toy run measured on the real base; None if the embedded base stood in for it.
 
     Attributes:
-        tokens_per_s: of training, all processes together.
-        checkpoint_bytes: of one checkpoint.
+        tokens_per_s: tokens of training per second, all processes together.
+        checkpoint_bytes: the size of one checkpoint.
         row_evaluated_s: seconds per row of an evaluation.
         token_generated_s: seconds per token of the answers that are written at once, in the evaluation at the end.
     """
@@ -165,14 +135,6 @@ class CheckContext:
     def __post_init__(self) -> None:
         longest = UNSEEN if self.config.is_open("max_seq_length") else self.config.max_seq_length
         self.lengths = Lengths(longest, 0.0, longest, learned=0.5, sampled=False)
-
-    def __enter__(self) -> CheckContext:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.at_end.close()
 
     @property
     def rows_per_step(self) -> int:

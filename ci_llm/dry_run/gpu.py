@@ -26,8 +26,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
-from ci_llm.dry_run.checks import Inapplicable
-from ci_llm.dry_run.context import CheckContext
+from ci_llm.dry_run.context import CheckContext, Inapplicable
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.logs.hardware import Gpus
 from ci_llm.lora.attention import HALVES, Trial, Way, bound_of
@@ -109,13 +108,11 @@ def autocast(device: torch.device) -> str:
         if name == "bf16" and not has_bf16(device):
             continue
         toy = Toy.on(device)
-        gap = _distance(toy.gradients(DTYPES[name]), toy.gradients())
+        half, full = toy.gradients(DTYPES[name]).double(), toy.gradients().double()
+        gap = float((half - full).norm() / full.norm())
         if not gap < HALF_TOLERANCE:
-            raise ModelError(
-                f"gradients in {name} differ from those in fp32 by {gap:.1e} of their norm",
-                where=f"mixed_precision: {name}",
-                hint="mixed_precision=no",
-            )
+            what = f"gradients in {name} differ from those in fp32 by {gap:.1e} of their norm"
+            raise ModelError(what, where=f"mixed_precision: {name}", hint="mixed_precision=no")
         before = toy.crowd.agents.weights.clone()
         toy.optimizer().step()
         after = toy.crowd.agents.weights
@@ -158,11 +155,8 @@ def _attends(way: Way, device: torch.device, dtype: torch.dtype) -> str:
                 raise
             return "not here"
     if not worst < bound_of(dtype):
-        raise ModelError(
-            f"attention by {way} in {dtype} differs from plain products by {worst:.1e}",
-            where=f"{device}",
-            hint=REPORT_HINT,
-        )
+        what = f"attention by {way} in {dtype} differs from plain products by {worst:.1e}"
+        raise ModelError(what, where=f"{device}", hint=REPORT_HINT)
     return f"within {worst:.1e}"
 
 
@@ -262,10 +256,6 @@ def _watched() -> str:
     read = gpus.read()
     gpus.close()
     return ", ".join(str(gpu["name"]) for gpu in read) or "the driver tells monitor_gpu nothing"
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 def determinism_of(context: CheckContext) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
 from functools import partial
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -29,8 +28,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
 from ci_llm.lora.heads import how_tokenized
 from ci_llm.run.start import cost_model
-from ci_llm.run.start.counting import eval_samples_of, steps_of
-from ci_llm.run.start.loading import learns_preferred, objective_by_rows
+from ci_llm.run.start.loading import eval_samples_of, learns_preferred, objective_by_rows, steps_of
 
 #: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -71,7 +69,8 @@ def template(context: CheckContext) -> str:
         seen = max(examples.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})
     if not context.shape.offline:
-        context.lengths = _lengths(context.examples)
+        each = {id(examples): examples for examples in context.examples}.values()
+        context.lengths = Lengths.of([examples[number] for examples in each for number in range(len(examples))])
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
     lines = [line for found in different.values() for line in _description(context, wanted, *found)]
     return "\n".join([*lines, *(f"auto: {line}" for line in context.config.told_auto())])
@@ -85,11 +84,6 @@ def _description(context: CheckContext, wanted: int, rows: Rows, examples: Token
     number = wanted if wanted < len(rows) else "all"
     source = naming_template(source, context.config.chat_template)
     return [f"{source}; of {number} rows:", *lines, *examples.warnings]
-
-
-def _lengths(each: Sequence[TokenizedRows]) -> Lengths:
-    different = {id(examples): examples for examples in each}.values()
-    return Lengths.of([examples[number] for examples in different for number in range(len(examples))])
 
 
 def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
@@ -114,40 +108,26 @@ def tokenize_samples(
     number_evaluated: int,
     max_seq_length: int | None = None,
 ) -> None:
-    """Tokenise some rows of every agent, to train on and to evaluate on."""
+    """Tokenise some rows of every agent, evenly spread; what comes of it lies in the scratch folder."""
 
-    def tokens(rows: Rows, number: int, *, evaluated: bool) -> TokenizedRows:
-        return tokenized(context, rows, tokenizer, number, max_seq_length, evaluated=evaluated)
+    def tokens(rows: Rows, most: int, *, evaluated: bool) -> TokenizedRows:
+        taken = min(most, len(rows))
+        return tokenize(
+            rows.select([at * len(rows) // taken for at in range(taken)]),
+            tokenizer,
+            max_seq_length=max_seq_length or context.config.max_seq_length,
+            train_on_prompt=context.config.train_on_prompt,
+            learn_preferred=learns_preferred(context.config, rows),
+            **how_tokenized(context.config, context.shape.config, tokenizer),
+            long_rows=context.config.long_rows,
+            evaluated=evaluated,
+            cache_folder=context.scratch / "tokens",
+            main_process_first=context.processes.main_process_first(),
+        )
 
-    context.examples = once_each(context.rows, partial(tokens, number=number, evaluated=False))
-    evaluated = once_each(context.eval_rows, partial(tokens, number=number_evaluated, evaluated=True))
+    context.examples = once_each(context.rows, partial(tokens, most=number, evaluated=False))
+    evaluated = once_each(context.eval_rows, partial(tokens, most=number_evaluated, evaluated=True))
     context.eval_examples = EvaluationRows.of(evaluated)
-
-
-def tokenized(
-    context: CheckContext,
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    max_seq_length: int | None = None,
-    *,
-    evaluated: bool,
-) -> TokenizedRows:
-    """At most `number` rows, evenly spread, as tokens; cached in the scratch folder."""
-    number = min(number, len(rows))
-    chosen = [at * len(rows) // number for at in range(number)]
-    return tokenize(
-        rows.select(chosen),
-        tokenizer,
-        max_seq_length=max_seq_length or context.config.max_seq_length,
-        train_on_prompt=context.config.train_on_prompt,
-        learn_preferred=learns_preferred(context.config, rows),
-        **how_tokenized(context.config, context.shape.config, tokenizer),
-        long_rows=context.config.long_rows,
-        evaluated=evaluated,
-        cache_folder=context.scratch / "tokens",
-        main_process_first=context.processes.main_process_first(),
-    )
 
 
 def estimate(context: CheckContext) -> str:

@@ -31,7 +31,7 @@ from ci_llm.dry_run.inputs import tokenize_samples
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
-from ci_llm.run.context import Run
+from ci_llm.run.context import Resources, Run
 from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.job import conclude
@@ -56,19 +56,10 @@ def model(context: CheckContext) -> str:
     manager, log = context.open_run_folder(config)
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
-    run = context.run = assemble(
-        config,
-        context.processes,
-        context.interrupts,
-        manager,
-        RunMirror(config, manager, context.processes, context.interrupts),
-        log,
-        base,
-        crowd,
-        training_rows(config, context.examples),
-        context.eval_examples,
-        context.examples,
-    )
+    mirror = RunMirror(config, manager, context.processes, context.interrupts)
+    resources = Resources(config, context.processes, context.interrupts, manager, mirror, log)
+    rows = training_rows(config, context.examples)
+    run = context.run = assemble(resources, base, crowd, rows, context.eval_examples, context.examples)
     if (members := run.state.members) is not None:  # the crowd of all branches needs the most memory
         run.state = replace(run.state, members=members.at_once(run.state.step))
         make_due_changes(run)
@@ -153,7 +144,7 @@ def checkpoint(context: CheckContext) -> str:
 
 
 def _bits(state: Any, name: str = "") -> dict[str, bytes]:
-    """Every value below its path, as bytes; but the global generators, which go on by themselves."""
+    """Every value below its path, as bytes; without the global generators, which everything moves on."""
     if isinstance(state, Mapping):
         parts = (_bits(value, f"{name}/{key}") for key, value in state.items() if (name, key) != ("", "rng"))
         return {path: raw for part in parts for path, raw in part.items()}
@@ -165,11 +156,8 @@ def _bits(state: Any, name: str = "") -> dict[str, bytes]:
 def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str) -> None:
     changed = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
     if changed:
-        raise CheckpointError(
-            f"{len(changed)} of {len(wanted)} parts come back changed, the first is {changed[0]}",
-            where=where,
-            hint="do not train on this disk: it changes what is written",
-        )
+        what = f"{len(changed)} of {len(wanted)} parts come back changed, the first is {changed[0]}"
+        raise CheckpointError(what, where=where, hint="do not train on this disk: it changes what is written")
 
 
 def interruption(context: CheckContext) -> str:

@@ -29,7 +29,7 @@ from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.given_path import is_base, require_checkpoint
-from ci_llm.crowd.judging import Ranking, rank
+from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
 from ci_llm.crowd.preferences import Preferences
@@ -40,8 +40,16 @@ from ci_llm.data.rows import Chat
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
-from ci_llm.evaluation.predictions import Predictions, Row, Source, open_predictions, require_own
-from ci_llm.evaluation.sureness import LEAST_OF_EACH, sureness_record
+from ci_llm.evaluation.predictions import (
+    LEAST_OF_EACH,
+    Predictions,
+    Row,
+    Source,
+    open_predictions,
+    require_own,
+    sureness,
+    sureness_record,
+)
 from ci_llm.lora.layer import NOBODY
 from ci_llm.objectives import objective_of
 from ci_llm.report.scores import surest_first
@@ -112,7 +120,7 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
     if calibrated is not None:
         loading.require_new_rows(job)
     with _autocast(job.config, job.crowd.device):
-        if calibrated is not None:  # before the answers, which may depend on what is learned
+        if calibrated is not None and not job.crowd.settings.outputs:  # before the answers, which may depend on it
             job.crowd.learned = _fitting(job, lambda job: _learn(job, progress))
         if len(job.questions):
             with open_predictions(
@@ -130,6 +138,9 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
                 loading.refuse_unanswerable(job)
             resumed, rows = 0, []
             scores, base = _fitting(job, lambda job: _score(job, progress))
+            if calibrated is not None:
+                scores = _calibrated(job, scores)
+                write_json(calibrated, job.crowd.calibration.record())  # type: ignore[union-attr]
     return Evaluation(
         record=_record(job, scores, base, rows),
         lines=_lines(job),
@@ -289,6 +300,24 @@ def _learn(job: loading.Job, progress: Progress) -> Learned:
     return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
 
 
+def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:
+    """Fit the temperature of classes, which the crowd then has; returns the scores with it."""
+    assert isinstance(scores.judged, Classes), "others were refused"
+    before, crowd = replace(scores.judged, temperature=1.0), job.crowd
+    crowd.calibration = Calibration.of_classes(
+        before.everyone[-1].log(), before.labels, crowd.num_agents, **_about(job, len(before.labels))
+    )
+    crowd.learned = crowd.calibration.learned
+    judged = replace(before, temperature=crowd.learned.temperature)
+    return replace(scores, judged=judged, nll=judged.outcome[1])
+
+
+def _about(job: loading.Job, rows: int) -> dict[str, Any]:
+    """What a calibration says of itself."""
+    data = public_name(job.tokenized.rows.where)  # it leaves this machine with the agents
+    return {"rows": rows, "data": data, "weights": job.saved.weights}
+
+
 def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
     """From the lines of the predictions file, and the targets of the same rows."""
     learned, right = job.crowd.learned, _right(rows).tolist()
@@ -298,9 +327,7 @@ def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
         ([row["signals"] for row in rows], right[job.crowd.num_agents]),
         [([row["agents_signals"][k] for row in rows], right[k]) for k in range(job.crowd.num_agents)],
         aggregator=job.config.aggregator,
-        rows=len(rows),
-        data=public_name(job.tokenized.rows.where),  # it leaves this machine with the agents
-        weights=job.saved.weights,
+        **_about(job, len(rows)),
     )
 
 
@@ -362,6 +389,9 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
             names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
+    if isinstance(found := scores.judged, Classes):
+        sure = sureness("probability", found.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
+        return {**record, "left_out": 0, "sureness": sure}
     if heads:
         return {**record, "left_out": 0}
     return {**record, "left_out": job.questions.left_out, **_text_figures(job, scores, base)}

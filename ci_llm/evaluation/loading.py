@@ -18,14 +18,15 @@ from ci_llm.config import Config, load_config, parse_config
 from ci_llm.config.schema import with_trait
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import num_positions
+from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.scoring import JudgedBy, Questions, judged_by
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.errors import BadInput, ConfigError, DataError
-from ci_llm.evaluation.sureness import AGENTS_PER_PROMPT
+from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
+from ci_llm.evaluation.predictions import AGENTS_PER_PROMPT
 from ci_llm.lora.heads import how_tokenized
 from ci_llm.objectives import SFT, head_size
 
@@ -44,9 +45,9 @@ class Choice:
 
     Attributes:
         data: `embedded`, a hub id, a file, a glob or a folder; None for the rows that the run was evaluated on.
-        split: of the data set.
+        split: the split of the data set.
         max_samples: take at most so many rows, evenly spread.
-        keys: of the configuration, changed for this evaluation.
+        keys: the keys of the configuration, changed for this evaluation.
     """
 
     data: str | None
@@ -64,7 +65,7 @@ def read_keys(words: Sequence[str]) -> dict[str, Any]:
     """The `key=value` words of a command line, as values of the configuration.
 
     Raises:
-        ConfigError: one is no key, has another type, or has nothing to do with an evaluation.
+        ConfigError: one is not a key, has another type, or has nothing to do with an evaluation.
     """
     given = load_config(None, words)
     if strange := sorted({*given.model_fields_set, *given.without_effect} - {*KEYS}):
@@ -92,7 +93,7 @@ def open_rows(config: Config | None, choice: Choice, where: str) -> tuple[Config
     """The rows to evaluate on, and the configuration by which they are read and answered.
 
     Args:
-        config: of the run; None if it has none.
+        config: the configuration of the run; None if no run is known.
         where: the run, for messages.
 
     Raises:
@@ -152,7 +153,7 @@ class Request:
         metric: a module of `ci_llm.crowd.metrics`; None: exact_match, but for free text, which the NLL judges.
         batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
         output: the predictions file; None: `predictions.jsonl` in the folder of the run.
-        overwrite: begin the predictions file anew, whatever it holds.
+        overwrite: start the predictions file again, whatever it holds.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
         calibrate: fit a calibration on the answers, and keep it beside the checkpoint.
         abstain_below: say what answers remain if those that are less probably right are not given.
@@ -180,7 +181,7 @@ class Job:
     """The parts of an evaluation, loaded.
 
     Attributes:
-        names: of the agents, for people; empty for a base alone.
+        names: the names of the agents, for people; empty for a base alone.
         judged_by: see `ci_llm.crowd.scoring.judged_by`.
         judged: the same rows as pairs or rated rows, for agents that were trained on these; None for others.
     """
@@ -223,7 +224,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
     tokenized = _tokenized(rows, crowd, config)
     if heads := crowd.settings.outputs:
-        _require_no_answers(request)
+        _require_no_answers(request, crowd)
     count = config.generation_eval_samples if choice.is_own else 0
     questions = Questions.of(
         [] if heads else tokenized,
@@ -238,9 +239,22 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, prompter, heads=heads)
     batch_size = request.batch_size or config.batch_size
     judged = None
-    if config.objective not in ("auto", SFT) and not heads and config.reference == "base":
+    if config.objective not in ("auto", SFT) and not heads and _has_reference(crowd, config, checkpoint):
         judged = _tokenized(load_rows(config, "judged"), crowd, config)
     return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge, judged)
+
+
+def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:
+    """Whether agents can be compared with what they were compared with in training; a warning says why not."""
+    if config.reference == "base" or config.init_from is None or checkpoint is None:
+        return config.reference == "base"
+    prints: Any = read_manifest(checkpoint).info.get("fingerprints", {})
+    try:
+        find_reference(crowd, Path(config.init_from), prints.get("start"))
+    except CiLlmError as error:
+        logger.warning(f"answers are not ranked, as the agents' start is missing: {error.what} ({error.where})")
+        return False
+    return True
 
 
 def _sets(tokenized: TokenizedRows) -> list[range]:
@@ -264,13 +278,16 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
         return rows
 
 
-def _require_no_answers(request: Request) -> None:
-    """Refuse what is about answers, for agents that have heads and give none."""
-    given = {"--metric": request.metric, "--output": request.output, "--abstain-below": request.abstain_below}
-    given |= {"--calibrate": request.calibrate}
-    if odd := [option for option, value in given.items() if value not in (None, False)]:
+def _require_no_answers(request: Request, crowd: Crowd) -> None:
+    """Refuse what is about answers, for agents that have heads and give none; only classes have probabilities."""
+    given: dict[str, object] = {"--metric": request.metric, "--output": request.output}
+    if not crowd.classes:
+        given |= {"--abstain-below": request.abstain_below, "--calibrate": request.calibrate or None}
+    if odd := [option for option, value in given.items() if value is not None]:
         raise BadInput(
-            "these agents have heads, and write no answers",
+            "these agents have heads, and write no answers"
+            if crowd.classes
+            else "these agents have heads that give no probabilities, and write no answers",
             where=", ".join(odd),
             hint="leave it out; ci-llm score RUN --file F writes what they say about every text",
         )

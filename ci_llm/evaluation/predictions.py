@@ -1,8 +1,10 @@
-"""The predictions file: one JSON line per row, appended as the rows are answered, so that a killed evaluation resumes.
+"""The predictions file, one JSON line per row, and what its lines say of how sure the crowd is.
+
+Lines are appended as the rows are answered, so that a killed evaluation resumes.
 
 Beside `NAME.jsonl` lies `NAME.source.json`. It is written first and records which weights, questions and settings the
 lines come from. A call with the same source keeps the complete lines, removes the beginning of a line that a crash
-has left at the end, and goes on from there; any other call is refused.
+has left at the end, and resumes from there; any other call is refused.
 """
 
 from __future__ import annotations
@@ -16,29 +18,35 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from ci_llm.core.durable import append, cut, locked, make_folders, read_json, write_bytes, write_json
+from ci_llm.crowd.answers import Calibration
+from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
-_WAYS_ON = "give another name by --output, or begin anew with --overwrite"
+_WAYS_ON = "give another name by --output, or begin again with --overwrite"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the lines of a predictions file are answers of.
+    """Where the lines of a predictions file come from: their weights, their questions, and how they were answered.
 
     Attributes:
         weights: fingerprint of agents and base.
         questions: fingerprint of the questions and their reference answers.
         checkpoint, data: where both came from, for people; they are not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
-        step: of the checkpoint, for reports; it is not compared. Older releases did not write it.
-        under_way: of the call that answers them now, or was killed: questions at a time, and lines before it; as well.
+        step: the step of the checkpoint, for reports; it is not compared. Older releases did not write it.
+        under_way: how many questions the present call, or one that was killed, answers at a time, and how many lines
+            it found; not compared either.
         format: raised when the lines of a later version say something else.
     """
 
@@ -98,9 +106,9 @@ def open_predictions(
     """A predictions file of `source`: new, or with the lines that an earlier call has left. One process at a time.
 
     Args:
-        prompts: of all questions, in order; a line must be about the question whose place it has.
+        prompts: the prompts of all questions, in order; a line must be about the question whose place it has.
         batch_size: questions to answer at a time.
-        overwrite: begin anew, whatever the file holds.
+        overwrite: start again, whatever the file holds.
 
     Raises:
         BadInput: the file is of another source, damaged, or in use; or the disk refuses it.
@@ -167,7 +175,7 @@ def _kept(path: Path, source: Source, prompts: Sequence[str]) -> tuple[list[Row]
     if different := list(source.differences(known)):
         what = f"the predictions in this file are of {', '.join(different)}"
         free = next(name for n in count(2) if not (name := path.with_stem(f"{path.stem}-{n}")).exists())
-        raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one anew")
+        raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one again")
     content = path.read_bytes()
     size = content.rfind(b"\n") + 1
     rows = [_parsed(line, prompts, number, path) for number, line in enumerate(content[:size].split(b"\n")[:-1])]
@@ -181,7 +189,9 @@ def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row
         row = json.loads(line)
         if number < len(prompts) and isinstance(row, dict) and row.get("prompt") == prompts[number]:
             return row
-    raise BadInput("this line is no prediction for the row of its place", where=f"{path}:{number + 1}", hint=_WAYS_ON)
+    raise BadInput(
+        "this line is not a prediction for the row of its place", where=f"{path}:{number + 1}", hint=_WAYS_ON
+    )
 
 
 @contextmanager
@@ -203,3 +213,95 @@ def _unwritable(path: Path, error: OSError) -> BadInput:
         where=str(path),
         hint="make space there, or give another place by --output; the same call goes on after the last row",
     )
+
+
+COVERAGE: Final = 0.8
+DRAWS: Final = 200
+#: The price in agents that escalation is shown at.
+AGENTS_PER_PROMPT: Final = 1.6
+#: Right answers, and as many wrong ones, below which people are shown no AUROC.
+LEAST_OF_EACH: Final = 10
+
+
+def honest_error(probabilities: ArrayLike) -> float:
+    """The calibration error that the same probabilities would have if they were true, by chance alone."""
+    p, generator = np.asarray(probabilities, float), np.random.default_rng(0)
+    return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(DRAWS)]))
+
+
+def at_coverage(sure: ArrayLike, right: ArrayLike) -> float:
+    """The share of right answers among the `COVERAGE` of them that are surest."""
+    numbers, is_right = np.asarray(sure, float), np.asarray(right, float)
+    kept = np.argsort(-numbers, kind="stable")[: max(1, round(COVERAGE * len(numbers)))]
+    return float(is_right[kept].mean())
+
+
+def sureness_record(
+    rows: Sequence[Row],
+    calibration: Calibration | None,
+    aggregator: str,
+    *,
+    abstain_below: float | None = None,
+    agents_per_prompt: float = AGENTS_PER_PROMPT,
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """What the lines of a predictions file say of how sure the crowd is: `sureness` of an evaluation.
+
+    `by` names the number that is judged: the calibrated probability, or without a calibration the confidence. Its order
+    is that of the log-probabilities: the confidence itself is 0 for every long text.
+
+    Args:
+        names: the names of the agents; None: agent0, agent1, ...
+    """
+    fits = calibration is not None and calibration.aggregator == aggregator
+    numbers = [calibration.right(row["signals"]) if fits else row["confidence"] for row in rows]  # type: ignore[union-attr]
+    order = numbers if fits else [row["signals"][0] for row in rows]
+    by = "probability_right" if fits else "confidence"
+    record = sureness(by, numbers, [row["correct"] for row in rows], abstain_below, order)
+    if calibration is not None:
+        record["escalation"] = _escalation(rows, calibration, agents_per_prompt, names)
+    return record
+
+
+def sureness(
+    by: str, numbers: ArrayLike, right: ArrayLike, abstain_below: float | None, order: ArrayLike | None = None
+) -> dict[str, Any]:
+    """How far n numbers called `by`, each a probability that an answer is right, can be trusted.
+
+    Args:
+        order: what the answers are sorted by, where the numbers themselves round to 0; None: by these.
+    """
+    p, is_right, order = np.asarray(numbers, float), np.asarray(right, bool), numbers if order is None else order
+    record: dict[str, Any] = {
+        "by": by,
+        "rows": len(p),
+        "right": int(is_right.sum()),
+        "auroc": auroc(order, is_right),
+        "calibration_error": calibration_error(p, is_right),
+        "calibration_error_by_chance": honest_error(p),
+        "coverage": COVERAGE,
+        "exact_match_at_coverage": at_coverage(order, is_right),
+    }
+    if abstain_below is not None:
+        given = p >= abstain_below
+        record["abstention"] = {
+            "below": abstain_below,
+            "answered": float(given.mean()),
+            "exact_match": float(is_right[given].mean()) if given.any() else None,
+        }
+    return record
+
+
+def _escalation(
+    rows: Sequence[Row], calibration: Calibration, agents_per_prompt: float, names: Sequence[str] | None
+) -> dict[str, Any]:
+    """What asking one agent first, and all where it is unsure, costs and keeps; from answers that are there already."""
+    agent, below = calibration.agent, calibration.escalates_below(agents_per_prompt)
+    unsure = np.array([calibration.agent_right(row["agents_signals"][agent]) < below for row in rows])
+    right = np.where(unsure, [row["correct"] for row in rows], [row["agents_correct"][agent] for row in rows])
+    return {
+        "agent": names[agent] if names else f"agent{agent}",
+        "below": below,
+        "agents_per_prompt": float(1 + len(calibration.learned.weights) * unsure.mean()),
+        "exact_match": float(right.mean()),
+    }

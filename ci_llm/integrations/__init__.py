@@ -1,1 +1,1 @@
-"""The package inside other libraries: checkpoints under Accelerate, Trainer and Lightning, crowds in lm_eval."""
+"""The package inside other libraries: checkpoints under Accelerate, Trainer and Lightning."""

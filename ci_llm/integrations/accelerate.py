@@ -1,4 +1,4 @@
-"""A crowd in any Accelerate loop: `save_state` writes agents and not the base, `load_state` goes on bit for bit.
+"""A crowd in any Accelerate loop: `save_state` writes agents and not the base, `load_state` resumes bit for bit.
 
     crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
     register_hooks(accelerator)
@@ -41,7 +41,7 @@ from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import HOOKS_FOLDER, META
-from ci_llm.data.sampler import StatefulSampler
+from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, restore_generators
@@ -262,11 +262,8 @@ def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
 
 def _require_whole(folder: Path) -> None:
     if not (folder / FOLDER / MANIFEST).is_file():
-        raise CheckpointError(
-            "this folder was not saved with register_hooks",
-            where=str(folder),
-            hint=f"give one that was: it holds {FOLDER}/{MANIFEST}",
-        )
+        what = "this folder was not saved with register_hooks"
+        raise CheckpointError(what, where=str(folder), hint=f"give one that was: it holds {FOLDER}/{MANIFEST}")
     last = folder / str(read_manifest(folder / FOLDER).info.get("last_file", LAST_FILE))
     if not zipfile.is_zipfile(last):  # as torch.save writes them, and what says so stands at the end
         raise CheckpointError(

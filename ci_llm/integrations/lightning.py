@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.core import determinism
-from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
     Saver,
     frozen_digest,
     gather_object,
     load_trained,
+    not_resumed,
     require_same,
     restore_generators,
     trained_tensors,
 )
+from ci_llm.interrupts import shield_workers
 
 try:
     import lightning
@@ -52,7 +53,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
 
     Args:
         directory: the folder of the run, its own, on a disk that all processes share.
-        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others,
+        settings: for `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others,
             but not `checkpoint_backend`: process 0 writes.
 
     Raises:
@@ -71,11 +72,8 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
 
     def __init__(self, directory: Path | str, **settings: Any) -> None:
         if settings.get("checkpoint_backend", "vanilla") != "vanilla":
-            raise ConfigError(
-                "only process 0 has the state that Lightning hands out, so no other process can write a part of it",
-                where="checkpoint_backend",
-                hint='leave it at "vanilla"',
-            )
+            what = "only process 0 has the state that Lightning hands out, so no other process can write a part of it"
+            raise ConfigError(what, where="checkpoint_backend", hint='leave it at "vanilla"')
         self._directory, self._settings = Path(directory), settings
         self.interrupted: str | None = None
         self._attempt: _Attempt | None = None
@@ -175,11 +173,8 @@ class _Attempt:
         """Before the first epoch of this call; everything but generators and data is where it was."""
         trainer = self._trainer
         if self._saver.step is not None and not self._loaded:
-            raise ConfigError(
-                "the run would not go on from its newest checkpoint",
-                where=LightningCheckpoints.__name__,
-                hint="trainer.fit(model, loader, ckpt_path=checkpoints.resume())",
-            )
+            call = "trainer.fit(model, loader, ckpt_path=checkpoints.resume())"
+            raise not_resumed(LightningCheckpoints.__name__, call)
         if len(trainer.fit_loop._combined_loader.flattened) != 1:
             raise ConfigError(
                 "where several loaders stand is not saved", where=LightningCheckpoints.__name__, hint="give one loader"
@@ -207,7 +202,7 @@ class _Attempt:
             shield_workers(*loader.flattened)
 
     def begin_pass(self) -> int:
-        """The order of an epoch is about to be drawn: as it was, if it is the one to go on in.
+        """The order of an epoch is about to be drawn: as it was, if it is the one to resume in.
 
         Returns:
             how many of its batches were used.
@@ -235,7 +230,7 @@ class _Attempt:
         return reason
 
     def end_batch(self, batch_idx: int) -> None:
-        """Whether a window of accumulation goes on."""
+        """Note whether a window of accumulation continues."""
         trainer = self._trainer
         ended = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         self._unused_gradients = trainer.lightning_module.automatic_optimization and not ended
@@ -257,11 +252,11 @@ class _Attempt:
     # What is saved
 
     def _within_epoch(self) -> dict[str, Any]:
-        """Of a batch that is fetched and not yet trained on. A collective."""
+        """The state at a batch that is fetched and not yet trained on. A collective."""
         return self._contents(self._at_epoch, complete=False)
 
     def _at_the_end(self) -> dict[str, Any]:
-        """Of a training that is over: between two epochs, or within one if its steps are used up. A collective."""
+        """The state at the end of a training: between epochs, or within one if its steps are used up. A collective."""
         loop = self._trainer.fit_loop
         whole = loop.epoch_loop._num_ready_batches_reached()
         return self._contents(None if whole else self._at_epoch, complete=bool(self._trainer.should_stop))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core import determinism
 from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, run_collectively
-from ci_llm.errors import ForeignCheckpoint
+from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
 
 #: What leaves checkpoints to itself, by the names of Accelerate's `DistributedType`.
@@ -30,10 +30,10 @@ class Saver:
     Args:
         directory: the folder of the run.
         settings: what a `CheckpointManager` takes.
-        device: of the collectives.
+        device: the device of the collectives.
 
     Attributes:
-        step: what to go on from, the same on every process; None for a fresh start.
+        step: the step to resume from, the same on every process; None for a fresh start.
     """
 
     def __init__(self, directory: Path | str, settings: Mapping[str, Any], device: torch.device) -> None:
@@ -96,11 +96,8 @@ def restore_generators(saved: dict[str, Any], where: str) -> None:
         ForeignCheckpoint: one of them could not be.
     """
     if (missing := determinism.restore(saved)) is not None:
-        raise ForeignCheckpoint(
-            f"not every generator could be restored: {missing}",
-            where=where,
-            hint="resume with as many GPUs visible to each process as before",
-        )
+        what = f"not every generator could be restored: {missing}"
+        raise ForeignCheckpoint(what, where=where, hint="resume with as many GPUs visible to each process as before")
 
 
 def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) -> None:
@@ -111,11 +108,13 @@ def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
     """
     odd = [f"{name} was {there.get(name)!r}, is {value!r}" for name, value in here.items() if there.get(name) != value]
     if odd:
-        raise ForeignCheckpoint(
-            f"the saved training is another one: {'; '.join(odd)}",
-            where=where,
-            hint="put the old values back, or give another folder for a new run",
-        )
+        what = f"the saved training is another one: {'; '.join(odd)}"
+        raise ForeignCheckpoint(what, where=where, hint="put the old values back, or give another folder for a new run")
+
+
+def not_resumed(where: str, call: str) -> ConfigError:
+    """The error for a training that was not begun by the call which resumes it."""
+    return ConfigError("the run would not go on from its newest checkpoint", where=where, hint=call)
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -126,7 +125,7 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Of every frozen parameter's name, shape, dtype and bytes; the same for the same weights."""
+    """A digest of every frozen parameter's name, shape, dtype and bytes: equal for equal weights."""
     whole = hashlib.sha256()
     for name, tensor in sorted(model.named_parameters()):
         if not tensor.requires_grad:

@@ -26,7 +26,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ci_llm.core import determinism
-from ci_llm.distributed.loader_workers import shield_workers
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
     OWN_CHECKPOINTS,
@@ -34,10 +33,12 @@ from ci_llm.integrations.saver import (
     frozen_digest,
     gather_object,
     load_trained,
+    not_resumed,
     require_same,
     restore_generators,
     trained_tensors,
 )
+from ci_llm.interrupts import shield_workers
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
 
     Args:
         directory: the folder of the run, its own.
-        settings: of the `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
+        settings: for `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
 
     Attributes:
         interrupted: why the last `train()` has ended before its work was done, "signal:SIGTERM" for instance; None if
@@ -85,11 +86,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attempt is None or state.global_step != (self._attempt.saver.step or 0):
-            raise ConfigError(
-                "the run would not go on from its newest checkpoint",
-                where=type(self).__name__,
-                hint="trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))",
-            )
+            raise not_resumed(type(self).__name__, "trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))")
         self._attempt.begin()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -135,9 +132,9 @@ class _Attempt:
     """One call of `train()`.
 
     Attributes:
-        source: folder of the checkpoint that it goes on from.
+        source: folder of the checkpoint that it resumes from.
         stopping: whether it was told to end.
-        mark: of the generators after the last step, as long as nothing but the fetching of batches may use them.
+        mark: the generators after the last step, as long as nothing but the fetching of batches may use them.
     """
 
     def __init__(self, trainer: Any, saver: Saver) -> None:
@@ -264,11 +261,12 @@ class _Attempt:
         state = dataclasses.asdict(trainer.state)
         if self.stopping:  # of this call, which is only a part of the run
             state["log_history"] = [line for line in state["log_history"] if "train_runtime" not in line]
+        is_complete = trainer.control.should_training_stop and not self.stopping
         about = {
             "loop": self._loop(),
             "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
             "last_logged": trainer._globalstep_last_logged,
-            "complete_at": trainer.state.max_steps if self._is_complete else None,
+            "complete_at": trainer.state.max_steps if is_complete else None,
         }
         return {
             # Under the name at which Trainer looks for it.
@@ -278,10 +276,6 @@ class _Attempt:
             "processes": processes,
             **{name: own.state_dict() for name, own in self._stateful().items()},
         }
-
-    @property
-    def _is_complete(self) -> bool:
-        return bool(self._trainer.control.should_training_stop) and not self.stopping
 
     def _stateful(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -309,9 +303,9 @@ def _require_fit(trainer: Any, callback: TrainerCheckpoints) -> None:
     problems = {
         "it is not among the callbacks of this trainer": callback not in trainer.callback_handler.callbacks,
         f"{kind} writes its checkpoints itself": kind in OWN_CHECKPOINTS,
-        "auto_find_batch_size begins anew with other batches": trainer.args.auto_find_batch_size,
+        "auto_find_batch_size begins again with other batches": trainer.args.auto_find_batch_size,
         "enable_jit_checkpoint wants the same signals": getattr(trainer.args, "enable_jit_checkpoint", False),
-        "ignore_data_skip begins the epoch anew": trainer.args.ignore_data_skip,
+        "ignore_data_skip begins the epoch again": trainer.args.ignore_data_skip,
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         raise ConfigError("; ".join(found), where=type(callback).__name__, hint="build the Trainer without that")
@@ -327,7 +321,7 @@ def _between_epochs(state: Any) -> bool:
 
 
 def _mark() -> int:
-    """The same as long as nothing has drawn from the global generators of the CPU."""
+    """A number that stays equal as long as nothing draws from the global generators of the CPU."""
     state = determinism.capture()
     tensors = (state["python"]["internal"], state["numpy"]["keys"], state["torch"])
     return hash((state["numpy"]["pos"], *(tensor.numpy().tobytes() for tensor in tensors)))

@@ -22,11 +22,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from ci_llm.cluster.slurm import read_job
 from ci_llm.core import work
+from ci_llm.core.curves import draw_curves
 from ci_llm.core.durable import write_bytes
 from ci_llm.core.metrics_file import METRICS_NAME, Record, number, read_records, record_of
 from ci_llm.core.quantities import duration, size
-from ci_llm.core.text_curves import draw_curves
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
 from ci_llm.logs.trackers import Trackers
@@ -82,7 +83,8 @@ class FileOfSteps(AppendedFile):
             staging: where the folder's owner writes the unfinished file (`durable.write_bytes`).
         """
         if self.still_held() and self.path.exists():
-            kept = [line for line in self._lines() if (of := self._step_of(line)) is not None and of <= step]
+            steps = [(self._step_of(line), line) for line in self._lines()]
+            kept = [line for of, line in steps if of is not None and of <= step]
             write_bytes(self.path, b"".join(line + b"\n" for line in kept), staging=staging)
 
     def _lines(self) -> list[bytes]:
@@ -322,7 +324,7 @@ class RunLog:
         return self._metrics.read(step)
 
     def last_metrics(self) -> dict[str, Any]:
-        """`step` and `time` of the last whole line of metrics.jsonl; empty if there is none."""
+        """`step` and `time` of the last whole line of metrics.jsonl; empty without one."""
         return self._metrics.last()
 
     def start_trackers(
@@ -427,5 +429,5 @@ class RunHandler(logging.Handler):
 
 def _slurm_restarts() -> dict[str, int]:
     """How often SLURM has requeued this job, for every record of metrics; nothing outside of SLURM."""
-    in_job = "SLURM_JOB_ID" in os.environ
-    return {"slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0)} if in_job else {}
+    job = read_job()
+    return {} if job is None else {"slurm_restarts": job.restarts}

@@ -215,7 +215,8 @@ class View:
         position, works = self._position, self._works
         bars = _bars(width)
         for work in works:
-            _add_work(bars, work, width)
+            left = left_of(work.total - work.done, work.done, time.monotonic() - work.began_at)
+            _add_bar(bars, work.what, work.done, work.total, left, width)
         if position is None:
             return bars
         left = self._speed.left(position.total)
@@ -235,12 +236,6 @@ def _bars(width: int) -> Table:
 
 def _has_room(width: int) -> bool:
     return width >= 48
-
-
-def _add_work(bars: Table, work: Work, width: int) -> None:
-    seconds = time.monotonic() - work.began_at
-    left = left_of(work.total - work.done, work.done, seconds)
-    _add_bar(bars, work.what, work.done, work.total, left, width)
 
 
 def _add_bar(bars: Table, name: str, done: int, total: int, left: timedelta | None, width: int) -> None:
@@ -384,7 +379,8 @@ class Terminal:
             self.close()
         elif self._drawer is None and self._area is not None:
             if isinstance(self._area, ScreenArea):
-                self._others = [others for name in ("stdout", "stderr") if (others := self._take_over(name))]
+                names = [name for name in ("stdout", "stderr") if getattr(sys, name).isatty()]
+                self._others = [_Others(name, self._write) for name in names]
             self._ends = False
             self._drawer = threading.Thread(target=self._keep_drawing, name="ci_llm display", daemon=True)
             self._drawer.start()
@@ -415,10 +411,6 @@ class Terminal:
                     others.end_line()
                 self._write(partial(_above, self._area, text))
 
-    def _take_over(self, name: str) -> _Others | None:
-        stream = getattr(sys, name)
-        return _Others(name, stream, self._write) if stream.isatty() else None
-
     def _write(self, text: Callable[[], str]) -> None:
         """Write what `text` returns, in one piece, so that it does not mix with what other processes write."""
         with self._lock:
@@ -445,8 +437,9 @@ class _Others:
     It is passed on unchanged, and at once.
     """
 
-    def __init__(self, name: str, stream: TextIO, write: Callable[[Callable[[], str]], None]) -> None:
-        self._name, self._stream, self._write_first = name, stream, write
+    def __init__(self, name: str, write: Callable[[Callable[[], str]], None]) -> None:
+        self._stream: TextIO = getattr(sys, name)
+        self._name, self._write_first = name, write
         self._pid = os.getpid()
         self._open_since: float | None = None  # when a line was begun that has no end yet
         setattr(sys, name, self)

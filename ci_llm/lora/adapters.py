@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ci_llm.base.given import on_same_weights
+from ci_llm.base.load import on_same_weights
 from ci_llm.base.quantized import replace_quantized_layers
 from ci_llm.base.targets import find_targets, peft_targets, trunk_of
 from ci_llm.core.determinism import generator_for

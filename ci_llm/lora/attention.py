@@ -32,6 +32,10 @@ from ci_llm.lora.layer import compute_dtype
 Way = Literal["varlen", "rows", "explicit"]
 
 EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the explicit form up to about here
+EXPLICIT_IN_HALVES_UP_TO: Final = 512  # the same in 16 bits, in fast attention
+#: Scores of all heads that a prompt and its branches may compute in vain to be one row: about as many as take the time
+#: of starting the products of two more rows.
+MOST_IN_VAIN: Final = 1 << 17
 HALVES: Final = (torch.bfloat16, torch.float16)
 #: Not cuDNN, which builds a plan for every length that it meets, for a second, and not the one that holds all scores.
 FUSED: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -44,32 +48,78 @@ class Segments:
 
     Args:
         bounds: 0 and the end of every row, in packed tokens.
+        before: of every row, how many rows before it the prompt lies that it goes on from, and whose keys it reads as
+            well; 0: it is whole. By default all are.
+        fast: on a CPU, plain products also for longer rows of 16 bits, and for short prompts together with all that
+            goes on from them.
     """
 
-    def __init__(self, bounds: Sequence[int]) -> None:
+    def __init__(self, bounds: Sequence[int], before: Sequence[int] = (), *, fast: bool = False) -> None:
         self.lengths = [end - start for start, end in pairwise(bounds)]
+        self.before = [*before] or [0] * len(self.lengths)
+        self.fast = fast
+        #: For each row the lengths of the prompt and of the branches that it is made of; empty: it is one text.
+        self.parts: list[tuple[int, ...]] = [()] * len(self.lengths)
+        self._units: dict[int, Segments] = {}
+        prompts = (self.lengths[row - back] if back else 0 for row, back in enumerate(self.before))
+        self.totals = [prompt + own for prompt, own in zip(prompts, self.lengths, strict=True)]
         self._masks: dict[tuple[Any, ...], Tensor] = {}
-        self._ends: dict[tuple[int, torch.device], Tensor] = {}
+        self._listed: dict[tuple[Any, ...], Tensor] = {}
 
-    def mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
-        """Additive causal mask [T, T]; with a window, a position attends to itself and `window - 1` before it."""
-        key = (length, window, like.dtype, like.device)
+    def mask(self, length: int, total: int, window: int | None, like: Tensor, parts: tuple[int, ...] = ()) -> Tensor:
+        """Additive causal mask [T, total] of the last T of so many positions; with a window, a position attends to
+        itself and `window - 1` before it. Parts are a prompt and its branches, each of which goes on from the prompt.
+        """
+        key = (length, total, window, like.dtype, like.device, parts)
         if key not in self._masks:
-            mask = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device)
-            visible = torch.ones_like(mask, dtype=torch.bool).tril()
+            mask = torch.full((length, total), float("-inf"), dtype=like.dtype, device=like.device)
+            visible = torch.ones_like(mask, dtype=torch.bool).tril(total - length)
             if window is not None:
-                visible = visible.triu(1 - window)
+                visible = visible.triu(total - length + 1 - window)
+            if parts:
+                visible = _visible(parts, window).to(like.device)
             self._masks[key] = mask.masked_fill(visible, 0.0)
         return self._masks[key]
 
-    def ends(self, copies: int, device: torch.device) -> Tensor:
-        """[copies * rows + 1] int32: 0 and the ends of the rows of all copies, which lie one after the other."""
-        key = (copies, device)
-        if key not in self._ends:
-            ends = [0, *accumulate(self.lengths * copies)]
-            listed = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
-            self._ends[key] = listed.to(device, non_blocking=True)
-        return self._ends[key]
+    def in_units(self, heads: int) -> Segments:
+        """The same, where a prompt and its branches are one row if they are short and few of its scores in vain."""
+        if heads not in self._units:
+            bounds, before, parts = [0], list[int](), list[tuple[int, ...]]()
+            prompts = [row for row, back in enumerate(self.before) if not back]
+            for start, end in pairwise([*prompts, len(self.before)]):
+                own, backs = self.lengths[start:end], self.before[start:end]
+                read = sum(length * total for length, total in zip(own, self.totals[start:end], strict=True))
+                in_vain = heads * (sum(own) ** 2 - read)
+                if end - start > 1 and sum(own) <= EXPLICIT_UP_TO and in_vain <= MOST_IN_VAIN:
+                    parts.append(tuple(own))
+                    own, backs = [sum(own)], [0]
+                else:
+                    parts += [()] * len(own)
+                bounds += [bounds[-1] + each for each in accumulate(own)]
+                before += backs
+            self._units[heads] = Segments(bounds, before, fast=True)
+            self._units[heads].parts = parts
+        return self._units[heads]
+
+    def with_prompts(self, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """Each row's part of a tensor, after that of its prompt."""
+        pairs = zip(parts, self.before, strict=True)
+        return [torch.cat([parts[row - back], own], dim) if back else own for row, (own, back) in enumerate(pairs)]
+
+    def ends(self, copies: int, device: torch.device, *, read: bool = False) -> Tensor:
+        """[copies * rows + 1] int32: 0 and the ends of the rows of all copies, which lie one after the other.
+
+        Args:
+            read: of what they read, prompts included.
+        """
+        lengths = self.totals if read else self.lengths
+        key = (copies, device, sum(lengths))
+        if key not in self._listed:
+            listed = torch.tensor(
+                [0, *accumulate(lengths * copies)], dtype=torch.int32, pin_memory=device.type == "cuda"
+            )
+            self._listed[key] = listed.to(device, non_blocking=True)
+        return self._listed[key]
 
 
 def packed_attention(
@@ -113,15 +163,19 @@ def packed_attention(
         plain = not (softcap or dropout) and query.dtype in HALVES and value.shape[-1] == query.shape[-1]
         if way == "varlen" and plain:
             return _together(query, key, value, segments, sliding_window, scale), None
-        parts = []
-        for q, k, v in zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True):
-            length = q.shape[2]
-            window = sliding_window if sliding_window and sliding_window < length else None  # else it hides nothing
-            explicit = softcap or way == "explicit" or _is_faster_explicit(q)
-            mask = segments.mask(length, window, q) if explicit or window else None
+        if segments.fast and not query.is_cuda:
+            segments = segments.in_units(query.shape[1])
+        found = []
+        queries, *read = (x.split(segments.lengths, dim=2) for x in (query, key, value))
+        each = zip(queries, *(segments.with_prompts(x, 2) for x in read), segments.parts, strict=True)
+        for q, k, v, parts in each:
+            length, total = q.shape[2], k.shape[2]
+            window = sliding_window if sliding_window and sliding_window < total else None  # else it hides nothing
+            explicit = softcap or parts or way == "explicit" or _is_faster_explicit(k, fast=segments.fast)
+            mask = segments.mask(length, total, window, q, parts) if explicit or window or length < total else None
             attend = _explicit if explicit else _fused
-            parts.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
+            found.append(attend(q, k, v, mask, scale, dropout, softcap).transpose(1, 2))
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0], None
 
 
 def _needs_window(module: torch.nn.Module) -> bool:
@@ -133,28 +187,40 @@ def _needs_window(module: torch.nn.Module) -> bool:
     return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True) is not False
 
 
-def _is_faster_explicit(query: Tensor) -> bool:
+def _visible(parts: Sequence[int], window: int | None) -> Tensor:
+    """[T, T] whether a token of a prompt and its branches attends to another one: to those before it in its text."""
+    part = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
+    position = torch.cat([torch.arange(n) + (parts[0] if at else 0) for at, n in enumerate(parts)])
+    distance = position[:, None] - position
+    return ((part == 0) | (part == part[:, None])) & (distance >= 0) & (distance < (window or len(part)))
+
+
+def _is_faster_explicit(key: Tensor, *, fast: bool) -> bool:
     """Whether plain products are faster for a row, or there is nothing else: no fused kernel of a GPU knows fp64."""
-    return query.dtype == torch.float64 if query.is_cuda else query.shape[2] <= EXPLICIT_UP_TO
+    if key.is_cuda:
+        return key.dtype == torch.float64
+    return key.shape[2] <= (EXPLICIT_IN_HALVES_UP_TO if fast and key.dtype == torch.bfloat16 else EXPLICIT_UP_TO)
 
 
 def _together(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float
 ) -> Tensor:
     """All rows of all copies by one kernel: [R, H, N, D] and [R, G, N, D] -> [R, N, H, D]."""
-    copies, longest = query.shape[0], max(segments.lengths)
-    ends = segments.ends(copies, query.device)
-    left = window - 1 if window and window < longest else -1
+    copies, longest, read = query.shape[0], max(segments.lengths), max(segments.totals)
+    ends, ends_read = segments.ends(copies, query.device), segments.ends(copies, query.device, read=True)
+    left = window - 1 if window and window < read else -1
+    if any(segments.before):  # the kernel aligns the last query of a row with its last key
+        key, value = (torch.cat(segments.with_prompts(x.split(segments.lengths, 2), 2), 2) for x in (key, value))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     more: Any = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    found: Any = varlen.varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **more)
+    found: Any = varlen.varlen_attn(q, k, v, ends, ends_read, longest, read, scale=scale, window_size=(left, 0), **more)
     return found.unflatten(0, (copies, -1))  # type: ignore[no-any-return]
 
 
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
 ) -> Tensor:
-    """One packed row by PyTorch's kernel: q [R, H, T, D], k and v [R, G, T, D] -> [R, H, T, D]."""
+    """One packed row by PyTorch's kernel: q [R, H, T, D], k and v [R, G, T, D] or with a prompt -> [R, H, T, D]."""
     # Only flash attention knows grouped heads. Where it does not run, PyTorch would take the kernel that holds scores.
     if q.is_cuda and not (mask is None and q.dtype in HALVES and torch.cuda.get_device_capability(q.device)[0] >= 8):
         k, v = _repeated(k, v, q.shape[1])
@@ -171,7 +237,7 @@ def _explicit(
     assert mask is not None
     rows, heads, length, _ = q.shape
     k, v = _repeated(k, v, heads)
-    q, k, v = (x.reshape(rows * heads, length, -1) for x in (q, k, v))
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if softcap:
         scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
     else:

@@ -1,16 +1,16 @@
 """Fast kernels for parts of a pass: the mathematics of the family's own code in fewer passes over memory.
 
 `take` puts them in place of what the family computes, where a class looks as they expect; whether they compute the same
-is for a trial to say (`ci_llm/run/fast_parts.py`), and `give_back` puts everything back. `torch.compile` of the same
+is for a trial to say (`ci_llm/run/one_layer.py`), and `give_back` puts everything back. `torch.compile` of the same
 functions gained nothing over them, cost 33 s and needed a compiler (docs/results.md).
 
 Legend: N tokens, D width of what is normed, H heads, d width of a head, F width of the feed-forward layer, S targets,
-V vocabulary.
+V vocabulary; for joined layers that of `ci_llm/lora/layer.py`, R is the rank of all layers together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -20,15 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ci_llm.lora import joined
+from ci_llm.base.quantized import QuantizedLinear
+from ci_llm.core.numerics import processor
 from ci_llm.lora.adapters import AgentStorage
+from ci_llm.lora.layer import AgentGroup, StackedLoRALinear, compute_dtype, dense, low_rank_gradients, product
 from ci_llm.lora.passes import Head
 
 #: What `take` knows, in the order in which a run tries it.
-PARTS: Final = ("head", "norms", "rotation", "gate", "joined", "precision")
+PARTS: Final = ("head", "norms", "rotation", "gate", "joined", "precision", "products", "attention")
 _ROTATION: Final = "apply_rotary_pos_emb"  # the name of the function in every family that has it
 _EPSILONS: Final = ("variance_epsilon", "eps")
 _ACTIVATIONS: Final = ("SiLU", "SiLUActivation")
+#: Names of neighbours that read one input, in families that do not join them themselves.
+_NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class RmsNorm(torch.autograd.Function):
@@ -70,7 +74,8 @@ class SwiGlu(torch.autograd.Function):
 class Rotation(torch.autograd.Function):
     """x · cos + rotate_half(x) · sin for x [R, H, N, d], cos and sin [R or 1, 1, N, d]; as products want it.
 
-    The result is contiguous. RoPE: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    The result is contiguous on a CPU. RoPE: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+    2021.
     """
 
     @staticmethod
@@ -78,8 +83,11 @@ class Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         x = x.to(torch.promote_types(x.dtype, cos.dtype))
-        half, out = x.shape[-1] // 2, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # Attention of a GPU reads all packed rows in the order of the product that x came from, [R, N, H, d].
+        half, out = x.shape[-1] // 2, torch.empty_like(x) if x.is_cuda else torch.empty(x.shape, dtype=x.dtype)
         torch.mul(x, cos, out=out)
+        if _is_slow_in_halves(x):
+            return out.addcmul_(_swapped(x), torch.cat([-sin[..., :half], sin[..., half:]], -1))
         out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
         out[..., half:].addcmul_(x[..., :half], sin[..., half:])
         return out
@@ -93,9 +101,22 @@ class Rotation(torch.autograd.Function):
         # In the order of the product that x came from, [R, N, H, d]: its backward pass then copies nothing.
         out = torch.empty(rows, tokens, heads, width, dtype=grad.dtype, device=grad.device).transpose(1, 2)
         torch.mul(grad, cos, out=out)
+        if _is_slow_in_halves(grad):
+            out.addcmul_(_swapped(grad), torch.cat([sin[..., half:], -sin[..., :half]], -1))
+            return out.to(ctx.dtype), None, None
         out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
         out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
         return out.to(ctx.dtype), None, None
+
+
+def _is_slow_in_halves(x: Tensor) -> bool:
+    """In 16 bits a CPU's vectors are longer than half a head; then it takes number by number, to the same bits."""
+    return x.dtype.itemsize == 2 and not x.is_cuda
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The halves of every head [..., d] exchanged."""
+    return torch.cat([*reversed(x.chunk(2, -1))], -1)
 
 
 def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
@@ -122,6 +143,8 @@ def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Ten
 
 def _norm(self: Any, x: Tensor) -> Tensor:
     epsilon = next(getattr(self, name) for name in _EPSILONS if hasattr(self, name))
+    if x.is_cuda and x.dtype == self.weight.dtype:  # PyTorch has one kernel there for each direction
+        return F.rms_norm(x, self.weight.shape, self.weight, epsilon)
     return RmsNorm.apply(x, self.weight, epsilon)  # type: ignore[no-any-return]
 
 
@@ -133,6 +156,16 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     """Query and key after rotation; arguments and result are those of Transformers' `apply_rotary_pos_emb`."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return Rotation.apply(query, cos, sin), Rotation.apply(key, cos, sin)
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether this is a processor on which products in fp32 by oneDNN were measured faster than by MKL, torch's choice.
+
+    Never a timing: no resume could repeat it.
+    """
+    has_operator = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_operator and "AMD" in processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @cache
@@ -162,6 +195,131 @@ def _gate_of(module: Any) -> Any:
     return _gated if named and type(getattr(module, "act_fn", None)).__name__ in _ACTIVATIONS else None
 
 
+class _JoinedLinears(torch.autograd.Function):
+    """Frozen layers that read one input, computed together: q, k and v, or gate and up.
+
+    y_i[k] = x[k] W_iᵀ + b_i + s_i (x[k] A_i[k]ᵀ) B_i[k]ᵀ for all layers i, see `_FusedLinear`. The adapters of all of
+    them are one product with the input, and the gradients of the input are added in place. The sums have another order
+    than layer by layer, so the bits differ.
+
+    The gradients of A and B are added to the storage. `anchor` stands for them in the graph: without it an input that
+    needs no gradient would end the backward pass before this node.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cast: Tensor,
+        _anchor: Tensor,
+        layers: Sequence[nn.Linear | QuantizedLinear],
+        groups: Sequence[AgentGroup],
+        by_onednn: bool,
+    ) -> tuple[Tensor, ...]:
+        (agents, rows, width), dtype = cast.shape, cast.dtype
+        adapters = [group.effective(dtype) for group in groups]
+        a = torch.cat([a for a, _ in adapters], 1)
+        h = torch.bmm(cast, a.mT)
+        parts = h.split([b.shape[2] for _, b in adapters], 2)
+        outputs, flat = [], cast.reshape(agents * rows, width)
+        for layer, group, (_, b), part in zip(layers, groups, adapters, parts, strict=True):
+            bias = None if layer.bias is None else layer.bias.to(dtype)
+            weight = layer if isinstance(layer, QuantizedLinear) else layer.weight
+            y = product(flat, dense(weight, dtype), bias, by_onednn=by_onednn).view(agents, rows, -1)
+            outputs.append(y.baddbmm_(part, b.mT, alpha=group.scaling))
+        stored = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+        ctx.save_for_backward(cast, a, h, *(b for _, b in adapters), *stored)
+        ctx.layers, ctx.groups, ctx.dtype, ctx.by_onednn = layers, groups, x.dtype, by_onednn
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cast, a, h, *kept = ctx.saved_tensors
+        bs, stored = kept[: len(grads)], iter(kept[len(grads) :])
+        agents, rows, _ = cast.shape
+        grad_h, grad_x, grads_b, start = torch.empty_like(h), None, [], 0
+        for layer, group, grad, b in zip(ctx.layers, ctx.groups, grads, bs, strict=True):
+            grad, part = grad.contiguous(), slice(start, start + b.shape[2])
+            grads_b.append(low_rank_gradients(grad, b, h[..., part], group.scaling, into=grad_h[..., part])[1])
+            start = part.stop
+            weight = next(stored) if isinstance(layer, nn.Linear) else layer
+            if ctx.needs_input_grad[0]:
+                flat, weight = grad.view(agents * rows, -1), dense(weight, grad.dtype)
+                if ctx.by_onednn or grad_x is None:
+                    own = product(flat, weight.mT, by_onednn=ctx.by_onednn)
+                    grad_x = own if grad_x is None else grad_x.add_(own)
+                else:
+                    grad_x.addmm_(flat, weight)
+        grad_a = torch.bmm(grad_h.mT, cast).split([b.shape[2] for b in bs], 1)
+        for group, own_a, own_b in zip(ctx.groups, grad_a, grads_b, strict=True):
+            group.add_gradients(own_a, own_b)
+        if grad_x is None:
+            return (None,) * 6
+        return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None, None
+
+
+class JoinedInput:
+    """Neighbouring layers; the first that is called computes all, and the others take what it left.
+
+    Each does so only for the very tensor that the first one read. Agents of several shapes, with dropout, or with rows
+    of their own in one pass stay with the layers themselves, and so do a layer that they do not adapt, which an agent
+    has by itself when it is alone, and a pass without gradients.
+    """
+
+    def __init__(self, layers: Sequence[StackedLoRALinear]) -> None:
+        self._layers = layers
+        self._input: Tensor | None = None
+        self._left: dict[str, Tensor] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def output(self, layer: StackedLoRALinear, x: Tensor) -> Tensor | None:
+        """What the layer gives for the input [K·B, ..., in]; None: it has to compute that itself."""
+        if self._input is not x or layer.name not in self._left:
+            chosen = self._chosen() if torch.is_grad_enabled() and layer.reading.in_storage else {}
+            if layer.name not in chosen or len(chosen) == 1:
+                return None
+            self._input, self._left = x, self._computed(x, chosen)
+        found = self._left.pop(layer.name)
+        if not self._left:
+            self._input = None
+        return found
+
+    def forget(self) -> None:
+        """Drop what a pass that was given up, as where memory ran out, has left: it holds the whole pass in memory."""
+        self._input, self._left = None, {}
+
+    def _computed(self, x: Tensor, chosen: dict[str, AgentGroup]) -> dict[str, Tensor]:
+        """The outputs of these layers by name."""
+        layers, groups = [each for each in self._layers if each.name in chosen], [*chosen.values()]
+        rows = (groups[0].end - groups[0].first, -1, layers[0].in_features)
+        cast = layers[0].casts.input(x, compute_dtype(x)).reshape(rows)
+        outputs = _JoinedLinears.apply(
+            x.reshape(rows), cast, self._anchor, [each.base_layer for each in layers], groups, layers[0].by_onednn
+        )
+        return {name: y.view(*x.shape[:-1], y.shape[-1]) for name, y in zip(chosen, outputs, strict=True)}
+
+    def _chosen(self) -> dict[str, AgentGroup]:
+        """By name, the only group of each layer that has one whose gradients are added to the storage."""
+        found = {layer.name: layer.present_groups() for layer in self._layers}
+        return {name: groups[0] for name, groups in found.items() if len(groups) == 1 and groups[0].is_joinable}
+
+
+def _join(layers: Iterable[StackedLoRALinear]) -> None:
+    """Let neighbours that read one input be computed together."""
+    found: dict[tuple[str, int], list[StackedLoRALinear]] = {}
+    for layer in layers:
+        parent, _, name = layer.name.rpartition(".")
+        for kind, names in enumerate(_NEIGHBOURS):
+            if name in names and isinstance(layer.base_layer, nn.Linear | QuantizedLinear):
+                found.setdefault((parent, kind), []).append(layer)
+    for neighbours in found.values():
+        if len(neighbours) > 1:
+            joined = JoinedInput(neighbours)
+            for layer in neighbours:
+                layer.joined = joined
+
+
 #: Part -> the forward to give a module, or None for one that it is not for.
 _FORWARDS: Final[dict[str, Callable[[Any], Any]]] = {"norms": _norm_of, "rotation": _rotation_of, "gate": _gate_of}
 
@@ -170,7 +328,7 @@ def take(model: PreTrainedModel, agents: AgentStorage, parts: Collection[str], k
     """Let these parts of a base with agents be computed fast, and no others.
 
     Args:
-        parts: some of `PARTS`; head and precision are for `CrowdModel` to heed.
+        parts: some of `PARTS`; head, precision and attention are for `CrowdModel` to heed.
         kinds: the classes of modules that may be changed: those that a trial has seen at work.
     """
     give_back(model, agents)
@@ -181,12 +339,16 @@ def take(model: PreTrainedModel, agents: AgentStorage, parts: Collection[str], k
             if part in parts and (forward := forward_of(module)) is not None:
                 module.forward = MethodType(forward, module)
     if "joined" in parts:
-        joined.join(agents.layers.values())
+        _join(agents.layers.values())
+    by_onednn = "products" in parts and model.device.type == "cpu" and onednn_is_faster()
+    for layer in agents.layers.values():
+        layer.by_onednn = by_onednn
 
 
 def give_back(model: PreTrainedModel, agents: AgentStorage) -> None:
     """Let the base compute everything by the family's own code again."""
-    joined.take_apart(agents.layers.values())
+    for layer in agents.layers.values():
+        layer.joined, layer.by_onednn = None, False
     for module in model.modules():
         if any(is_fast(module, forward_of) for forward_of in _FORWARDS.values()):
             del module.forward

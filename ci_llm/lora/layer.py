@@ -114,12 +114,14 @@ class Reading:
         spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
         shared: with the passes of other agents; None: nothing.
         in_storage: whether the gradients of all parameters are the storage's, as `begin_step` leaves them.
+        by_onednn: whether passes without gradients take the products with frozen weights by oneDNN; see `product`.
     """
 
     agent: int | None = None
     spans: Sequence[slice] | None = None
     shared: Shared | None = None
     in_storage: bool = False
+    by_onednn: bool = False
 
     @contextmanager
     def of(
@@ -166,6 +168,8 @@ class AgentGroup:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of `tensor` [K, ...] that belongs to these agents, or that of [1, N, ...] with their tokens."""
+        if self.tokens is None and tensor.shape[0] == self.end - self.first:
+            return tensor
         return tensor[self.first : self.end] if self.tokens is None else tensor[:, self.tokens]
 
     @property
@@ -201,6 +205,8 @@ class AgentGroup:
         """A and B as they were drawn for this step, in the dtype of the computation."""
         assert self.stacked is not None
         a, b = self.stacked
+        if self.masks is None and self.noise is None and a.dtype == dtype:
+            return a, b
         if self.casts is not None:
             is_drawn = self.masks is not None or self.noise is not None
             ready = [self.casts.ready(view, dtype, is_drawn=is_drawn) for view in (a, b)]
@@ -240,7 +246,7 @@ class AgentGroup:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether its input may be read for several layers at once, see `ci_llm/lora/joined.py`."""
+        """Whether its input may be read for several layers at once, see `ci_llm/lora/kernels.py`."""
         return self.stacked is not None and self.gradients is not None and self.tokens is None and not self.drops
 
 
@@ -446,14 +452,16 @@ class _FusedLinear(torch.autograd.Function):
         weight: Tensor | QuantizedLinear,
         bias: Tensor | None,
         groups: Sequence[AgentGroup],
+        by_onednn: bool,
         *parameters: Tensor,
     ) -> Tensor:
-        y, kept = _with_adapters(cast, dropped, weight, bias, groups)
+        y, kept = _with_adapters(cast, dropped, weight, bias, groups, by_onednn)
         plain = cast if any(not group.drops for group in groups) else None
         quantized = isinstance(weight, QuantizedLinear)
         ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
         ctx.quantized = weight if quantized else None
         ctx.groups, ctx.dtypes = groups, (x.dtype, parameters[0].dtype if parameters else None)
+        ctx.by_onednn = by_onednn
         return y
 
     @staticmethod
@@ -465,7 +473,7 @@ class _FusedLinear(torch.autograd.Function):
         grad_x, grads_z = None, []
         if ctx.needs_input_grad[0]:
             weight = dense(ctx.quantized or weight, grad.dtype)
-            grad_x = torch.mm(grad.view(agents * rows, -1), weight).view(agents, rows, -1)
+            grad_x = product(grad.view(agents * rows, -1), weight.mT, by_onednn=ctx.by_onednn).view(agents, rows, -1)
         gradients: list[Tensor | None] = []
         for number, (group, z) in enumerate(_inputs(ctx.groups, cast, dropped)):
             a, b, h = kept[3 * number : 3 * number + 3]
@@ -478,7 +486,7 @@ class _FusedLinear(torch.autograd.Function):
                 group.of(grad_x).baddbmm_(grad_h, a)
             gradients += group.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
         grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
-        return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, *gradients
+        return grad_x, None, _joined(grads_z, ctx.groups) if grads_z else None, None, None, None, None, *gradients
 
 
 def _with_adapters(
@@ -487,13 +495,14 @@ def _with_adapters(
     weight: Tensor | QuantizedLinear,
     bias: Tensor | None,
     groups: Sequence[AgentGroup],
+    by_onednn: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """y [K, N, out] of `_FusedLinear`, and of each group A, B and h, which its backward pass needs."""
     (agents, rows, width), dtype = cast.shape, cast.dtype
     # One product with W for the rows of all agents: this is where the fused pass saves time.
     bias = None if bias is None else bias.to(dtype)
-    y = nn.functional.linear(cast.reshape(agents * rows, width), dense(weight, dtype), bias).view(agents, rows, -1)
-    kept = []
+    y = product(cast.reshape(agents * rows, width), dense(weight, dtype), bias, by_onednn=by_onednn)
+    y, kept = y.view(agents, rows, -1), []
     for group, z in _inputs(groups, cast, dropped):
         a, b = group.effective(dtype)
         h = _add_low_rank(group.of(y), z, a, b, group.scaling)
@@ -542,7 +551,19 @@ def _add_low_rank(y: Tensor, z: Tensor, a: Tensor, b: Tensor, scaling: float) ->
 
 def dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a frozen layer in `dtype`."""
-    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
+    if not isinstance(weight, Tensor):
+        return weight.dequantize(dtype)
+    return weight if weight.dtype == dtype else weight.to(dtype)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, by_onednn: bool) -> Tensor:
+    """x [..., in] and a frozen weight [out, in] -> x Wᵀ + b; in fp32 on a CPU by oneDNN, if asked for, else by torch.
+
+    The operator is private to torch: a trial at the start of a run finds out whether it is there and right.
+    """
+    if by_onednn and x.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return nn.functional.linear(x, weight, bias)
 
 
 def _inputs(
@@ -565,11 +586,21 @@ def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
 
 
-def low_rank_gradients(grad: Tensor, b: Tensor, h: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Gradients of h [K, N, r] and of B [K, out, r], where the output is s h Bᵀ."""
+def low_rank_gradients(
+    grad: Tensor, b: Tensor, h: Tensor, scaling: float, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of h [K, N, r], written to `into` if it is given, and of B [K, out, r], where the output is s h Bᵀ."""
     # The longer dimension is the last one, in memory as well: MKL is up to four times slower otherwise.
-    grad_h = torch.bmm(grad, b.mT.contiguous().mT).mul_(scaling)
-    return grad_h, torch.bmm(h.mT, grad).mul_(scaling).mT
+    grad_h = _scaled_product(grad, b if b.is_cuda else b.mT.contiguous().mT, scaling, into)
+    return grad_h, _scaled_product(h.mT, grad, scaling).mT
+
+
+def _scaled_product(one: Tensor, other: Tensor, scaling: float, into: Tensor | None = None) -> Tensor:
+    """s · one @ other for batches of matrices; on a GPU, where every launch costs the host, it is a single kernel."""
+    if one.is_cuda:
+        return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scaling, out=into)
+    found = torch.bmm(one, other).mul_(scaling)
+    return found if into is None else into.copy_(found)
 
 
 class StackedLoRALinear(nn.Module):
@@ -589,6 +620,7 @@ class StackedLoRALinear(nn.Module):
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
         joined: the `JoinedInput` of the layer and its neighbours; None: it computes for itself.
+        by_onednn: whether it takes its frozen weight's products in training by oneDNN; see `product`.
     """
 
     def __init__(
@@ -603,7 +635,9 @@ class StackedLoRALinear(nn.Module):
         self.lora_B = nn.ParameterDict()
         self._groups: tuple[AgentGroup, ...] = ()
         self._alone: dict[int, tuple[AgentGroup, ...]] = {}
+        self._rests: dict[int | None, tuple[AgentGroup, ...]] = {}
         self.joined: Any = None
+        self.by_onednn = False
 
     @property
     def weight(self) -> WeightMetadata:
@@ -614,6 +648,8 @@ class StackedLoRALinear(nn.Module):
         return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
 
     def forward(self, x: Tensor) -> Tensor:
+        if not (self.training or torch.is_grad_enabled()) and (found := self._at_rest(x)) is not None:
+            return found
         if self.joined is not None and (found := self.joined.output(self, x)) is not None:
             return found  # type: ignore[no-any-return]
         # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
@@ -622,6 +658,40 @@ class StackedLoRALinear(nn.Module):
             agents = 1
         y = self._apply_both(x, (agents, -1, self.in_features), self.present_groups(), first)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _at_rest(self, x: Tensor) -> Tensor | None:
+        """The same numbers, sooner, where nothing is drawn and nothing is learned; None for other base layers.
+
+        A decoder comes here for every token, so that each operator and each look-up counts.
+        """
+        base, reading, dtype = self.base_layer, self.reading, compute_dtype(x)
+        quantized = isinstance(base, QuantizedLinear)
+        if not (quantized or type(base) is nn.Linear):
+            return None
+        agents = self.num_agents if reading.agent is None and reading.spans is None else 1
+        cast = x if x.dtype == dtype else self.casts.input(x, dtype)
+        if is_flat := x.dim() != 3 or x.shape[0] != agents:
+            cast = cast.reshape(agents, -1, self.in_features)
+        weight: Any = base if quantized else base.weight
+        bias: Any = base.bias
+        bias = None if bias is None else bias.to(dtype)
+        y = product(cast, dense(weight, dtype), bias, by_onednn=reading.by_onednn)
+        if reading.spans is None:
+            self._add_resting(reading.agent, y, cast)
+        else:
+            self._require_all_tokens(cast)
+            for k, span in enumerate(reading.spans):
+                if span.start < span.stop:
+                    self._add_resting(k, y[:, span], cast[:, span])
+        return y.view(*x.shape[:-1], self.out_features) if is_flat else y
+
+    def _add_resting(self, agent: int | None, y: Tensor, z: Tensor) -> None:
+        """Add what one agent, or all, adapt here; their groups are made once and not in each pass."""
+        if agent not in self._rests:
+            groups = self._groups if agent is None else self._groups_of(agent)
+            self._rests[agent] = tuple(group.at_rest() for group in groups if group.stacked is not None)
+        for group in self._rests[agent]:
+            _add_low_rank(group.of(y), group.of(z), *group.effective(z.dtype), group.scaling)
 
     def present_groups(self) -> tuple[AgentGroup, ...]:
         """The agents whose rows the input holds, as they compute in this mode."""
@@ -638,7 +708,7 @@ class StackedLoRALinear(nn.Module):
 
     @groups.setter
     def groups(self, groups: tuple[AgentGroup, ...]) -> None:
-        self._groups, self._alone = groups, {}
+        self._groups, self._alone, self._rests = groups, {}, {}
 
     def _groups_of(self, agent: int) -> tuple[AgentGroup, ...]:
         """The group of one agent alone, made once and not in each of its passes."""
@@ -656,13 +726,14 @@ class StackedLoRALinear(nn.Module):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
             dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
-            if not torch.is_grad_enabled():  # no gradients to route: the same numbers, sooner
+            if not torch.is_grad_enabled():  # no gradients to route
                 return _with_adapters(cast, dropped, weight, base.bias, adapted)[0]
             own = [self._parameters_of(group, first) for group in adapted]
-            adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
+            if not self.reading.in_storage:  # else all gradients were found there once, for the whole step
+                adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
             parameters = [each for group in own for each in group]
             return _FusedLinear.apply(  # type: ignore[no-any-return]
-                x, cast, dropped, weight, base.bias, adapted, *parameters
+                x, cast, dropped, weight, base.bias, adapted, self.by_onednn, *parameters
             )
         # Autocast, if it is on, casts the base's weights; `_LowRank` casts the adapters to the dtype of its input.
         x = x.to(dtype)

@@ -9,12 +9,13 @@ V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ from transformers import PreTrainedModel
 from ci_llm.base.targets import text_model
 from ci_llm.core.determinism import capture_draws
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded
+from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded, without_repeats
 from ci_llm.errors import CiLlmError, ModelError
 from ci_llm.lora.adapters import AgentStorage
 from ci_llm.lora.attention import Segments
-from ci_llm.lora.layer import LEAST_ROWS, Reading, Shared, compute_dtype
+from ci_llm.lora.layer import LEAST_ROWS, Reading, Shared, compute_dtype, product
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -47,6 +48,19 @@ def tolerance(*dtypes: torch.dtype) -> float:
     compute their softmax in fp32 in any dtype.
     """
     return max(1e-5, math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes)))
+
+
+def agrees_by_norm(found: Tensor, wanted: Tensor, limit: float) -> bool:
+    """Whether [K, N, V] of K agents are those wanted but for rounding, where single numbers are far off by it.
+
+    Thirty layers in bf16 let a hundredth of the tokens differ by a tenth. The norm over all tokens is then 0.02 of that
+    of an agent's wanted numbers, and 0.11 or more with a wrong mask. Agents that are mixed up may be as near as 0.05.
+    So each has to be nearer to its own numbers than to those of any other.
+    """
+    found, wanted = (each.double().flatten(1) for each in (found, wanted))
+    gaps = torch.cdist(found, wanted)
+    own = gaps.diagonal() / wanted.norm(dim=1)
+    return bool((own <= limit).all() and (gaps.argmin(dim=1) == torch.arange(len(gaps), device=gaps.device)).all())
 
 
 def dtypes_of(model: PreTrainedModel, logits: Tensor) -> list[torch.dtype]:
@@ -77,6 +91,7 @@ def unusable_base(model: PreTrainedModel, base_name: str, what: str) -> ModelErr
 
 
 LOGITS_PER_CHUNK = 8_388_608  # 256 rows of a 32k vocabulary, 32 MB in fp32
+LOGITS_PER_CHUNK_OF_A_GPU = 8 * LOGITS_PER_CHUNK  # each chunk is 18 launches, and reads the weight twice
 
 
 @dataclass(frozen=True)
@@ -111,15 +126,18 @@ class Head:
         """The head with its numbers in `dtype`."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, *, by_onednn: bool = False) -> Tensor:
         """States [..., D] -> logits [..., V], in fp32, or in fp64 for states in fp64.
 
         Agents [K, S, D] have a product each, as in `target_log_probs`.
+
+        Args:
+            by_onednn: see `product` in `ci_llm/lora/layer.py`.
         """
         head = self.to(states.dtype)
         if states.dim() > 2:
-            return torch.stack([head.logits(own) for own in states])
-        z = torch.nn.functional.linear(states, head.weight, head.bias)
+            return torch.stack([head.logits(own, by_onednn=by_onednn) for own in states])
+        z = product(states, head.weight, head.bias, by_onednn=by_onednn)
         return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def logits_into(self, buffers: tuple[Tensor, Tensor], states: Tensor) -> Tensor:
@@ -142,8 +160,9 @@ class Head:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows whose logits fit into `LOGITS_PER_CHUNK` numbers, or 16 for a very large vocabulary."""
-        return max(16, LOGITS_PER_CHUNK // self.weight.shape[0])
+        """Rows whose logits fit into a chunk of the device, or 16 for a very large vocabulary."""
+        size = LOGITS_PER_CHUNK_OF_A_GPU if self.weight.is_cuda else LOGITS_PER_CHUNK
+        return max(16, size // self.weight.shape[0])
 
     def chunks(self, rows: int, copies: int = 1) -> Iterator[slice]:
         """Slices of at most `chunk_rows` rows; of fewer, where the logits of so many agents are held at once."""
@@ -178,7 +197,8 @@ def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Te
     found = (wanted - total.log()).squeeze(1)
     if slopes is not None:
         # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
-        z.mul_(-head.scale / total).scatter_add_(1, index, torch.full_like(total, head.scale))
+        # `scatter_add_` of a tensor would be a sort, under deterministic algorithms on a GPU.
+        z.mul_(-head.scale / total).scatter_(1, index, head.scale, reduce="add")
         if bend is not None:
             z.mul_(bend)
         torch.mm(z if z.dtype == narrow.dtype else narrow.copy_(z), head.weight, out=slopes)
@@ -196,6 +216,9 @@ class _TargetLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head, of_chunk: OfChunk) -> Tensor:
+        whole = states.shape
+        if states.is_cuda:  # the rows of all agents as those of one: fewer chunks
+            states, targets = states.reshape(1, -1, whole[-1]), targets.repeat(len(states))
         agents, count, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
         log_probs = torch.empty(agents, count, dtype=wide, device=states.device)
@@ -205,13 +228,13 @@ class _TargetLogProbs(torch.autograd.Function):
         # The largest tensors of the pass: made once, and used by every chunk.
         narrow = states.new_empty(min(count, head.chunk_rows), head.weight.shape[0])
         buffers = narrow, narrow if states.dtype == wide else torch.empty_like(narrow, dtype=wide)
-        # No chunk holds rows of two agents: the last rows of a product may round differently (fp64 on a CPU), and an
+        # On a CPU no chunk holds rows of two agents: the last rows of a product may round differently (in fp64), and an
         # agent's bits shall not depend on its neighbours.
-        for k, chunk in product(range(agents), head.chunks(count)):
+        for k, chunk in itertools.product(range(agents), head.chunks(count)):
             z, own = head.logits_into(buffers, states[k, chunk]), None if slopes is None else slopes[k, chunk]
             log_probs[k, chunk] = of_chunk(z, targets[chunk, None], head, narrow[: len(z)], own)
-        ctx.save_for_backward(slopes)
-        return log_probs
+        ctx.save_for_backward(None if slopes is None else slopes.view(whole))
+        return log_probs.view(whole[:-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -243,7 +266,8 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfCh
         return _TargetLogProbs.apply(states, targets, head, of_chunk)  # type: ignore[no-any-return]
 
 
-Laid = tuple[Tensor, Tensor, tuple[int, ...]]  # ids [N], positions [N] and bounds of packed rows
+#: Ids and positions of packed rows, what `Segments` takes, and where the state of each token of the batch is then.
+Laid = tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor | slice]
 
 
 @dataclass(frozen=True)
@@ -277,6 +301,8 @@ class Passes:
         pad_id: token id of pads and spare tokens.
         packed: rows lie end to end, or side by side in a rectangle.
         own_precision: a base that is stored in the dtype of autocast computes in it by itself.
+        share_prompts: packed rows of a unit have what they begin with computed once: see `Batch.shared`.
+        fast_attention: see `Segments`.
     """
 
     model: PreTrainedModel
@@ -284,16 +310,17 @@ class Passes:
     pad_id: int
     packed: bool
     own_precision: bool = False
+    share_prompts: bool = False
+    fast_attention: bool = False
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [K, N, D] of the agents that read these rows, all or one, in packed order."""
         if self.agents.pass_per_agent and self.agents.reading.agent is None:
             return torch.cat([self._states_of(part) for part in self.parts(batch)])
         if self.packed:
-            ids, positions, bounds = self._laid(batch)
+            ids, positions, bounds, before, places = self._laid(batch)
             with once_below(self.agents) as copies:
-                states = self._end_to_end(ids.expand(copies, -1), positions, bounds)
-            return states[:, : batch.num_tokens] if len(ids) > batch.num_tokens else states
+                return self._end_to_end(ids.expand(copies, -1), positions, bounds, before)[:, places]
         inputs, (rows, columns) = self._rectangle(batch)
         copies = self.agents.settings.num_agents if self.agents.reading.agent is None else 1
         states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
@@ -331,11 +358,12 @@ class Passes:
         sizes = [0 if own is None else len(own[0]) for own in laid]
         spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         bounds = [span.start + bound for span, own in zip(spans, laid, strict=True) if own for bound in own[2][1:]]
+        before = [back for own in laid if own for back in own[3]]
         ids, positions = torch.cat([own[0] for own in laid if own]), torch.cat([own[1] for own in laid if own])
         with self.agents.reading.of(spans=spans):
-            states = self._end_to_end(ids[None], positions, (0, *bounds))
-        parts = zip(states.split(sizes, dim=1), batches.each, strict=True)
-        return [part if batch is None else part[:, : batch.num_tokens] for part, batch in parts]
+            states = self._end_to_end(ids[None], positions, (0, *bounds), before)
+        parts = zip(states.split(sizes, dim=1), laid, strict=True)
+        return [part if own is None else part[:, own[4]] for part, own in parts]
 
     def cast_head(self, states: Tensor) -> Head:
         """The head of the base for these states; passes of single agents cast it once for all."""
@@ -346,10 +374,10 @@ class Passes:
             shared.head = head.to(compute_dtype(states))
         return shared.head  # type: ignore[no-any-return]
 
-    def _end_to_end(self, ids: Tensor, positions: Tensor, bounds: Sequence[int]) -> Tensor:
+    def _end_to_end(self, ids: Tensor, positions: Tensor, bounds: Sequence[int], before: Sequence[int]) -> Tensor:
         """Final hidden states [R, N, D] of ids [R, N]."""
-        inputs = {"input_ids": ids, "position_ids": positions[None], "segments": Segments(bounds)}
-        return self._hidden(inputs)
+        segments = Segments(bounds, before, fast=self.fast_attention)
+        return self._hidden({"input_ids": ids, "position_ids": positions[None], "segments": segments})
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         embedding = self.model.get_input_embeddings().weight
@@ -360,13 +388,17 @@ class Passes:
             return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:
-        """Ids, positions and bounds of the rows; spare tokens are one more row, which nothing reads."""
-        ids, positions, bounds = batch.input_ids, batch.position_ids, batch.bounds
-        if spare := self._spare(batch.num_tokens):
+        """The rows end to end; spare tokens are one more row, which nothing reads."""
+        ids, positions, bounds, before = batch.input_ids, batch.position_ids, batch.bounds, (0,) * batch.num_rows
+        places: Tensor | slice = slice(batch.num_tokens)
+        if self.share_prompts and any(batch.shared):
+            kept, places, bounds, before = without_repeats(batch)
+            ids, positions = ids[kept], positions[kept]
+        if spare := self._spare(len(ids)):
             ids = F.pad(ids, (0, spare), value=self.pad_id)
             positions = torch.cat([positions, positions.new_tensor(range(spare))])
-            bounds = (*bounds, bounds[-1] + spare)
-        return ids, positions, bounds
+            bounds, before = (*bounds, bounds[-1] + spare), (*before, 0)
+        return ids, positions, bounds, before, places
 
     def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
         """The rows side by side, and the index that leads back; see `padded`."""

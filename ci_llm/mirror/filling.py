@@ -1,7 +1,7 @@
-"""The way from a mirror to this disk: for one checkpoint as a folder, or for all that a run needs to go on.
+"""The way from a mirror to this disk: for one checkpoint as a folder, or for all that a run needs to resume.
 
-A single checkpoint is a copy for whatever takes a path (`local_copy`): it is kept, and verified at each use. A run goes
-on from the newest step that verifies, whether the disk or the mirror has it (`fill`).
+A single checkpoint is a copy for whatever takes a path (`local_copy`): it is kept, and verified at each use. A run
+resumes from the newest step that verifies, whether the disk or the mirror has it (`fill`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.checkpoint import write_files_as
-from ci_llm.checkpoints.folders import FINAL, Opened, committed, numbered_steps
+from ci_llm.checkpoints.layout import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
@@ -29,20 +29,15 @@ from ci_llm.mirror.writer import another_run
 logger = logging.getLogger(__name__)
 
 
-def split_url(url: str) -> tuple[str, str | None]:
-    """The URL of the mirror, and the name of the step that stands behind it, if one does."""
-    base, _, name = url.rstrip("/").rpartition("/")
-    return (base, name) if is_checkpoint(name) else (url.rstrip("/"), None)
-
-
 def open_mirror(url: str, where: str) -> tuple[MirrorReader, Head, str | None]:
     """The mirror of a URL, what it holds, and the name of the step in the URL.
 
     Raises:
         BadInput: it is not the URL of a mirror. CheckpointError: no run has written there. MirrorUnreachable.
     """
-    base, name = split_url(url)
-    reader = MirrorReader(open_objects(base, where))
+    base, _, last = url.rstrip("/").rpartition("/")
+    name = last if is_checkpoint(last) else None
+    reader = MirrorReader(open_objects(url.rstrip("/") if name is None else base, where))
     head = reader.head()
     if head is None or not head.entries:
         raise CheckpointError("there is no mirror of a run here", where=reader.url, hint="mirror=URL makes one")
@@ -57,7 +52,7 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
         final_first: take the `final_checkpoint` of a run if it verifies.
 
     Raises:
-        DamagedCheckpoint: the named step does not verify. CheckpointError: there is none. MirrorUnreachable.
+        DamagedCheckpoint: the named step does not verify. CheckpointError: nothing verifies. MirrorUnreachable.
     """
     reader, head, name = open_mirror(url, where)
     if name is not None:
@@ -90,7 +85,7 @@ def fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str
         files: patterns of the files that come with it.
 
     Raises:
-        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to go on from; or the
+        WriterBusy: the mirror holds another run. MirrorUnreachable: and the disk holds nothing to resume from; or the
             mirror is empty and takes nothing.
         CheckpointError: the disk refuses it.
     """
@@ -136,7 +131,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
 
 
 def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
-    """Bring a step, and first what belongs to it: as long as no such step is here, the next start fills again."""
+    """Bring a step, after everything that belongs to it: until that step is here, the next start fills again."""
     restore_files(reader, head, manager.directory, files)
     for entry in _wanted(head, newest, manager.directory):
         try:

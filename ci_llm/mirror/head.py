@@ -20,13 +20,15 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
-from ci_llm.checkpoints.folders import FINAL
+import zstandard
+
+from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manifest import Manifest, check_name
 from ci_llm.core.durable import PARTIAL, make_folders, read_json, write_json
 from ci_llm.core.typed_json import seal, unseal
-from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.errors import CheckpointError
 
 TOKEN_FILE: Final = "mirror.json"
 #: The generation of a disk that is being filled for the first time; heads count from 1 on.
@@ -35,11 +37,11 @@ UNFILLED: Final = 0
 
 @dataclass(frozen=True)
 class Found:
-    """What an attempt found in the mirror when it decided from which step it goes on.
+    """What an attempt found in the mirror when it decided from which step it resumes.
 
     Attributes:
-        generation: of the head at that moment. Who claims a later one puts steps aside that it has never seen. None:
-            the mirror did not answer, and the disk does not say it.
+        generation: the generation of the head at that moment. Who claims a later one puts steps aside that it has never
+            seen. None if the mirror did not answer and the disk does not say it.
         damage: what is wrong with steps that were passed over, by the keys of their records.
         same_run: whether the run on the disk is the one in the mirror, as far as can be told.
     """
@@ -55,8 +57,8 @@ class Token:
 
     Attributes:
         run: the run that both belong to.
-        generation: that of the head when disk and mirror last had the same steps; None: an earlier version did not
-            record it.
+        generation: the generation of the head when disk and mirror last had the same steps; None if an earlier version
+            did not record it.
     """
 
     run: str
@@ -70,7 +72,7 @@ def write_token(folder: Path, token: Token) -> None:
 
 
 def read_token(folder: Path) -> Token | None:
-    """The token of the run in a folder; None: it has no mirror yet. Raises CheckpointError: it cannot be read."""
+    """The token of the run in a folder; None if it has no mirror yet. Raises CheckpointError: it cannot be read."""
     path = folder / TOKEN_FILE
     try:
         match read_json(path):
@@ -111,7 +113,7 @@ class Block:
     Attributes:
         generation: the generation of the writer that sent them.
         digest, size: digest and number of the bytes before any compression.
-        compressed: size of the object if it is a frame of zstd; None: the object holds the bytes themselves.
+        compressed: size of the object if it is a frame of zstd; None if the object holds the bytes themselves.
     """
 
     generation: int
@@ -135,6 +137,29 @@ class Block:
         if found is None:
             raise ValueError(f"{key!r} names no block")
         return cls(int(found[1]), found[2], int(found[3]), None if found[4] is None else int(found[4]))
+
+
+Compression: TypeAlias = Literal["auto", "zstd", "none"]
+#: A block is compressed to at most this share of its size, or not at all.
+_WORTHWHILE: Final[dict[Compression, float]] = {"auto": 0.95, "zstd": 1.0, "none": 0.0}
+
+
+def compressed(data: bytes, compression: Compression) -> bytes | None:
+    """`data` as one frame of zstd; None where that saves too little: such bytes are stored as they are."""
+    if compression == "none":
+        return None
+    frame = zstandard.ZstdCompressor().compress(data)
+    return frame if len(frame) < _WORTHWHILE[compression] * len(data) else None
+
+
+def restored(frame: bytes, size: int) -> bytes:
+    """The bytes of a frame. Raises ValueError: it is damaged, or does not hold `size` bytes."""
+    try:
+        if zstandard.frame_content_size(frame) != size:  # first: a frame may claim any size
+            raise ValueError("the frame is of another size")
+        return zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the frame cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -200,7 +225,7 @@ class Head:
         generation: how often the mirror was claimed; the last one that claimed it writes.
         attempt: the number of the run's attempt that writes.
         stamp: new in every head, so that a writer knows its own.
-        line: what the run goes on from, the newest first.
+        line: the steps that the run may resume from, the newest first.
         superseded: newer steps than one that the run went back to.
         quarantine: steps that did not verify, and why.
         files: the other files of the run, by path: logs, metrics, evaluation.
@@ -228,7 +253,9 @@ class Head:
         """With one more step in the line, in the place of another one of its name."""
         others = [each for each in self.line if each.name != entry.name]
         old = [each for each in self.line if each.name == entry.name != FINAL and each.record != entry.record]
-        return replace(self, line=_sorted([*others, entry]), superseded=(*self.superseded, *old))
+        # The newest first; a numbered step before the final one of the same step.
+        line = sorted([*others, entry], key=lambda each: (-each.step, each.name))
+        return replace(self, line=tuple(line), superseded=(*self.superseded, *old))
 
     def without(self, names: Iterable[str]) -> Head:
         """Without some steps of the line."""
@@ -299,7 +326,7 @@ def rebuilt(records: Sequence[tuple[str, Record, Manifest]]) -> Head:
 
 
 def generation_of(key: str) -> int | None:
-    """The generation of the writer that sent an object, or a part of one; None: no writer of a mirror has sent it."""
+    """The generation of the writer that sent an object, or a part of one; None if no writer of a mirror has sent it."""
     found = _BLOCK.fullmatch(key) or _RECORD.fullmatch(key) or _UNFINISHED.fullmatch(key)
     return None if found is None else int(found[1])
 
@@ -307,21 +334,6 @@ def generation_of(key: str) -> int | None:
 def is_checkpoint(name: str) -> bool:
     """Whether a mirror may hold a checkpoint of this name."""
     return name == FINAL or _STEP.fullmatch(name) is not None
-
-
-def read_record(key: str, data: bytes, where: str) -> tuple[Record, Manifest]:
-    """A record, checked against its key. Raises DamagedCheckpoint."""
-    try:
-        if hashlib.sha256(data).hexdigest() not in key:
-            raise ValueError("another digest than its name says")
-        return Record.parse(data)
-    except NOT_DUMPED as error:
-        raise DamagedCheckpoint(f"{key} is damaged: {error}", where=where) from error
-
-
-def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The newest first; a numbered step before the final one of the same step."""
-    return tuple(sorted(entries, key=lambda each: (-each.step, each.name)))
 
 
 def _entry(value: Any) -> Entry:

@@ -27,7 +27,6 @@ from ci_llm.core.remote import why_no_mirror
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, MirrorUnreachable
 
 if TYPE_CHECKING:
-    from obstore import UpdateVersion
     from obstore.store import ObjectStore
 
 
@@ -42,7 +41,7 @@ class RateLimiter:
     """Spreads bytes over time.
 
     Args:
-        max_mb_per_s: megabytes per second; None: no bound.
+        max_mb_per_s: megabytes per second; None for no bound.
         clock: seconds, monotonic.
 
     Attributes:
@@ -107,13 +106,13 @@ class Objects(Protocol):
         """Write an object, whatever is there."""
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
-        """Write an object only if it is still that of `version`; with None, only if there is none. Raises Conflict."""
+        """Write an object only if it is still that of `version`, or for None only if it is new. Raises Conflict."""
 
     def size(self, key: str) -> int | None:
-        """Bytes of an object; None: there is none."""
+        """Bytes of an object; None without such an object."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; it is no error if one of them is gone."""
+        """Remove objects; an object that is gone already is not an error."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Key and size of every object below `prefix`, perhaps as things were a while ago.
@@ -126,7 +125,7 @@ def check_url(url: str, where: str) -> str:
     """The URL of a mirror, without a slash at its end.
 
     Raises:
-        ConfigError: it is none, or it carries credentials, which must come from the environment.
+        ConfigError: it is not such a URL, or it carries credentials, which must come from the environment.
     """
     if problem := why_no_mirror(url):
         what, hint = problem
@@ -138,7 +137,7 @@ def open_objects(url: str, where: str = "mirror") -> Objects:
     """The store of a URL; no request is made.
 
     Raises:
-        ConfigError: the URL is none of a mirror. BadInput: its library is not installed, or does not take it.
+        ConfigError: it is not the URL of a mirror. BadInput: its library is not installed, or does not take it.
     """
     url = check_url(url, where)
     if urlsplit(url).scheme == "file":
@@ -170,14 +169,34 @@ def _open_store(url: str) -> ObjectStore:
     )
 
 
-class RemoteObjects:
+class _Store:
+    """What both kinds of `Objects` share: which errors are those of the store, and what becomes of them."""
+
+    _failures: tuple[type[Exception], ...] = (OSError,)
+
+    @contextlib.contextmanager
+    def _reaching(self, verb: str, key: str) -> Iterator[None]:
+        """An error of the store in the block becomes Missing, if an object to be read is not there, or unreachable."""
+        try:
+            yield
+        except self._failures as error:
+            if verb == "read" and isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise Missing(key) from error
+            raise self._unreachable(verb, key, error) from error
+
+    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
+        raise NotImplementedError
+
+
+class RemoteObjects(_Store):
     """Objects of S3, Google Cloud Storage, Azure or memory, through obstore."""
 
     def __init__(self, url: str, where: str) -> None:
+        import obstore
         from obstore.exceptions import BaseError
 
         self.url = url
-        self._failures = (BaseError, OSError)
+        self._api, self._failures = obstore, (BaseError, OSError)
         try:
             self._store = _open_store(url)
         except (BaseError, ValueError) as error:
@@ -187,72 +206,42 @@ class RemoteObjects:
         return self.get_version(key)[0]
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
-        import obstore
-
-        try:
-            found = obstore.get(self._store, key)
+        with self._reaching("read", key):
+            found = self._api.get(self._store, key)
             version = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
             return bytes(found.bytes()), {name: value for name, value in version.items() if value is not None}
-        except FileNotFoundError as error:
-            raise Missing(key) from error
-        except self._failures as error:
-            raise self._unreachable("read", key, error) from error
 
     def put(self, key: str, data: bytes) -> None:
-        import obstore
-
-        try:
-            obstore.put(self._store, key, data, use_multipart=False)
-        except self._failures as error:
-            raise self._unreachable("write", key, error) from error
+        with self._reaching("write", key):
+            self._api.put(self._store, key, data, use_multipart=False)
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
-        import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        try:
-            obstore.put(
-                self._store,
-                key,
-                data,
-                mode="create" if version is None else cast("UpdateVersion", dict(version)),
-                use_multipart=False,
-            )
-        except (AlreadyExistsError, PreconditionError) as error:
-            raise Conflict(key) from error
-        except self._failures as error:  # a store may say 404 where what was to be replaced is gone
-            if version is not None and isinstance(error, FileNotFoundError):
+        mode: Any = "create" if version is None else dict(version)
+        with self._reaching("write", key):
+            try:
+                self._api.put(self._store, key, data, mode=mode, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError) as error:
                 raise Conflict(key) from error
-            raise self._unreachable("write", key, error) from error
+            except FileNotFoundError as error:  # a store may say 404 where what was to be replaced is gone
+                if version is None:
+                    raise
+                raise Conflict(key) from error
 
     def size(self, key: str) -> int | None:
-        import obstore
-
-        try:
-            return int(obstore.head(self._store, key)["size"])
-        except FileNotFoundError:
-            return None
-        except self._failures as error:
-            raise self._unreachable("read", key, error) from error
+        with contextlib.suppress(Missing), self._reaching("read", key):
+            return int(self._api.head(self._store, key)["size"])
+        return None
 
     def delete(self, keys: Sequence[str]) -> None:
-        import obstore
-
-        try:
-            obstore.delete(self._store, list(keys))
-        except FileNotFoundError:
-            return
-        except self._failures as error:
-            raise self._unreachable("remove", ", ".join(keys), error) from error
+        with self._reaching("remove", ", ".join(keys)), contextlib.suppress(FileNotFoundError):
+            self._api.delete(self._store, list(keys))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        import obstore
-
-        try:
-            for page in obstore.list(self._store, prefix):
+        with self._reaching("list", prefix):
+            for page in self._api.list(self._store, prefix):
                 yield from ((each["path"], int(each["size"])) for each in page)
-        except self._failures as error:
-            raise self._unreachable("list", prefix, error) from error
 
     def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
         return MirrorUnreachable(
@@ -263,7 +252,7 @@ class RemoteObjects:
 
 
 def _brief(error: Exception) -> str:
-    """The first line of an error of the library, which goes on with the whole request and its answer."""
+    """The first line of an error of the library, whose other lines are the whole request and its answer."""
     line = str(error).partition("\n")[0]
     found = re.search(r"status code: (\d+[^:]*)", line)
     return found[1].strip() if found else re.sub(r"https?://\S+", "the store", line)[:200]
@@ -310,7 +299,7 @@ def require_conditions(objects: Objects, key: str, data: bytes) -> None:
 LOCK = ".lock"
 
 
-class FolderObjects:
+class FolderObjects(_Store):
     """Objects are files below a folder; see `Objects`.
 
     They are for `file://`, because obstore neither syncs local files nor swaps them conditionally. Here writes are
@@ -322,12 +311,8 @@ class FolderObjects:
         self._root = Path(unquote(urlsplit(url).path))
 
     def get(self, key: str) -> bytes:
-        try:
+        with self._reaching("read", key):
             return (self._root / key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise Missing(key) from error
-        except OSError as error:
-            raise self._unreachable("read", key, error) from error
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         data = self.get(key)
@@ -335,43 +320,37 @@ class FolderObjects:
 
     def put(self, key: str, data: bytes) -> None:
         path = self._root / key
-        try:
+        with self._reaching("write", key):
             make_folders(path.parent)
             write_bytes(path, data)
-        except OSError as error:
-            raise self._unreachable("write", key, error) from error
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
-        with self._locked(key):
-            try:
-                now: Version | None = self.get_version(key)[1]
-            except Missing:
-                now = None
+        with contextlib.ExitStack() as held:
+            with self._reaching("lock", key):
+                make_folders(self._root)
+                held.enter_context(locked(self._root / LOCK, create=True))
+            now: Version | None = None
+            with contextlib.suppress(Missing):
+                now = self.get_version(key)[1]
             if now != version:
                 raise Conflict(key)
             self.put(key, data)
 
     def size(self, key: str) -> int | None:
-        try:
+        with contextlib.suppress(Missing), self._reaching("read", key):
             return (self._root / key).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise self._unreachable("read", key, error) from error
+        return None
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._delete(key)
-
-    def _delete(self, key: str) -> None:
-        path = self._root / key
-        try:
-            path.unlink(missing_ok=True)
-            for folder in path.relative_to(self._root).parents:
-                (self._root / folder).rmdir()  # as long as they are empty
-        except OSError as error:
-            if path.exists():
-                raise self._unreachable("remove", key, error) from error
+            path = self._root / key
+            try:
+                path.unlink(missing_ok=True)
+                for folder in path.relative_to(self._root).parents:
+                    (self._root / folder).rmdir()  # as long as they are empty
+            except OSError as error:
+                if path.exists():
+                    raise self._unreachable("remove", key, error) from error
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         for folder, _, names in os.walk(self._root / prefix):
@@ -380,16 +359,6 @@ class FolderObjects:
                 with contextlib.suppress(FileNotFoundError):
                     yield str(path.relative_to(self._root)), path.stat().st_size
 
-    @contextlib.contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            try:
-                make_folders(self._root)
-                held.enter_context(locked(self._root / LOCK, create=True))
-            except OSError as error:
-                raise self._unreachable("lock", key, error) from error
-            yield
-
-    def _unreachable(self, verb: str, key: str, error: OSError) -> CiLlmError:
-        what = f"the folder does not let us {verb} {key}: {error.strerror}"
+    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
+        what = f"the folder does not let us {verb} {key}: {getattr(error, 'strerror', error)}"
         return MirrorUnreachable(what, where=self.url, hint="look at its rights, and at the space on its disk")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ci_llm.checkpoints.catalog import CatalogEntry, Shelf
-from ci_llm.checkpoints.folders import FINAL, Opened
+from ci_llm.checkpoints.catalog import CatalogEntry, Shelf, entry_of
+from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import Manifest, digest
 from ci_llm.core.durable import PARTIAL
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-from ci_llm.mirror.compression import restored
-from ci_llm.mirror.head import HEAD, NOT_DUMPED, RECORDS, Block, Entry, Head, Record, read_record, rebuilt
+from ci_llm.mirror.head import HEAD, NOT_DUMPED, RECORDS, Block, Entry, Head, Record, rebuilt, restored
 from ci_llm.mirror.objects import Missing, Objects, Version
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class FoundHead:
     """The head as it is now.
 
     Attributes:
-        version: what replaces this very one; None: there is none yet.
+        version: the version that `swap` replaces; None if there is no head yet.
         is_rebuilt: it is damaged, and made of the records again.
     """
 
@@ -50,7 +51,7 @@ class MirrorReader:
         return self.find_head().head
 
     def find_head(self) -> FoundHead:
-        """As `head`. A damaged head is rebuilt from the records, which say everything but whose run it is.
+        """The head and its version. A damaged one is rebuilt from the records, which say all but whose run it is.
 
         Raises:
             CheckpointError: another version of this program wrote it. MirrorUnreachable.
@@ -92,7 +93,12 @@ class MirrorReader:
     def _read_record(self, key: str) -> tuple[Record, Manifest]:
         data = self.objects.get(key)
         self._limiter(len(data))
-        return read_record(key, data, self.url)
+        try:
+            if hashlib.sha256(data).hexdigest() not in key:
+                raise ValueError("another digest than its name says")
+            return Record.parse(data)
+        except NOT_DUMPED as error:
+            raise DamagedCheckpoint(f"{key} is damaged: {error}", where=self.url) from error
 
     def block(self, block: Block) -> bytes:
         """Some bytes, verified. Raises DamagedCheckpoint: missing, or other bytes."""
@@ -162,7 +168,7 @@ class MirrorReader:
         return found
 
     def entry(self, head: Head | None, name: str) -> Entry:
-        """The entry of a step by its name. Raises CheckpointError: there is none."""
+        """The entry of a step by its name. Raises CheckpointError: the mirror holds no such step."""
         for entry in head.entries if head else ():
             if entry.name == name:
                 return entry
@@ -171,7 +177,7 @@ class MirrorReader:
 
 
 def list_mirror(reader: MirrorReader, head: Head, *, read_all: bool = True) -> list[CatalogEntry]:
-    """As `catalog.list_checkpoints`: the current line first, the newest first.
+    """The counterpart of `catalog.list_checkpoints`: the current line first, the newest first.
 
     It is for `ci-llm checkpoints list` and `verify` of a URL.
 
@@ -181,29 +187,14 @@ def list_mirror(reader: MirrorReader, head: Head, *, read_all: bool = True) -> l
     return [_entry(reader, entry, shelf, read_all) for shelf, entry in _shelved(head)]
 
 
+def _entry(reader: MirrorReader, entry: Entry, shelf: Shelf, read_all: bool) -> CatalogEntry:
+    name = entry.name if shelf == "current" else f"{shelf}/{entry.name}"
+    verify = partial(reader.open, entry) if read_all else None
+    found = entry_of(name, shelf, lambda: reader.record(entry)[1], verify)
+    return replace(found, step=entry.step, nbytes=entry.nbytes)
+
+
 def _shelved(head: Head) -> Iterator[tuple[Shelf, Entry]]:
     yield from (("current", entry) for entry in head.line)
     yield from (("superseded", entry) for entry in head.superseded)
     yield from (("quarantine", entry) for entry, _ in head.quarantine)
-
-
-def _entry(reader: MirrorReader, entry: Entry, shelf: Shelf, read_all: bool) -> CatalogEntry:
-    manifest: Manifest | None = None
-    damage = None
-    try:
-        manifest = reader.record(entry)[1]
-        if read_all:
-            reader.open(entry)
-    except DamagedCheckpoint as error:
-        damage = error.what
-    return CatalogEntry(
-        name=entry.name if shelf == "current" else f"{shelf}/{entry.name}",
-        step=entry.step,
-        attempt=manifest.attempt if manifest else None,
-        wall_time=manifest.wall_time if manifest else None,
-        nbytes=entry.nbytes,
-        damage=damage,
-        line=shelf,
-        final=entry.name == FINAL,
-        pinned=False,
-    )

@@ -1,6 +1,6 @@
 """The sender of a mirror: a thread behind the training that sends what the run's folder has and the mirror has not.
 
-It sends committed steps, the newest first, and the files beside them with which a fresh disk goes on: logs, metrics,
+It sends committed steps, the newest first, and the files beside them with which a fresh disk resumes: logs, metrics,
 scores. It compares the folder with the mirror, and so needs no list of events: whatever it missed, because the store
 was away or saves came faster than it sends, it finds in the folder. The training never waits for it, except at its end,
 when the newest step goes first.
@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from ci_llm.checkpoints.folders import FINAL, committed
+from ci_llm.checkpoints.layout import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST, check_name
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.quantities import duration, size
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
-from ci_llm.mirror.compression import Compression
-from ci_llm.mirror.head import Block, Found, Head, Token, read_token, write_token
+from ci_llm.mirror.head import Block, Compression, Found, Head, Token, read_token, write_token
 from ci_llm.mirror.objects import RateLimiter, backoff_s, open_objects
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.mirror.writer import MirrorWriter
@@ -42,7 +41,10 @@ MAX_BYTES: Final = 256 << 20
 
 def send_files(writer: MirrorWriter, folder: Path, patterns: Collection[str]) -> dict[str, tuple[Block, ...]]:
     """Send the files of `folder` that match; what the head is to say of them. Raises MirrorUnreachable."""
-    return {name: writer.send_blocks(_cut(data)) for name, data in _files(folder, patterns)}
+    return {
+        name: writer.send_blocks(data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
+        for name, data in _files(folder, patterns)
+    }
 
 
 def _files(folder: Path, patterns: Collection[str]) -> Iterator[tuple[str, bytes]]:
@@ -56,10 +58,6 @@ def _files(folder: Path, patterns: Collection[str]) -> Iterator[tuple[str, bytes
                 yield name, path.read_bytes()
         except (OSError, ValueError):  # gone meanwhile, or no file of ours
             continue
-
-
-def _cut(data: bytes) -> Iterator[bytes]:
-    return (data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
 
 
 def restore_files(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
@@ -98,7 +96,7 @@ class MirrorState:
     """How a mirror stands, for status.json.
 
     Attributes:
-        step: the newest step that is committed there; None: none.
+        step: the newest step that is committed there; None without any.
         behind_s: seconds for which the folder has had a newer one; 0: it has none.
         error: why nothing is sent at the moment.
     """
@@ -122,12 +120,12 @@ class Mirror:
     """The mirror of one folder; used by one process.
 
     Args:
-        url: of the mirror.
-        folder: of the run.
-        keep: numbered steps to keep, as `save_total_limit`; None: all. What the folder keeps beside them stays as well.
+        url: the URL of the mirror.
+        folder: the folder of the run.
+        keep: numbered steps to keep, as `save_total_limit`; None for all. What the folder keeps beside them stays too.
         files: patterns of the other files that follow.
-        max_mb_per_s: a bound on what is sent and read; None: no bound.
-        compression: of what is sent.
+        max_mb_per_s: a bound on what is sent and read; None for no bound.
+        compression: how blocks are compressed.
         on_change: called in the thread whenever the state has changed.
         clock: seconds, monotonic.
     """
@@ -152,8 +150,8 @@ class Mirror:
         self._writer = MirrorWriter(
             self._objects, check=self._between_blocks, limiter=self._limiter, compression=compression
         )
-        self._claim: Callable[[], object] = lambda: None
-        self._claimed, self._swept = False, False
+        self._claim: Callable[[], object] | None = None  # what is to be called first
+        self._swept = False
         self._sending: int | None = None
         self._passed_over: set[bytes] = set()
         self._work, self._over, self._idle = threading.Event(), threading.Event(), threading.Event()
@@ -170,7 +168,7 @@ class Mirror:
         """Claim the mirror for this attempt, and begin to send. The lease of the folder must be held.
 
         Args:
-            step: from which the run goes on; -1: from none.
+            step: the step from which the run resumes; -1 without one.
             found: what the mirror held when that step was decided.
 
         Raises:
@@ -179,7 +177,7 @@ class Mirror:
         token = read_token(self.folder)
         run = token.run if token else (None if found.same_run else secrets.token_hex(16))
         self._claim = partial(self._writer.claim, run, attempt, step, found)
-        with contextlib.suppress(MirrorUnreachable, OSError):  # the thread goes on trying
+        with contextlib.suppress(MirrorUnreachable, OSError):  # the thread tries again
             self._claim_now()
         self._thread = threading.Thread(target=self._run, name="ci_llm mirror", daemon=True)
         self._thread.start()
@@ -270,10 +268,10 @@ class Mirror:
         self._idle.set()
 
     def _claim_now(self) -> None:
-        if not self._claimed:
+        if self._claim is not None:
             self._claim()
             write_token(self.folder, Token(self._writer.head.run, self._writer.head.generation))
-            self._claimed = True
+            self._claim = None
 
     def _pass(self) -> None:
         """Bring the mirror to what the folder holds now."""
@@ -343,7 +341,7 @@ class Mirror:
         if damage:
             logger.warning(f"mirror    not whole, set aside there: {'; '.join(damage.values())}")
             self._writer.commit(self._writer.head.quarantined(damage))
-            self._work.set()  # what the folder still has is sent anew
+            self._work.set()  # what the folder still has is sent again
 
     def _between_blocks(self) -> None:
         if self._over.is_set():

@@ -18,18 +18,19 @@ import xxhash
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest, read_manifest
 from ci_llm.core.durable import PARTIAL, read_chunks
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
-from ci_llm.mirror.compression import Compression, compressed
 from ci_llm.mirror.head import (
     BLOCKS,
     HEAD,
     RECORDS,
     UNKNOWN_RUN,
     Block,
+    Compression,
     Entry,
     Found,
     Head,
     Record,
     blocks_of,
+    compressed,
     generation_of,
 )
 from ci_llm.mirror.objects import Conflict, Missing, Objects, Version, require_conditions
@@ -79,13 +80,13 @@ class MirrorWriter:
 
     # The claim
 
-    def claim(self, run: str | None, attempt: int, going_on_from: int, seen: Found) -> None:
-        """Become the writer; every step after `going_on_from` leaves the line.
+    def claim(self, run: str | None, attempt: int, resumed_from: int, seen: Found) -> None:
+        """Become the writer; every step after `resumed_from` leaves the line.
 
         Args:
-            run: the token of the run; None: that of the mirror, from which the disk was filled.
+            run: the token of the run; None for the token of the mirror, from which the disk was filled.
             attempt: its number.
-            going_on_from: the step from which the run goes on; -1: none.
+            resumed_from: the step from which the run resumes; -1 without one.
             seen: what the mirror held when that step was decided.
 
         Raises:
@@ -102,7 +103,7 @@ class MirrorWriter:
                 generation=old.generation + 1,
                 attempt=max(attempt, old.attempt),
             )
-            new = new.quarantined(seen.damage).going_back(going_on_from).stamped()
+            new = new.quarantined(seen.damage).going_back(resumed_from).stamped()
             self._claims.add(new.stamp)
             with contextlib.suppress(Conflict):
                 self._put_head(new, found.version)

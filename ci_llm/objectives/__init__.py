@@ -60,7 +60,7 @@ class Evidence:
         lengths: [R] tokens of every answer.
         reference: the same as `sums` by the base without agents, [1, R], or by the starts of the agents, [K, R].
         labels: [U] of rated rows bool, whether they are good; of labelled ones fp64, the number of the class or what
-            is to be predicted.
+            is to be predicted; of pairs fp64, the margins, 0 where a row has none.
         values: [K, R, n] fp64 the numbers of the heads.
         nll: [K, U] next-token loss of every preferred row, summed; `nll_tokens` [U] has the number of its tokens.
         nll_share: units of the whole step for each of its `nll_tokens`: a number, or [K, 1].
@@ -184,6 +184,16 @@ def head_size(config: Any) -> int:
     if config.objective in ("auto", SFT) or not objective_of(config.objective, [config]).needs.head:
         return 0
     return config.num_labels or 1
+
+
+def measured_as(config: Any) -> str:
+    """The objective by whose figures a run is judged: of a loss of somebody's own the one that has such rows."""
+    if config.objective == SFT:
+        return SFT
+    needs = objective_of(config.objective, [config]).needs
+    if not needs.head:
+        return "kto" if needs.rows == "rated" else "dpo"
+    return "reward" if needs.rows == "pairs" else "classification" if head_size(config) > 1 else "regression"
 
 
 def for_agent(objective: Objective, agent: int) -> Objective:

@@ -1,6 +1,7 @@
 """Reward: a head's number for the better answer shall be above that for the worse one (Bradley and Terry, 1952).
 
-As in TRL, `center_rewards_coefficient` draws the two numbers of a pair towards a sum of 0 (Eisenstein et al., 2023).
+As in TRL, a column `margin` says by how much (Touvron et al., "Llama 2", 2023), and `center_rewards_coefficient` draws
+the two numbers of a pair towards a sum of 0 (Eisenstein et al., 2023).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Reward(Objective):
 
     def losses(self, e: Evidence) -> Tensor:
         chosen, rejected = pairs(self.rewards(e))
-        losses = -F.logsigmoid(chosen - rejected)
+        losses = -F.logsigmoid(chosen - rejected - (0.0 if e.labels is None else e.labels))
         if self.center_rewards_coefficient is None:
             return losses
         return losses + self.center_rewards_coefficient * (chosen + rejected) ** 2

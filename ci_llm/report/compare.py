@@ -10,22 +10,11 @@ from typing import Any, Final
 
 from ci_llm.config.schema import with_trait
 from ci_llm.config.yaml_file import dump_value
+from ci_llm.core.curves import LETTERS, draw_curves
 from ci_llm.core.run_status import Status
-from ci_llm.core.scores import LEAST_ROWS
-from ci_llm.core.text_curves import LETTERS, draw_curves
+from ci_llm.core.scores import LEAST_ROWS, METRICS, Measures
 from ci_llm.report.facts import RunFacts
-from ci_llm.report.scores import (
-    LEADING,
-    TOGETHER,
-    Gain,
-    Leaderboard,
-    Score,
-    comparable,
-    difference,
-    measures,
-    notes,
-    scores,
-)
+from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, differences, notes, scores
 
 #: Keys that say where a run lies and not what it is.
 _PLACES: Final = frozenset(with_trait("place"))
@@ -58,7 +47,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
             {
                 "run": number,
                 "minus": 0,
-                "score": "crowd exact_match",
+                "score": f"crowd {gain.measure if gain else 'exact_match'}",
                 "not_compared": why,
                 **(asdict(gain) if gain else {}),
             }
@@ -99,25 +88,33 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
     yield from _configuration_lines(runs)
     yield ""
     yield from _score_lines(runs)
-    for key, title in zip(_CURVES, ("training loss, mean over agents", "held-out loss of the crowd"), strict=True):
+    words = [run.words for run in runs]
+    titles = ("training loss, mean over agents", "held-out loss of the crowd")
+    units = ([own.trained for own in words], [own.loss for own in words])
+    for key, title, unit in zip(_CURVES, titles, units, strict=True):
         curves = [run.metrics.curve(key) for run in runs]
         if drawn := draw_curves(dict(zip(LETTERS, curves, strict=False)), _WIDTH):
             yield ""
-            yield f"{title}, nats per token by optimizer step"
+            yield f"{title}, {' and '.join(dict.fromkeys(unit))} by optimizer step"
             yield drawn
 
 
 def trials_as_text(board: Leaderboard) -> Iterator[str]:
-    """The trials of a sweep side by side, in lines for a terminal."""
+    """The trials of a sweep side by side, in lines for a terminal, and where the best one is."""
     if board.best_run is None:
         yield "no trial has a score yet"
         return
+    yield from trials_table(board)
+    yield f"best: trial {board.best}, trained last in {board.best_run}, which ci-llm report and ci-llm compare take"
+
+
+def trials_table(board: Leaderboard) -> Iterator[str]:
+    """The trials that were scored, a line each below the names of the columns; those that went furthest come first."""
     rows = [
         (str(id), status, str(step), "" if score is None else f"{score:.4f}", *settings)
         for id, status, step, score, settings in board.rows
     ]
-    yield from _table([("trial", "", "step", board.metric, *board.keys), *rows])
-    yield f"best: trial {board.best}, trained last in {board.best_run}, which ci-llm report and ci-llm compare take"
+    yield from _table([("trial", "status", "step", board.metric, *board.keys), *rows])
 
 
 def head(letter: str, folder: Path, status: Status) -> str:
@@ -148,7 +145,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
     found = [{score.who: score for score in table} for table in tables]
     yield from _table(
         [
-            (f"{measures(runs[0].evaluation or {})[0]} (nats)", *LETTERS[: len(runs)]),
+            (_title(runs), *LETTERS[: len(runs)]),
             *((name, *(_shown(table.get(name)) for table in found)) for name in names),
         ]
     )
@@ -157,7 +154,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield "agent-steps: " + ", ".join(f"{letter} {taken:,}" for letter, taken in steps)
     for number, gain, why in _differences(runs):
         pair = f"crowd {LETTERS[number]} - crowd {LETTERS[0]}"
-        shown = _as_text(gain, *measures(runs[number].evaluation or {})) if gain else f"not compared ({why})"
+        shown = _as_text(gain, runs[number].words) if gain else f"not compared ({why})"
         yield f"{pair}: {shown}"
     for letter, run in zip(LETTERS, runs, strict=False):
         if run.evaluation:
@@ -180,17 +177,25 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
             yield number, None, why
         else:
             rows = run.evaluated_predictions, first.evaluated_predictions
-            yield number, difference(run.evaluation, first.evaluation, *rows), None
+            yield from ((number, gain, None) for gain in differences(run.evaluation, first.evaluation, *rows))
 
 
-def _as_text(gain: Gain, right: str, loss: str) -> str:
-    """A difference in the words of `measures`."""
-    if gain.measure == "nats per token":
-        return f"{gain} {loss} (no interval: the rows of free text are not kept one by one)"
+def _title(runs: Sequence[RunFacts]) -> str:
+    """What the cells of the table of scores are, as far as the runs have it in common."""
+    told = dict.fromkeys(f"{own.right} ({own.loss})" for own in (run.words for run in runs))
+    return " or ".join(told)
+
+
+def _as_text(gain: Gain, words: Measures) -> str:
+    """A difference in the words of its objective."""
+    right = words.right if gain.measure == "exact_match" else METRICS[gain.measure].told
+    if gain.measure == "nll":
+        return f"{gain} {words.loss} (no interval: its rows are not kept one by one)"
     if gain.interval95 is None:
         why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
         return f"{gain.value:+.3f} {right} ({why})"
-    how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows: {_UNPAIRED}"
+    why = f": {_UNPAIRED}" if gain.measure == "exact_match" else ""
+    how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows{why}"
     verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
     return f"{gain.value:+.3f} ± {gain.interval95:.3f} {right} (95 %, {how}): {verdict}"
 

@@ -13,8 +13,9 @@ from html import escape
 from itertools import groupby, pairwise
 from typing import Final
 
+from ci_llm.core.scores import METRICS, Measures
 from ci_llm.report.facts import Attempt, Metrics, Points, Span
-from ci_llm.report.scores import USUAL, Score
+from ci_llm.report.scores import Score
 
 #: Width of a character of a label, about, and height of a line, in the units of a plot: CSS pixels at its full size.
 _CHARACTER, _LINE = 6.7, 17.0
@@ -182,9 +183,10 @@ MOST_LANES: Final = 24
 NUM_COLOURS: Final = 8
 _WIDTH, _HEIGHT = 440, 270
 
-#: Title, key of the agent {}, keys of what is of all agents together, unit; {right} and {loss} are words of `measures`.
+_USUAL: Final = Measures()
+#: Title, key of the agent {}, keys of what is of all agents together, unit; the other {} are of `Measures`.
 _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
-    ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "{loss}"),
+    ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "{trained}"),
     ("Held-out loss", "eval/{}/nll", {"crowd": "eval/crowd/nll"}, "{loss}"),
     ("Held-out {right}", "eval/{}/exact_match", {"crowd": "eval/crowd/exact_match"}, "share of rows"),
     ("Gradient norm before clipping", "train/{}/grad_norm", {}, "norm"),
@@ -194,21 +196,19 @@ _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
 
 
 def draw_curves(
-    metrics: Metrics,
-    resumed: Sequence[int] = (),
-    names: Mapping[str, str] | None = None,
-    words: tuple[str, str] = USUAL,
+    metrics: Metrics, resumed: Sequence[int] = (), names: Mapping[str, str] | None = None, words: Measures = _USUAL
 ) -> list[tuple[str, str]]:
     """(title, drawing) of every curve that the run has left, agents beside the crowd.
 
     Args:
-        resumed: steps after which a later attempt went on; a dotted line stands at each.
+        resumed: steps after which a later attempt continued; a dotted line stands at each.
         names: those that people gave the agents, by the names that metrics have.
-        words: for what is right and for the loss, see `measures`.
+        words: the words of the objective.
     """
-    drawings, (right, loss) = [], words
-    for title, agent_key, together, unit in _CURVES:
-        title, unit = (each.format(right=right, loss=loss) for each in (title, unit))
+    drawings = []
+    named = [(METRICS[name].told, f"eval/{{}}/{name}", {"crowd": f"eval/crowd/{name}"}, "") for name in words.metrics]
+    for title, agent_key, together, unit in (*_CURVES[:3], *named, *_CURVES[3:]):
+        title, unit = (each.format(**vars(words)) for each in (title, unit))
         keys = {name: agent_key.format(name) for name in metrics.agents} if agent_key else {}
         lines = {name: metrics.curve(key) for name, key in {**keys, **together}.items()}
         if any(lines.values()):
@@ -216,7 +216,7 @@ def draw_curves(
     return drawings
 
 
-def draw_scores(scores: Sequence[Score], right: str = USUAL[0]) -> str:
+def draw_scores(scores: Sequence[Score], right: str = Measures.right) -> str:
     """The share of right answers of everyone, with intervals; empty for free text, which has none.
 
     Args:
@@ -286,7 +286,8 @@ def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence
     if not agents:
         colours = dict.fromkeys(known, _agent(0))
     steps = (step for points in known.values() for step, _ in points)
-    plot = _plot(title, Axis.around(steps, "optimizer step", margin=0.02, whole=True), known, unit)
+    across = Axis.around(steps, "optimizer step", margin=0.02, whole=True)
+    plot = Plot(_WIDTH, _HEIGHT, title, across, Axis.around((y for line in known.values() for _, y in line), unit))
     for step in resumed[-MOST_LANES:]:
         if plot.across.low <= step <= plot.across.high:
             plot.mark(step + 0.5)
@@ -294,17 +295,8 @@ def _steps(title: str, lines: Mapping[str, Points], unit: str, resumed: Sequence
         plot.line(points, colours[name], names.get(name, name), width=1.4 if name in agents else 2.4)
     if len(agents) > NUM_COLOURS:  # more than colours: one entry for all
         colours = {f"{len(agents)} agents": _agent(0)} | {name: colours[name] for name in known if name not in agents}
-    return _with_legend({names.get(name, name): colour for name, colour in colours.items()}, plot)
-
-
-def _plot(title: str, across: Axis, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> Plot:
-    """A plot that has room for these lines."""
-    return Plot(_WIDTH, _HEIGHT, title, across, Axis.around((y for line in lines.values() for _, y in line), unit))
-
-
-def _with_legend(colours: Mapping[str, str], plot: Plot) -> str:
-    """The plot below its legend, which a single line does not need."""
-    return legend(colours) + plot.svg() if len(colours) > 1 else plot.svg()
+    named = {names.get(name, name): colour for name, colour in colours.items()}
+    return (legend(named) if len(named) > 1 else "") + plot.svg()  # a single line needs no legend
 
 
 def _agent(number: int) -> str:

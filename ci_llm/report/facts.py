@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.layout import committed
 from ci_llm.config import Config, groups, parse_config
 from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.yaml_file import dump_value
@@ -36,8 +36,9 @@ from ci_llm.core.run_folder import (
     read_recovery,
 )
 from ci_llm.core.run_status import Status, kept_status, read_status
+from ci_llm.core.scores import Measures, measures, measures_of
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
-from ci_llm.report.scores import agents_of, folders_of, read_evaluation, what_evaluated
+from ci_llm.report.scores import agents_of, folders_of, judged_figures, read_evaluation, what_evaluated
 
 T = TypeVar("T")
 Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]
@@ -76,7 +77,7 @@ class Attempt:
     """One attempt of a run.
 
     Attributes:
-        first_step: the step from which it went on; 0 for a fresh start.
+        first_step: the step from which it resumed; 0 for a fresh start.
         last_step: the last step that it is known to have taken.
         kept_step: the last step up to which no later attempt went back.
         redone_steps: how far the next attempt went back: steps that it took again.
@@ -154,7 +155,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
-    """By attempt: (unix seconds, line). A line without a head belongs to none: the stacks of a hang."""
+    """The lines of each attempt: (unix seconds, line). A line without a head belongs to none: stacks of a hang."""
     found: dict[int, list[tuple[float, str]]] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for match in filter(None, map(_LOG_LINE.match, text.splitlines())):
@@ -216,7 +217,7 @@ def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) ->
 
 
 def _linked(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """With what only later attempts tell: which steps were kept; nobody is launched before the one before has ended."""
+    """The attempts with what later ones tell: which steps were kept; none is launched before the last has ended."""
     linked: list[Attempt] = []
     for place, (one, after) in enumerate(with_next(attempts)):
         last = max(one.last_step, after.first_step) if after else one.last_step
@@ -314,14 +315,14 @@ class Metrics:
         return next((value for _, value in reversed(self.curve(key))), None)
 
     def with_last(self, evaluation: Mapping[str, Any]) -> Metrics:
-        """With the evaluation at the end as one more line: that one is only in evaluation.json."""
+        """These metrics with the evaluation at the end as one more line: that one is only in evaluation.json."""
         step, nll = evaluation.get("last_step"), evaluation["nll"]
         exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
             return self
         line: dict[str, Any] = {"step": step}
         names = folders_of(evaluation)
-        for name, values in (("nll", nll), ("exact_match", exact)):
+        for name, values in {"nll": nll, "exact_match": exact, **judged_figures(evaluation)}.items():
             line |= {f"eval/{agent}/{name}": value for agent, value in zip(names, values["agents"], strict=True)}
             line[f"eval/crowd/{name}"] = values["crowd"]
         return Metrics((*self.lines, line), self.unreadable)
@@ -373,6 +374,13 @@ class RunFacts:
         return known
 
     @property
+    def words(self) -> Measures:
+        """What the run measures: by its evaluation, or before that by its objective."""
+        if self.evaluation is not None:
+            return measures(self.evaluation)
+        return measures_of("sft" if self.config is None else self.config.objective)
+
+    @property
     def wall_s(self) -> float:
         """From the launch of the first attempt to the last sign of life."""
         return max(0.0, self.attempts[-1].ended - self.attempts[0].launched)
@@ -384,7 +392,7 @@ class RunFacts:
 
     @property
     def result_step(self) -> int:
-        """The step that is the result so far: the one that was evaluated, unless the run has gone on."""
+        """The step that is the result so far: the one that was evaluated, unless the run was trained on since."""
         evaluated = None if self.evaluation is None or self.has_gone_on else self.evaluation.get("step")
         return self.status.step if evaluated is None else int(evaluated)
 

@@ -17,17 +17,7 @@ from ci_llm.core.quantities import count, duration, size
 from ci_llm.errors import CiLlmError
 from ci_llm.report import drawings
 from ci_llm.report.facts import KINDS, Attempt, RunFacts, read_run, seconds_by_kind, settings
-from ci_llm.report.scores import (
-    OF_HEADS,
-    Leaderboard,
-    gains,
-    is_free_text,
-    measures,
-    notes,
-    read_trials,
-    scores,
-    surest_first,
-)
+from ci_llm.report.scores import Leaderboard, gains, is_free_text, notes, read_trials, scores, surest_first
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -88,15 +78,7 @@ def render_template(name: str, contents: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "duration": duration,
-        "clock": clock,
-        "share": share,
-        "cut": cut,
-        "number": number,
-        "count": count,
-        "losses": losses,
-    }
+    environment.filters |= {each.__name__: each for each in (duration, clock, share, cut, number, count, losses)}
     page: str = environment.get_template(name).render(**contents)
     return page
 
@@ -109,7 +91,7 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
     solved, failed = _examples(facts)
     leaderboard = read_trials(facts.folder)
     restarts = [attempt.first_step for attempt in attempts[1:]]
-    right, loss = words = _words(facts)
+    words = facts.words
     curves = drawings.draw_curves(facts.metrics, restarts, facts.agents_names, words)
     is_free = evaluation is not None and is_free_text(evaluation)
     return {
@@ -120,12 +102,12 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "tiles": list(_tiles(facts)),
         "leaderboard": leaderboard,
         "scores": table,
-        "scores_drawing": drawings.draw_scores(table, right) if table else "",
+        "scores_drawing": drawings.draw_scores(table, words.right) if table else "",
         "gains": list(gains(evaluation)) if evaluation else [],
         "notes": list(notes(evaluation, facts.folder)) if evaluation else [],
-        "drawings": [(title, drawn) for title, drawn in curves if not (is_free and title.endswith(right))],
-        "right": right,
-        "loss": loss,
+        "drawings": [(title, drawn) for title, drawn in curves if not (is_free and title.endswith(words.right))],
+        "right": words.right,
+        "loss": words.loss,
         "attempts": attempts[-MOST_ATTEMPTS:],
         "timeline": drawings.draw_timeline(attempts),
         "notable": {attempt.number: _notable(attempt) for attempt in attempts},
@@ -141,12 +123,6 @@ def _contents(facts: RunFacts) -> dict[str, Any]:
         "settings": list(settings(facts.config)) if facts.config else [],
         "commands": list(_commands(facts, leaderboard)),
     }
-
-
-def _words(facts: RunFacts) -> tuple[str, str]:
-    """See `measures`; before the first evaluation by the objective."""
-    are_heads = facts.config is not None and facts.config.objective in OF_HEADS
-    return measures(facts.evaluation or ({"measured_by": "heads"} if are_heads else {}))
 
 
 def goodput(facts: RunFacts) -> float:
@@ -176,12 +152,12 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     if facts.evaluation and not facts.has_gone_on:
         crowd = scores(facts.evaluation)[-1]
         note = f"{crowd.low:.3f} to {crowd.high:.3f}" if crowd.low is not None and crowd.high is not None else ""
-        right, nats = measures(facts.evaluation)
+        words = facts.words
         if crowd.exact_match is not None:
-            yield Tile(f"crowd, {right}", f"{crowd.exact_match:.3f}", note)
-        yield Tile(f"crowd, {nats}", number(crowd.nll))
+            yield Tile(f"crowd, {words.right}", f"{crowd.exact_match:.3f}", note)
+        yield Tile(f"crowd, {words.loss}", number(crowd.nll))
     elif (loss := facts.metrics.last("train/task_loss")) is not None:
-        yield Tile("training loss", number(loss), f"{_words(facts)[1]}, mean over agents")
+        yield Tile("training loss", number(loss), f"{facts.words.trained}, mean over agents")
     agent_steps = facts.status.agent_steps
     yield Tile("optimizer steps", str(facts.status.step), "" if agent_steps is None else f"{agent_steps:,} agent-steps")
     redone = sum(attempt.redone_steps for attempt in facts.attempts)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from ci_llm.core.durable import read_json, read_object
 from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
-from ci_llm.core.scores import LEAST_ROWS, paired_interval, place_of_trial, share_interval, unpaired_interval
+from ci_llm.core.scores import (
+    LEAST_ROWS,
+    METRICS,
+    figures,
+    hybrid_interval,
+    measures,
+    paired_interval,
+    place_of_trial,
+    share_interval,
+    unpaired_interval,
+)
 
 Row = Mapping[str, Any]
-Measure = Literal["exact match", "nats per token"]
 
 #: The lines above those of all agents.
 BASE, BEST = LEADING = ("base", "best agent")
@@ -58,10 +68,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Gain:
-    """A difference of two shares of right answers, or of two NLLs.
+    """A difference of two shares of right answers, of two NLLs, or of two other figures.
 
     Attributes:
-        measure: "exact match", of which more is better, or "nats per token", of which less is.
+        measure: one of `METRICS`.
         interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None where
             there are too few rows, or all of them differ alike.
         paired: whether both answered the same rows, which are compared row by row.
@@ -72,16 +82,16 @@ class Gain:
     interval95: float | None
     paired: bool
     rows: int
-    measure: Measure = "exact match"
+    measure: str = "exact_match"
 
     @property
     def is_sure(self) -> bool | None:
         """Whether the interval leaves out zero, on the better side; None where too few rows tell."""
-        better = self.value if self.measure == "exact match" else -self.value
+        better = self.value if METRICS[self.measure].greater else -self.value
         return None if self.rows < LEAST_ROWS else better > (self.interval95 or 0.0)
 
     def __str__(self) -> str:
-        digits = 3 if self.measure == "exact match" else 4
+        digits = 4 if self.measure == "nll" else 3
         half = "" if self.interval95 is None else f" ± {self.interval95:.{digits}f}"
         return f"{self.value:+.{digits}f}{half}"
 
@@ -143,19 +153,6 @@ def is_of_heads(evaluation: Mapping[str, Any]) -> bool:
     return evaluation.get("measured_by") == "heads"
 
 
-#: The objectives that train heads, beside those of somebody else.
-OF_HEADS: Final = ("reward", "classification", "regression")
-#: What an evaluation measures by right or wrong, and in numbers, where no heads are scored.
-USUAL: Final = ("exact match", "nats per token")
-
-
-def measures(evaluation: Mapping[str, Any]) -> tuple[str, str]:
-    """The words for what is right or wrong in an evaluation, and for its `nll`."""
-    if not is_of_heads(evaluation):
-        return USUAL
-    return "accuracy", "squared error" if is_free_text(evaluation) else "nats per row"
-
-
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
     """The names of the agents for people: those that the run gave them, or else those of their folders."""
     return [*evaluation.get("names", folders_of(evaluation))]
@@ -171,15 +168,15 @@ def by_own_rows(evaluation: Mapping[str, Any]) -> str:
     return BY_OWN_ROWS if "sets" in evaluation else ""
 
 
-def gains(evaluation: Mapping[str, Any], measure: Measure | None = None) -> Iterator[tuple[str, Gain]]:
+def gains(evaluation: Mapping[str, Any], measure: str | None = None) -> Iterator[tuple[str, Gain]]:
     """What the crowd is better by, as evaluation.json says it: paired over rows.
 
     Args:
         measure: the measure that judges the rows, by default.
     """
-    measure = measure or ("nats per token" if is_free_text(evaluation) else "exact match")
+    measure = measure or ("nll" if is_free_text(evaluation) else "exact_match")
     found, rows = evaluation["exact_match"], evaluation["n"]
-    if measure == "nats per token":
+    if measure == "nll":
         found, rows = evaluation["nll"], evaluation.get("teacher_forced", evaluation)["n"]
     for key, name in _OVER.items():
         if gain := found.get(key):
@@ -217,16 +214,16 @@ def _adds_nothing(evaluation: Mapping[str, Any]) -> tuple[int, str] | None:
     nll, crowd, exact = evaluation["nll"]["agents"], evaluation["nll"]["crowd"], evaluation["exact_match"]["agents"]
     if not all(each is not None and math.isfinite(each) for each in (*nll, crowd)):
         return None
-    best, in_nats, (right, loss) = nll.index(min(nll)), dict(gains(evaluation, "nats per token")), measures(evaluation)
+    best, in_nats, loss = nll.index(min(nll)), dict(gains(evaluation, "nll")), measures(evaluation).loss
     if crowd > nll[best]:
         rows = evaluation.get("teacher_forced", evaluation)["n"]
         return best, f": {crowd:.4f} {loss}, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
     for over, gain in [*gains(evaluation)][:2]:
         if gain.is_sure is False:
-            leads = over in in_nats and in_nats[over].is_sure and gain.measure == "exact match"
+            leads = over in in_nats and in_nats[over].is_sure and gain.measure == "exact_match"
             nats = f", though {in_nats[over]} {loss}" if leads else ""
             best = best if is_free_text(evaluation) else exact.index(max(exact))
-            sure_in = right if gain.measure == "exact match" else loss
+            sure_in = measures(evaluation).right if gain.measure == "exact_match" else loss
             return best, f" sure in {sure_in}: {gain} over {over}{nats}, over {gain.rows}"
     return None
 
@@ -245,24 +242,24 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
     yield from notes(evaluation, run)
 
 
-#: Figures about pairs, ratings, classes and numbers, by their place in an evaluation.json, and what they are.
-_JUDGED: Final[Mapping[tuple[str, str], str]] = {
-    ("preferences", "accuracies"): "share of {n} pairs ranked right",
-    ("preferences", "auroc"): "AUROC of the ratings",
-    ("classes", "f1"): "F1, mean over classes",
-    ("classes", "auroc"): "AUROC",
-    ("classes", "calibration_error"): "calibration error",
-    ("numbers", "mae"): "mean absolute error",
-    ("numbers", "r2"): "R²",
-}
-
-
 def judged_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """What an evaluation says of pairs, ratings, classes and numbers, a line each."""
-    for (kind, measure), what in _JUDGED.items():
-        if (found := evaluation.get(kind, {}).get(measure)) is not None:
-            agents = ", ".join(f"{own:.3f}" for own in found["agents"])
-            yield f"{what.format(n=evaluation[kind]['n'])}: crowd {found['crowd']:.3f}; agents {agents}"
+    """What an evaluation says of pairs, ratings, classes and numbers, a line each, with 95 % intervals."""
+    for name, found in judged_figures(evaluation).items():
+        agents = ", ".join(f"{own:.3f}" for own in found["agents"])
+        low, high = found.get("intervals95", {}).get("crowd", (None, None))
+        within = "" if low is None else f" ({low:.3f} to {high:.3f})"
+        gain = found.get("crowd_minus_mean", {})
+        over = f"; crowd - mean {gain['value']:+.3f} ± {gain['interval95']:.3f}" if gain.get("interval95") else ""
+        yield f"{METRICS[name].told}: crowd {found['crowd']:.3f}{within}; agents {agents}{over}"
+
+
+def judged_figures(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The figures of an evaluation that only its objective has, by the names of `METRICS`; some may not be defined."""
+    found = {}
+    for name in measures(evaluation).metrics:
+        with suppress(KeyError):
+            found[name] = figures(evaluation, name)
+    return found
 
 
 def _columns(
@@ -273,15 +270,16 @@ def _columns(
     def shown(number: float | None, form: str, factor: float = 1.0) -> str:
         return "" if number is None else format(number * factor, form)
 
-    right, loss = measures(evaluation)
+    words = measures(evaluation)
     if not is_free_text(evaluation):
-        yield right, 12, lambda s: shown(s.exact_match, ".3f")
-        yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
+        yield words.right, 12, lambda s: shown(s.exact_match, ".3f")
+        if any(score.low is not None for score in found):
+            yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
     elif "bytes" in evaluation:
         bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
         yield "perplexity", 12, lambda s: shown(s.nll and math.exp(s.nll), ".3f")
         yield "bits per byte", 17, lambda s: shown(s.nll, ".4f", bits)
-    yield loss, 16, lambda s: shown(s.nll, ".4f")
+    yield words.loss, 16, lambda s: shown(s.nll, ".4f")
     if len({score.learning_rate for score in found} - {None}) > 1:
         yield "learning rate", 15, lambda s: shown(s.learning_rate, "g")
 
@@ -327,10 +325,10 @@ def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     return None
 
 
-def difference(
+def differences(
     one: Mapping[str, Any], other: Mapping[str, Any], own_rows: Sequence[Row] = (), other_rows: Sequence[Row] = ()
-) -> Gain:
-    """The crowd of `one` minus the crowd of `other`.
+) -> Iterator[Gain]:
+    """The crowd of `one` minus the crowd of `other`, by what judges the rows and by the figures of the objective.
 
     Paired over the rows that both have answered, where both runs left their predictions. Else from the two shares
     alone, as if they were of different rows: that interval is the wider one.
@@ -339,15 +337,21 @@ def difference(
         one, other: evaluation.json.
         own_rows, other_rows: predictions, which are joined by prompt and reference.
     """
+    rows = min(one["n"], other["n"])
     if is_free_text(one):
-        nats = one["nll"]["crowd"] - other["nll"]["crowd"]
-        return Gain(nats, None, False, min(one["n"], other["n"]), "nats per token")
-    pairs = _joined(own_rows, other_rows)
-    if pairs:
-        differences = [float(a) - float(b) for a, b in pairs]
-        return Gain(fmean(differences), paired_interval(differences), True, len(pairs))
-    own, others = ((evaluation["exact_match"]["crowd"], evaluation["n"]) for evaluation in (one, other))
-    return Gain(own[0] - others[0], unpaired_interval(*own, *others), False, min(own[1], others[1]))
+        yield Gain(one["nll"]["crowd"] - other["nll"]["crowd"], None, False, rows, "nll")
+    elif pairs := _joined(own_rows, other_rows):
+        apart = [float(a) - float(b) for a, b in pairs]
+        yield Gain(fmean(apart), paired_interval(apart), True, len(pairs))
+    else:
+        own, others = ((evaluation["exact_match"]["crowd"], evaluation["n"]) for evaluation in (one, other))
+        yield Gain(own[0] - others[0], unpaired_interval(*own, *others), False, rows)
+    known, theirs = judged_figures(one), judged_figures(other)
+    for name in (name for name in known if name in theirs):
+        mine, their = known[name], theirs[name]
+        ends = [each["intervals95"]["crowd"] for each in (mine, their) if "intervals95" in each]
+        half = hybrid_interval(mine["crowd"], ends[0], their["crowd"], ends[1]) if len(ends) == 2 else None
+        yield Gain(mine["crowd"] - their["crowd"], half, False, rows, name)
 
 
 def surest_first(row: Row) -> float:

@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape, glob, has_magic
 from os.path import exists, isfile
@@ -21,8 +21,9 @@ from ci_llm.core.metrics_file import METRICS_NAME, Record, number, record_of
 from ci_llm.core.quantities import countdown, describe_losses, duration, short
 from ci_llm.core.run_folder import PushRecord, last_push, read_began
 from ci_llm.core.run_status import Status, read_status
+from ci_llm.core.scores import measures_of
 from ci_llm.errors import BadInput
-from ci_llm.report.scores import read_evaluation
+from ci_llm.report.scores import judged_figures, read_evaluation
 
 _AT_MOST_BYTES: Final = 8 << 20  # of a file that is there already: thousands of lines, parsed in a tenth of a second
 
@@ -99,6 +100,7 @@ class MetricsTail:
             self.points.append(Point(record["step"], number(record.get("time")), record.get("attempt", 1), loss))
 
 
+_UNKNOWN: Final = (math.nan, math.nan)
 _SPEED_POINTS: Final = 20  # lines of metrics over which the present speed is a mean
 
 
@@ -108,9 +110,11 @@ class Scores:
 
     Attributes:
         step: the optimizer step after which it was made.
-        crowd_nll, agents_nll: nats per target token; for the agents it is the mean.
+        crowd_nll, agents_nll: nats per target token, or what a row costs heads; for the agents it is the mean.
         crowd_exact_match, agents_exact_match: share of rows; NaN for free text, which has none.
         is_final: it is the result of the run.
+        metric: the name of what judges agents by their objective, where that is neither of these.
+        crowd_metric, agents_metric: its values; NaN where there is none.
     """
 
     step: int
@@ -119,12 +123,25 @@ class Scores:
     crowd_exact_match: float
     agents_exact_match: float
     is_final: bool = False
+    metric: str = ""
+    crowd_metric: float = math.nan
+    agents_metric: float = math.nan
 
     @classmethod
-    def of(cls, step: int, nll: Sequence[float], exact: Sequence[float], judged_by: str, is_final: bool) -> Scores:
-        """The scores from the crowd's number, which comes first, and that of every agent."""
-        values = [(crowd, statistics.fmean(agents) if agents else math.nan) for crowd, *agents in (nll, exact)]
-        return cls(step, *values[0], *((math.nan,) * 2 if judged_by == "nll" else values[1]), is_final)
+    def of(cls, step: int, values: Callable[[str], Sequence[float]], status: Status, judged_by: str) -> Scores:
+        """The scores of an evaluation.
+
+        Args:
+            values: for each metric the crowd's number, which comes first, and that of every agent.
+        """
+        first = measures_of(status.objective).first
+        own = "" if first == "exact_match" else first
+        found = [
+            (crowd, statistics.fmean(agents) if agents else math.nan)
+            for crowd, *agents in map(values, ["nll", "exact_match", *filter(None, [own])])
+        ]
+        nll, exact, metric = (*found, _UNKNOWN)[:3]
+        return cls(step, *nll, *(_UNKNOWN if judged_by == "nll" else exact), False, own, *metric)
 
 
 @dataclass(frozen=True)
@@ -244,9 +261,9 @@ class RunReader:
             tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
             steps_per_s=steps_per_s,
             left_s=left if status.status == "running" and left and math.isfinite(left) else None,
-            scores=_result(self.folder)
+            scores=_result(self.folder, status)
             if status.status == "completed"
-            else _scores(self._tail.evaluation, status.judged_by),
+            else _scores(self._tail.evaluation, status),
             points=self._tail.points,
             slurm_job=str(place["slurm_job"]) if "slurm_job" in place else None,
             is_supervised=bool(place.get("supervised")),
@@ -268,18 +285,18 @@ def _of_agents(record: Record, group: str, measure: str) -> Iterator[float]:
     yield from (number(found[k]) for k in sorted(found))
 
 
-def _scores(line: Record, judged_by: str) -> Scores | None:
+def _scores(line: Record, status: Status) -> Scores | None:
     """The scores in a line of metrics about an evaluation."""
     if not line:
         return None
-    nll, exact = (
-        [number(line.get(f"eval/crowd/{measure}")), *_of_agents(line, "eval", measure)]
-        for measure in ("nll", "exact_match")
-    )
-    return Scores.of(line["step"], nll, exact, judged_by, is_final=False)
+
+    def values(metric: str) -> list[float]:
+        return [number(line.get(f"eval/crowd/{metric}")), *_of_agents(line, "eval", metric)]
+
+    return Scores.of(line["step"], values, status, status.judged_by)
 
 
-def _result(folder: Path) -> Scores | None:
+def _result(folder: Path, status: Status) -> Scores | None:
     """The scores of evaluation.json; None if it is missing or damaged."""
     try:
         record = read_evaluation(folder)
@@ -287,8 +304,12 @@ def _result(folder: Path) -> Scores | None:
         return None
     if record is None or not isinstance(record.get("step"), int):
         return None
-    nll, exact = ([record[measure]["crowd"], *record[measure]["agents"]] for measure in ("nll", "exact_match"))
-    return Scores.of(record["step"], nll, exact, record.get("judged_by", ""), is_final=True)
+    known = {"nll": record["nll"], "exact_match": record["exact_match"], **judged_figures(record)}
+
+    def values(metric: str) -> list[float]:
+        return [known[metric]["crowd"], *known[metric]["agents"]] if metric in known else [math.nan]
+
+    return replace(Scores.of(record["step"], values, status, record.get("judged_by", "")), is_final=True)
 
 
 def _known(value: Any) -> Any:
@@ -374,11 +395,14 @@ def scores(reading: Reading) -> str:
     """`evaluation after step 100: crowd nll 0.512, exact match 0.310 (agents 0.250)`."""
     if (found := reading.scores) is None:
         return ""
-    told = f"nll {found.crowd_nll:.4g}"
-    if math.isnan(found.crowd_exact_match):
+    words = measures_of(reading.status.objective)
+    told = f"{words.nll} {found.crowd_nll:.4g}"
+    own = found.crowd_metric, found.agents_metric
+    crowd, agents = own if found.metric else (found.crowd_exact_match, found.agents_exact_match)
+    if math.isnan(crowd):
         told += f" (agents {found.agents_nll:.4g})"
     else:
-        told += f", exact match {found.crowd_exact_match:.3f} (agents {found.agents_exact_match:.3f})"
+        told += f", {words.told} {crowd:.3f} (agents {agents:.3f})"
     what = f"result, step {found.step}" if found.is_final else f"evaluation after step {found.step}"
     return f"{what}: crowd {told}"
 

@@ -5,6 +5,7 @@ They share a table, and a drawing of their loss curves.
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -19,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ci_llm.cluster.slurm import QueuedJob, query_queue
-from ci_llm.core.text_curves import HEIGHT, LETTERS, draw_curves
+from ci_llm.core.curves import HEIGHT, LETTERS, draw_curves
+from ci_llm.core.scores import measures_of
 from ci_llm.errors import BadInput
 from ci_llm.report.status import Reading, RunReader, find_runs, lines, speed, time_left, way_on
 
@@ -160,7 +162,7 @@ class Scene:
         return not look.is_supervised or look.heartbeat_age_s > _PATIENCE_S
 
 
-_COLUMNS: Final = ("run", "state", "step", "done", "loss", "crowd nll", "speed", "left")
+_COLUMNS: Final = ("run", "state", "step", "done", "loss", "crowd", "speed", "left")
 _NARROW: Final = ("run", "state", "step", "loss")  # on fewer than `_TABLE_WIDTH` columns
 _TABLE_WIDTH: Final = 72
 _AXIS_ROWS: Final = 3  # the title of the curve, and its axis
@@ -207,12 +209,18 @@ class Board:
         table = Table(box=None, pad_edge=False)
         if self._letters:
             table.add_column("", min_width=1)
+        measured = {_crowd(look)[0] for look in self.looks if isinstance(look, Reading)} or {"nll"}
+        titles = {"crowd": f"crowd {min(measured)}" if len(measured) == 1 else "crowd"}
         for name in columns:
-            table.add_column(name, no_wrap=True, justify="left" if name in ("run", "state") else "right")
+            table.add_column(
+                titles.get(name, name), no_wrap=True, justify="left" if name in ("run", "state") else "right"
+            )
         rows = room - 1  # for the head
         shown = self.looks if len(self.looks) <= rows else self.looks[: max(1, rows - 1)]
         for place, look in enumerate(shown):
             cells = _cells(look) | {"run": Text(self._name(look))}
+            if isinstance(look, Reading) and (value := _crowd(look)[1]):
+                cells["crowd"] = value if len(measured) == 1 else " ".join(_crowd(look))
             letter = [self._letters[place : place + 1]] if self._letters else []
             table.add_row(*letter, *(cells.get(name, "") for name in columns))
         if len(shown) == len(self.looks):
@@ -249,7 +257,9 @@ class Board:
             min(HEIGHT, room - _AXIS_ROWS),
             ascii_only=options.ascii_only,
         )
-        return Text(f"training loss, nats per token by optimizer step\n{drawn}", no_wrap=True) if drawn else None
+        words = (measures_of(look.status.objective) for look in self.looks if isinstance(look, Reading))
+        units = " and ".join(dict.fromkeys(own.trained for own in words))
+        return Text(f"training loss, {units} by optimizer step\n{drawn}", no_wrap=True) if drawn else None
 
     @property
     def _letters(self) -> str:
@@ -283,10 +293,20 @@ def _cells(look: Look) -> dict[str, str | Text]:
         "step": f"{step}/{total}" if total else f"{step}",
         "done": f"{step / total:.0%}" if total else "",
         "loss": f"{look.loss:.4g}" if look.losses else "",
-        "crowd nll": f"{look.scores.crowd_nll:.4g}" if look.scores else "",
         "speed": speed(look).split(",")[0] if look.is_running else "",
         "left": time_left(look).removesuffix(" left"),
     }
+
+
+def _crowd(look: Reading) -> tuple[str, str]:
+    """What the crowd is judged by, and how it does; of next tokens, free text and numbers the loss."""
+    words, found = measures_of(look.status.objective), look.scores
+    by_loss = words.told == "exact match" or (look.status.judged_by == "nll" and words.first == "exact_match")
+    name = words.nll if by_loss else words.told
+    if found is None:
+        return name, ""
+    value = found.crowd_nll if by_loss else found.crowd_metric if found.metric else found.crowd_exact_match
+    return name, "" if math.isnan(value) else f"{value:.4g}"
 
 
 def _state(look: Look) -> str:

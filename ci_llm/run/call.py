@@ -14,18 +14,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cluster.launch import accelerate_settings, read_launch
-from ci_llm.config import Config, as_typed, read_call
-from ci_llm.config.auto import FOLLOWED
+from ci_llm.config import Config, as_python, read_call
 from ci_llm.config.foreign import ACCEPTED
 from ci_llm.config.load import IN_CALL, Reading
-from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.interrupts import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
-    from ci_llm.run.result import Result
+    from ci_llm.run.end.result import Result
 
 
 _training = threading.Lock()
@@ -83,7 +81,7 @@ def train(
         model: a name or a folder as `model_name` takes it, or a causal language model of Transformers that is loaded.
             Agents are trained on its weights, and it stays as it is. If no folder has its weights, they are kept
             in `base_model` in the folder of the run, where the adapters find them.
-        tokenizer: of the loaded model.
+        tokenizer: the tokenizer of the loaded model.
         callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see step/callbacks.py.
         quiet: show nothing but warnings; `training.log` has everything.
         keys: all other keys; they win over `config`: `learning_rate=1e-3`, or `lr=1e-3`.
@@ -101,11 +99,11 @@ def train(
         ('completed', 2, 2)
     """
     arguments = {"dataset": dataset, "eval_dataset": eval_dataset, "model": model}
-    with _in_words_of_python([name for name, value in arguments.items() if value is not None]):
+    with _errors_in_python_spelling([name for name, value in arguments.items() if value is not None]):
         given, loaded = _as_keys(arguments), model is not None and not _is_name(model)
         if loaded or tokenizer is not None:
             set_library_defaults()
-            from ci_llm.base.given import name_of, require_usable
+            from ci_llm.base.load import name_of, require_usable
 
             require_usable(model if loaded else None, tokenizer)
             folder = read_call(config, keys).config.run_folder
@@ -129,10 +127,9 @@ def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[obje
         note = offline_note(read.config.names_of_inputs)
         offline = [f"the hub is {note}"] if note else []
         set_library_defaults()
-        from ci_llm.base.given import base_of
+        from ci_llm.base.load import base_of
         from ci_llm.run.job import run_job
 
-        launch = replace(launch, arguments=_words_for_a_shell(read.config))
         base = base_of(*loaded, read.config.model_name) if loaded else None
         sources = [*read.lines, *offline]
         with _process_as_it_was():
@@ -153,7 +150,7 @@ def _as_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
     rows = {name: value for name, value in arguments.items() if name != "model" and name not in named}
     if any(value is not None for value in rows.values()):
         set_library_defaults()
-        from ci_llm.data.given import kept_rows
+        from ci_llm.data.files import kept_rows
 
         named |= {name: kept_rows(value, name) for name, value in rows.items() if value is not None}
     return named
@@ -169,12 +166,11 @@ def _require_no_loading(config: Config) -> None:
 
 
 _TYPED: Final = re.compile(r"(?<![\w./-])([a-z_]+)=([^\s;,`)(]*[^\s;,`)(.:])")
-_LITERALS: Final = {"true": "True", "false": "False", "null": "None"}
 
 
 @contextmanager
-def _in_words_of_python(given: Collection[str]) -> Iterator[None]:
-    """Let an error that leaves speak of arguments: `overwrite_output_dir=True`, and of `dataset` for `dataset_name`.
+def _errors_in_python_spelling(given: Collection[str]) -> Iterator[None]:
+    """Spell an error that leaves as a call in Python: `overwrite_output_dir=True`, and `dataset` for `dataset_name`.
 
     Args:
         given: the arguments that stand for a key of a longer name.
@@ -184,8 +180,7 @@ def _in_words_of_python(given: Collection[str]) -> Iterator[None]:
         key, value = found.groups()
         if key not in ACCEPTED or value.isupper() or value[0] in "\"'[{.":
             return found[0]
-        number = re.fullmatch(r"[-+\d.e]+", value)
-        return f"{key}={_LITERALS.get(value) or (value if number else repr(value))}"
+        return f"{key}={as_python(value)}"
 
     def spoken(text: str | None) -> str | None:
         if text is None:
@@ -202,15 +197,6 @@ def _in_words_of_python(given: Collection[str]) -> Iterator[None]:
         error.what, error.where, error.hint = spoken(error.what) or "", spoken(error.where), spoken(error.hint)
         error.args = (error.what,)
         raise
-
-
-def _words_for_a_shell(config: Config) -> tuple[str, ...]:
-    """The words that give `ci-llm train` this configuration, for the commands that a run proposes."""
-    # As mappings: lists of values per key would lose the agents' names.
-    agents = [f"agents={dump_value(config.agents)}"] if config.agents else []
-    followed = [change for change in Config().diff(config.usual()) if change.key in FOLLOWED]
-    changes = [*followed, *config.usual().diff(config.model_copy(update={"agents": ()}))]
-    return ("--config", os.devnull, *(f"{change.key}={as_typed(change.new)}" for change in changes), *agents)
 
 
 @contextmanager

@@ -33,11 +33,10 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.end.mirroring import RunMirror
-from ci_llm.run.end.report import MORE_STEPS
+from ci_llm.run.end.result import MORE_STEPS
 from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.fast_parts import choose, kernels_of
-from ci_llm.run.layer_digest import NOT_A_STEP, fixed_batch, layer_digest, longest_lengths
+from ci_llm.run.one_layer import NOT_A_STEP, choose, fixed_batch, kernels_of, layer_digest, longest_lengths, parts_of
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.callbacks import Callbacks, Event, TrainerState
 from ci_llm.run.step.evaluation import Evaluator, StopVote, kept_steps
@@ -50,38 +49,44 @@ from ci_llm.run.step.whole_step import WholeStep
 
 
 @dataclass
-class Run:
+class Resources:
+    """What an attempt has before its run is built: configuration, processes, signals, checkpoints, mirror and log."""
+
+    config: Config
+    processes: Processes
+    interrupts: Interrupts
+    manager: CheckpointManager
+    mirror: RunMirror
+    log: RunLog
+
+
+@dataclass
+class Run(Resources):
     """The parts of a run. `state` moves with every step; plan, length and schedule follow from the checkpoint that
-    the run goes on from; `status` belongs to the attempt. Where the crowd changes, objective, rates and bounds follow.
+    the run resumes from; `status` belongs to the attempt. Where the crowd changes, objective, rates and bounds follow.
     Everything else stays.
 
     Attributes:
         learning_rates: per agent that of a 0-based step, before any factor.
         max_grad_norms: per agent.
-        rows, plan: of the agents that stand in the crowd now; those of the beginning are `checkpoint.rows`.
+        rows, plan: those of the agents that stand in the crowd now; those of the beginning are `checkpoint.rows`.
         batch_places: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: what a checkpoint of this run holds, and the way back from it.
         stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
         votes_after_steps: whether a callback may ask for a stop after any step, so that all processes vote there too.
         record_failure: why the disk takes no decision about requests, if it takes none.
         last_scores: those of the evaluation after step `state.validation.step`; None: this attempt has not made it.
-        exactness: how exactly this attempt goes on from a checkpoint, for people; None: it began anew.
+        exactness: how exactly this attempt resumes from a checkpoint, for people; None for a fresh start.
         logs_next_steps: whether people are told at its end what to do next.
-        last_act: of the attempt, when all else is done; see `Attempt.interrupted`.
+        last_act: the last act of the attempt, when all else is done; see `Attempt.interrupted`.
     """
 
-    config: Config
     base: Base
     crowd: Crowd
     objective: TrainedObjective
     optimizer: torch.optim.Optimizer
     rows: TrainingRows
     eval_rows: EvaluationRows
-    processes: Processes
-    interrupts: Interrupts
-    manager: CheckpointManager
-    mirror: RunMirror
-    log: RunLog
     status: RunStatus
     state: TrainState
     plan: Plan | AgentPlans
@@ -127,7 +132,7 @@ class Run:
 
         Args:
             train: `compute_gradients` of the loop.
-            lengths: of the fixed rows; by default those of the call before, or of the longest micro-batch.
+            lengths: the lengths of the fixed rows; by default those of the call before, or of the longest micro-batch.
         """
         bits, crowd = self.checkpoint.bits, self.crowd
         known = bits.get("layer", {}).get("lengths")
@@ -141,17 +146,21 @@ class Run:
         bits.update(names_of_all([own for own, _ in each]))
         bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
 
-    def choose_kernels(self, train: Callable[[Run, int, list[MicroBatch]], Any]) -> list[str]:
+    def choose_kernels(
+        self, train: Callable[[Run, int, list[MicroBatch]], Any], recorded: Mapping[str, Any]
+    ) -> list[str]:
         """Try the fast kernels, unless plain ones are configured; returns what to tell. A collective.
 
         Args:
             train: as for `measure`.
+            recorded: the surroundings in the checkpoint that the run resumes from; {}: it begins.
         """
         if self.config.kernels == PLAIN:
             return []
         lengths, own_rows = longest_lengths(self.rows, self.micro_batch_size), isinstance(self.rows, AgentRows)
         train_alike = partial(train, self._measured(), NOT_A_STEP)
-        return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows)
+        parts = parts_of(recorded)
+        return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows, parts=parts)
 
     def _measured(self) -> Run:
         """The run as fixed rows are computed by it: the same in every step."""
@@ -190,7 +199,7 @@ class Run:
 
     @property
     def last_learning_rate(self) -> float:
-        """Of the step just taken, with the factor that the supervisor has asked for."""
+        """The learning rate of the step just taken, with the factor that the supervisor has asked for."""
         return self.learning_rate(self.state.step - 1) * self.state.recovery.requested_lr_factor
 
     def position(self, losses: Sequence[float] = ()) -> Position:
@@ -233,7 +242,7 @@ class Run:
     def is_out_of_patience(self) -> bool:
         """Whether early stopping ends the run here."""
         if self.state.members is not None and self.state.members.waits:
-            return False  # the search begins anew with the other agents
+            return False  # the search starts again with the other agents
         patience = self.config.early_stopping_patience
         return patience is not None and self.state.validation.without_better >= patience
 
@@ -265,7 +274,7 @@ class Run:
 
     @property
     def evaluation_missed(self) -> bool:
-        """Whether the attempt before ended between the step this one goes on from and the evaluation due there."""
+        """Whether the attempt before ended between the step that this one resumes from and the evaluation due there."""
         return self.state.step > 0 and self.evaluation_due and self.state.validation.step != self.state.step
 
     @property

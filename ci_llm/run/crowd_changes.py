@@ -2,12 +2,12 @@
 
 A change acts on every process alike and without communication. What an agent has reached goes with it: weights,
 moments, its recovery, the snapshot of its last good state, the sums since the last line of metrics. A copy of an agent
-begins with all of that except the sums, and one that joins begins anew. An agent that is stopped leaves its adapter to
+begins with all of that except the sums, and one that joins starts fresh. An agent that is stopped leaves its adapter to
 the checkpoints.
 
-A decision is put on record before it acts, so that an attempt which goes on from an older checkpoint repeats it.
+A decision is put on record before it acts, so that an attempt that resumes from an older checkpoint repeats it.
 Requests wait until the disk takes the record. The decision of `crowd: auto` does not wait: where the disk refuses it,
-such an attempt decides anew, from the same numbers where it is bitwise.
+such an attempt decides again, from the same numbers where it is bitwise.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.run.context import Run
 from ci_llm.run.setup import lengths_of
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
-from ci_llm.run.start.counting import steps_of
-from ci_llm.run.start.loading import rows_and_plan
+from ci_llm.run.start.loading import rows_and_plan, steps_of
 from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.members import (
     CrowdChange,
@@ -71,7 +70,7 @@ def decide_crowd(
     from the start would, and after that as well, to the same bits.
 
     Args:
-        metrics: of the evaluation after the present step, by the names of metrics.jsonl.
+        metrics: the numbers of the evaluation after the present step, by the names of metrics.jsonl.
         may_write: whether this attempt holds the run's folder.
     """
     members = state.members
@@ -104,7 +103,7 @@ def _decide_on_main(
         if may_write():
             decide(config.run_folder, [Decision(_ID, change.step, change.verb, change.agent)])
     except OSError as error:
-        logger.warning(f"crowd     what was decided cannot be put on record, the run goes on: {error.strerror}")
+        logger.warning(f"crowd     what was decided cannot be put on record, the run continues: {error.strerror}")
     return choice
 
 

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ci_llm.base.given import keep
-from ci_llm.base.load import Base
-from ci_llm.checkpoints.folders import FINAL
+from ci_llm import objectives
+from ci_llm.base.load import Base, keep
+from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cluster.deadline import find_deadline
@@ -23,8 +23,7 @@ from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
-from ci_llm.distributed.process_group import ends_if_stopped
-from ci_llm.distributed.processes import Processes
+from ci_llm.distributed.processes import Processes, ends_if_stopped
 from ci_llm.errors import DamagedCheckpoint, ProgressLost
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
@@ -32,15 +31,14 @@ from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.context import Run
+from ci_llm.run.context import Resources, Run
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.end.emergency_save import EmergencySave
 from ci_llm.run.end.mirroring import RunMirror, require_store
-from ci_llm.run.end.report import final_card, log_next_steps, push_result, score_table, write_page
+from ci_llm.run.end.result import Result, final_card, log_next_steps, push_result, score_table, write_page
 from ci_llm.run.end.shutdown import Attempt, end_at_once, require_written, watch_walltime
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
-from ci_llm.run.result import Result
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
@@ -56,7 +54,7 @@ logger = logging.getLogger(__name__)
 def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
     """`evaluation.json` of a run that has come to its end at `step`.
 
-    None before that, also if the run had an end at another step and went on from there. And None if that file or the
+    None before that, also if the run had an end at another step and resumed from there. And None if that file or the
     final checkpoint is damaged, or if the last attempt ended after it was written and before the mirror had it: the end
     is made again then.
     """
@@ -120,7 +118,7 @@ def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
     require_installed(config.report_to)
     require_store(config)
     with ends_if_stopped(interrupts):
-        return Processes(config, log_with=config.report_to, project_dir=config.run_folder, launch=launch)
+        return Processes(config, launch=launch)
 
 
 def run_among(
@@ -147,6 +145,7 @@ def run_among(
     log = RunLog(config.run_folder, is_main_process=is_main, live=live, quiet=quiet)
     manager = _manager_of(config, processes, interrupts)
     mirror = RunMirror(config, manager, processes, interrupts)
+    resources = Resources(config, processes, interrupts, manager, mirror, log)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
     result: Result | None = None
@@ -155,11 +154,11 @@ def run_among(
         try:
             start, requests = beginning.find_beginning(config, processes, manager, mirror)
         except ProgressLost as error:
-            _record_refusal(config, processes, manager, log, error)
+            _record_refusal(resources, error)
             raise
         before = None if start.source is None else start.source.config
         config = settle_precision(config.settled_as(before), processes, before)
-        run = build(config, processes, interrupts, manager, mirror, log, loaded, before, given)
+        run = build(replace(resources, config=config), loaded, before, given)
         run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
         result = _run_to_end(run, start, requests)
         return result
@@ -192,10 +191,9 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
     )
 
 
-def _record_refusal(
-    config: Config, processes: Processes, manager: CheckpointManager, log: RunLog, error: ProgressLost
-) -> None:
-    """Record a failed attempt where the folder has no step to go on from, so that no reader calls the run vanished."""
+def _record_refusal(found: Resources, error: ProgressLost) -> None:
+    """Record a failed attempt where the folder has no step to resume from, so that no reader calls the run vanished."""
+    config, processes, manager, log = found.config, found.processes, found.manager, found.log
     if processes.is_main_process:
         number = manager.acquire_lease()
         keep_status(config.run_folder)
@@ -228,6 +226,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
     record: dict[str, Any] = {}
     try:
         _open(run, attempt.number)
+        run.manager.connect()
         with _watched(run, attempt, stacks):
             asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
             run.votes_after_steps = any(run.processes.gather_object(asks))
@@ -281,7 +280,8 @@ def _resume(
         f"recovery: {line}"
         for line in (*beginning.in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
-    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients))
+    recorded: Any = start.source.checkpoint.manifest.info["surroundings"] if start.source else {}
+    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients, recorded))
     measure = partial(run.measure, compute_gradients)
     if start.source is None:
         measure()
@@ -320,7 +320,7 @@ def _recover_evaluation(run: Run, *, from_log: bool) -> None:
     """
     metric = run.config.metric_for_best_model
     if run.state.validation.metric != metric:
-        logger.info(f"          best so far was by {run.state.validation.metric}: from here on by {metric}, anew")
+        logger.info(f"          best so far was by {run.state.validation.metric}: from here on by {metric} alone")
         run.state = replace(run.state, validation=Validation(metric))
     if from_log and run.evaluation_missed:
         known = run.processes.broadcast_object(run.log.read_metrics(run.state.step))
@@ -334,7 +334,7 @@ def _log_lines(lines: Iterable[str]) -> None:
 
 
 def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Attempt:
-    """Lease the folder, make it what `start` says, start the trackers. What is refused here is no failed attempt."""
+    """Lease the folder, make it what `start` says, start the trackers. What is refused here is not a failed attempt."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step, run.base))
@@ -382,6 +382,7 @@ def _open(run: Run, number: int) -> None:
         total_steps=run.total_steps,
         agent_steps=run.state.agent_steps,
         best_step=run.state.validation.best_step,
+        objective=objectives.measured_as(config),
         judged_by=run.evaluator.judged_by,
         micro_batch_size=run.micro_batch_size,
         warning=run.learning.earlier,

@@ -155,7 +155,7 @@ def compute_gradients(
     """Forward and backward of every micro-batch; gradients of summed losses add up in the crowd's storage.
 
     Args:
-        of_step: the objective with what it has to know of the step; None: it needs nothing.
+        of_step: the objective with what it has to know of the step; None if it has to know nothing.
     """
     objective = of_step or run.objective
     run.crowd.train()

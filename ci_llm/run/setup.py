@@ -9,6 +9,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,12 +29,9 @@ from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.interrupts import Interrupts
-from ci_llm.logs.run_log import RunLog
-from ci_llm.run.context import Run
-from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.context import Resources, Run
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.start import agent_settings, counting, loading
+from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluation import Evaluator, StopVote
@@ -90,12 +88,7 @@ def check_folder(folder: Path) -> None:
 
 
 def build(
-    config: Config,
-    processes: Processes,
-    interrupts: Interrupts,
-    manager: CheckpointManager,
-    mirror: RunMirror,
-    log: RunLog,
+    resources: Resources,
     loaded: loading.Loaded | None = None,
     before: Config | None = None,
     given: Base | None = None,
@@ -103,13 +96,14 @@ def build(
     """Load, check and join everything a run needs, at step 0; logs what it found.
 
     Args:
-        loaded: base and rows of an earlier run of this process, whose crowd has left the base; None: they are loaded.
-        before: the settings of the checkpoint that the run goes on from.
+        loaded: base and rows of an earlier run of this process, whose crowd has left the base; None to load them.
+        before: the settings of the checkpoint that the run resumes from.
         given: a base that is loaded already, by a call in Python.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
+    config, processes = resources.config, resources.processes
     set_determinism(config)
     loaded = (loaded or loading.load(config, processes, before, given)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
@@ -122,18 +116,12 @@ def build(
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, [own.rows for own in rows]))
     loading.describe_rows(config, rows, eval_rows)
     rows_to_train = loading.training_rows(config, rows)
-    return assemble(
-        config, processes, interrupts, manager, mirror, log, base, crowd, rows_to_train, eval_rows, loaded.judged
-    )
+    resources = replace(resources, config=config)
+    return assemble(resources, base, crowd, rows_to_train, eval_rows, loaded.judged)
 
 
 def assemble(
-    config: Config,
-    processes: Processes,
-    interrupts: Interrupts,
-    manager: CheckpointManager,
-    mirror: RunMirror,
-    log: RunLog,
+    resources: Resources,
     base: Base,
     crowd: Crowd,
     rows: TrainingRows,
@@ -141,8 +129,9 @@ def assemble(
     judged: Sequence[TokenizedRows] = (),
 ) -> Run:
     """The run at step 0, of parts that are ready; for `judged` see `Loaded`."""
+    config, processes, manager = resources.config, resources.processes, resources.manager
     rows_per_step = config.rows_per_step(processes.num_processes)
-    steps = counting.steps_of(config, lengths_of(rows), rows_per_step)
+    steps = loading.steps_of(config, lengths_of(rows), rows_per_step)
     members = Members.first(config, steps)
     rows_now, plan = loading.rows_and_plan(config, rows, members, rows_per_step)
     total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
@@ -150,23 +139,18 @@ def assemble(
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
-    vote = StopVote(processes, interrupts, heartbeat)
+    vote = StopVote(processes, resources.interrupts, heartbeat)
     objective = agent_settings.objective_of(beginning, crowd)
     evaluator = Evaluator(config, crowd, eval_rows, vote, memory)
     evaluator.objective, evaluator.judged = objective, [*{id(own): own for own in judged}.values()]
     return Run(
-        config=config,
+        **vars(resources),
         base=base,
         crowd=crowd,
         objective=objective,
         optimizer=optimizer,
         rows=rows,
         eval_rows=eval_rows,
-        processes=processes,
-        interrupts=interrupts,
-        manager=manager,
-        mirror=mirror,
-        log=log,
         status=RunStatus(config.run_folder, 0, is_main_process=False),
         state=_first_state(beginning, rows_per_step, members),
         plan=plan,
@@ -225,6 +209,9 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
+        whole = crowd.share_prompts() if config.shared_prompts is True else None
+    if whole:
+        logger.info(f"model     each answer of a pair has a prompt of its own: {whole}")
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
     elif crowd.device.type == "cuda":

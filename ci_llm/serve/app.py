@@ -21,11 +21,21 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ci_llm.serve.answers import Answer
-from ci_llm.serve.body import AnyBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, checked, parsed
+from ci_llm.serve.body import (
+    AnyBody,
+    ApiProblem,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    bad,
+    checked,
+    parsed,
+)
 from ci_llm.serve.call import Served, call_of, chat_ids, text_ids, unknown_model
 from ci_llm.serve.jobs import Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
-from ci_llm.serve.problem import ApiProblem, bad
+from ci_llm.serve.options import LOCAL, Options
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +44,8 @@ Handle = Callable[[Request], Awaitable[Response]]
 LARGEST_BODY: Final = 8 << 20
 _ENDLESS: Final = 8  # times the largest body
 _OWN_PAGES: Final = ("same-origin", "none")
+#: Paths that need no key.
+_FREE: Final = ("/healthz", "/metrics", "/")
 _GONE: Final = 499  # nobody reads it
 #: Seconds for a step that is under way when all answers are written or given up.
 _LEAVE_S: Final = 5.0
@@ -74,32 +86,30 @@ class Service:
     """The paths of one server.
 
     Args:
-        key: that requests must have; None: none.
-        drain_s: seconds for what is under way when the server is told to stop.
 
     Attributes:
+        options: that the server was started with.
         app: what a server of ASGI runs.
     """
 
-    def __init__(self, served: Served, writer: Writer, metrics: Metrics, key: str | None, drain_s: int) -> None:
-        self._served, self._writer, self._metrics = served, writer, metrics
-        self._key, self.drain_s, self._born = key, drain_s, int(time.time())
-        # One thread, for the event loop has to go on, and a chat template has a state while it is rendered.
+    def __init__(self, served: Served, writer: Writer, metrics: Metrics, options: Options) -> None:
+        self._served, self._writer, self._metrics, self.options = served, writer, metrics, options
+        self._born = int(time.time())
+        # One thread: the event loop has to stay free, and a chat template has a state while it is rendered.
         self._reader = ThreadPoolExecutor(1, "ci_llm reader")
-        guarded: dict[tuple[str, str], Handle] = {
-            ("POST", "/v1/chat/completions"): partial(self._answer, ChatBody),
-            ("POST", "/v1/completions"): partial(self._answer, CompletionBody),
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/v1/models/{name:path}"): self._model,
-            ("POST", "/tokenize"): self._tokenize,
-            ("POST", "/detokenize"): self._detokenize,
+        paths: dict[str, tuple[str, Handle]] = {
+            "/v1/chat/completions": ("POST", partial(self._answer, ChatBody)),
+            "/v1/completions": ("POST", partial(self._answer, CompletionBody)),
+            "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._model),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/healthz": ("GET", self._health),
+            "/metrics": ("GET", self._prometheus),
+            "/": ("GET", self._page),
         }
-        free = {"/healthz": self._health, "/metrics": self._prometheus, "/": self._page}
         self.app = Starlette(
-            routes=[
-                *(Route(path, self._guarded(handle), methods=[method]) for (method, path), handle in guarded.items()),
-                *(Route(path, handle, methods=["GET"]) for path, handle in free.items()),
-            ],
+            routes=[Route(path, self._guarded(handle), methods=[method]) for path, (method, handle) in paths.items()],
             exception_handlers={HTTPException: _no_such, Exception: _broken},
             lifespan=self._lifespan,
         )
@@ -136,23 +146,29 @@ class Service:
         return handler
 
     def _authorize(self, request: Request) -> None:
-        """Ask for the key. Where there is none, anybody may ask, but for the pages of other sites.
+        """Ask for the key, but for `_FREE` paths. Where there is none, anybody may ask, but for pages of other sites.
 
         A browser lets every page that is open in it post to this machine. What it says of the page's origin is checked
-        as by `CrossOriginProtection` of Go's net/http; other clients say nothing of the kind.
+        as by `CrossOriginProtection` of Go's net/http; other clients say nothing of the kind. A page may also point a
+        name of its own at 127.0.0.1 (DNS rebinding) and be of the same origin then, so the name has to be ours.
         """
-        headers = request.headers
-        if self._key is None:
-            origin, host = headers.get("origin"), headers.get("host", "")
+        headers, key, bound = request.headers, self.options.key, self.options.host
+        if key is None:
+            host = headers.get("host", "").lower()
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if bound in LOCAL and name.strip("[]") not in LOCAL:
+                what = f"without an API key this server is reached as {bound}, and not as {name or 'nobody'}"
+                raise ApiProblem(403, what, code="unknown_host")
+            origin = headers.get("origin")
             is_same = origin is None or origin.partition("://")[2] == host
             site = headers.get("sec-fetch-site", "none" if is_same else "cross-site")
             if request.method == "POST" and site not in _OWN_PAGES:
                 raise ApiProblem(403, "pages of other sites may ask only with an API key", code="cross_origin")
-            return
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("latin-1"), self._key.encode()):  # as starlette decodes headers
-            what = "Incorrect API key provided" if given else "You did not provide an API key (Authorization: Bearer)"
-            raise ApiProblem(401, what, code="invalid_api_key")
+        elif request.url.path not in _FREE:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode("latin-1"), key.encode()):  # as starlette decodes headers
+                absent = "You did not provide an API key (Authorization: Bearer)"
+                raise ApiProblem(401, "Incorrect API key provided" if given else absent, code="invalid_api_key")
 
     async def _answer(self, kind: type[AnyBody], request: Request) -> Response:
         body = checked(kind, await _json(request))

@@ -1,8 +1,7 @@
 """The fields of a request: what OpenAI's API calls them, which values they take, and which are refused.
 
 A field that is unknown is refused: a typo in `agents_per_prompt` would cost K times as much. Known ones that change no
-answer are accepted, because clients send them unasked.
-"""
+answer are accepted, because clients send them unasked."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
-
-from ci_llm.serve.problem import ApiProblem, bad
+from starlette.responses import JSONResponse
 
 #: Accepted, and without effect on an answer.
 HARMLESS: Final = {
@@ -291,3 +289,41 @@ def _problem(error: ValidationError) -> ApiProblem:
 
 #: Branches of a union stand among the places of pydantic's errors.
 _BRANCHES: Final = {"list[str]", "list[list[constrained-int]]"}
+
+
+class ApiProblem(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP. OpenAI's client tries 408, 409, 429 and those from 500 on again.
+        message: for people.
+        param: the field it is about, as `messages[0].content`.
+        code: a word for programs.
+        retry_after: seconds after which another try makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if status == 429 else kind
+        self.status = status
+        self.error = {"message": message, "type": kind, "param": param, "code": code}
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+    def response(self) -> JSONResponse:
+        return JSONResponse({"error": self.error}, self.status, headers=self.headers)
+
+
+def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiProblem:
+    """A field that has to change."""
+    return ApiProblem(400, f"{param}: {message}" if param else message, param, code)

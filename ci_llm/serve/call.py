@@ -17,8 +17,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
 from ci_llm.lora.layer import NOBODY
-from ci_llm.serve.body import AnyBody, ChatBody, CompletionBody, Message, Own
-from ci_llm.serve.problem import ApiProblem, bad
+from ci_llm.serve.body import AnyBody, ApiProblem, ChatBody, CompletionBody, Message, Own, bad
 
 #: Tokens of a completion that says no length, as at OpenAI; a chat goes on to the end of the context.
 COMPLETION_TOKENS: Final = 16

@@ -14,11 +14,12 @@ from typing import Final
 
 import torch
 
-from ci_llm.crowd.decoder import Decoder, Request
+from ci_llm.crowd.decoder import Decoder
+from ci_llm.crowd.decoding import Request
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.serve.body import ApiProblem
 from ci_llm.serve.jobs import Ended, Event, Job
 from ci_llm.serve.metrics import Metrics
-from ci_llm.serve.problem import ApiProblem
 
 logger = logging.getLogger(__name__)
 _FORGETS: Final = 0.1  # of the running mean of seconds that a text takes

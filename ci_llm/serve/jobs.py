@@ -17,15 +17,14 @@ import torch
 
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import Logistic, TokenUncertainty, of_text, signals
-from ci_llm.crowd.choosing import generate_key
-from ci_llm.crowd.decoder import Request
+from ci_llm.crowd.decoding import Request, generate_key
 from ci_llm.crowd.generation import Continuation, TextSoFar, Wanted, cut, elect, final_answers, requests_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
+from ci_llm.serve.body import ApiProblem
 from ci_llm.serve.call import Call
-from ci_llm.serve.problem import ApiProblem
 
 #: A probability of 0 counts as this, so that its logarithm is finite.
 _LEAST: Final = 1e-300
@@ -167,10 +166,10 @@ class TextJob(Job):
         chosen = request.chosen[-1]
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
         shows = self.call.body.stream and not self.call.decides_at_the_end
-        written = request.tokens[:-1] if request.finish == "stop" else request.tokens
-        self.stopped = request.finish != "stop" and bool(shows or self.call.body.stop) and self.text.update(written)
+        reads = request.finish != "stop" and bool(shows or self.call.body.stop)
+        self.stopped = reads and self.text.update(request.text)
         if self.stopped or request.finish is not None:
-            self.text.finish(written)
+            self.text.finish(request.text)
             return True
         if shows and self.pieces:
             self._show()
@@ -178,8 +177,7 @@ class TextJob(Job):
 
     def close(self, crowd: CrowdModel) -> Ended | None:
         assert self.request is not None, "it was asked for"
-        own, chosen = self.call.own, self.request.chosen
-        sure = [each.uncertainty for each in chosen if each.uncertainty is not None]
+        own, chosen, sure = self.call.own, self.request.chosen, self.request.sure
         judge = _right_of(crowd, self.call, alone=self._asks_one_first)
         right = None if judge is None else judge(signals(sure))
         if self._asks_one_first:

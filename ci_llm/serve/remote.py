@@ -24,11 +24,11 @@ from ci_llm.crowd.generation import cut, final_answers
 from ci_llm.crowd.pretrained import open_wording
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.serve.app import Service
+from ci_llm.serve.body import ApiProblem
 from ci_llm.serve.call import BASE, Served
 from ci_llm.serve.jobs import Ended, Job, Piece, about
 from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
-from ci_llm.serve.problem import ApiProblem
 
 #: The votes that are offered, the default first. The last is content with the agents' texts.
 VOTES: Final = ("rerank", "weighted_vote", "majority")
@@ -56,14 +56,14 @@ class Text:
         return Piece(self.text), Ended(reason, len(self.ids), about(confidence, agents), answers)
 
 
-def of_engine(run: str, url: str, options: Options) -> Service:
-    """A service by agents that the server at `url` holds. It is asked at once whether it has them, and can score texts.
+def of_engine(options: Options) -> Service:
+    """A service by agents that the server at `options.engine` holds. It is asked at once whether it can serve them.
 
     Raises:
         BadInput: it has not, or cannot. CiLlmError: it does not answer.
     """
-    (prompter, names), url = open_wording(run), url.rstrip("/")
-    base, limit = asyncio.run(_asked(Engine(url, options.engine_key, _STARTS), names, prompter.ids("2 + 2?")))
+    prompter, names = open_wording(options.run, options.base_model)
+    base, limit = asyncio.run(_asked(options, names, prompter.ids("2 + 2?")))
     served = Served(
         prompter=prompter,
         names=names,
@@ -76,30 +76,16 @@ def of_engine(run: str, url: str, options: Options) -> Service:
         has_base=base is not None,
     )
     metrics = Metrics(options.name)
-    writer = RemoteAgents(Engine(url, options.engine_key, _PATIENCE), served, base, options.slots, metrics)
-    return Service(served, writer, metrics, options.key, options.drain_s)
+    return Service(served, RemoteAgents(options, served, base, metrics), metrics, options)
 
 
 class Engine:
-    """The server that holds the agents, by its API."""
+    """The server that holds the agents, by its API; connected to on the event loop."""
 
-    def __init__(self, url: str, key: str | None, timeout: aiohttp.ClientTimeout) -> None:
-        self.url, self._timeout = url, timeout
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._session: aiohttp.ClientSession | None = None
-
-    def open(self) -> None:
-        """Called on the event loop."""
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
-
-    @property
-    def is_open(self) -> bool:
-        return self._session is not None
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+    def __init__(self, options: Options, timeout: aiohttp.ClientTimeout) -> None:
+        self.url, key = (options.engine or "").rstrip("/"), options.engine_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.session = aiohttp.ClientSession(headers=headers, timeout=timeout)
 
     async def ask(self, path: str, body: Any = None) -> list[dict[str, Any]]:
         """The models, or the choices of a completion in order.
@@ -107,10 +93,9 @@ class Engine:
         Raises:
             ApiProblem: the engine refuses, or does not answer as OpenAI's API does.
         """
-        assert self._session is not None, "it is open"
         try:
             method, url = "GET" if body is None else "POST", f"{self.url}/v1/{path}"
-            async with self._session.request(method, url, json=body) as answer:
+            async with self.session.request(method, url, json=body) as answer:
                 if answer.status == 200 and body is None:
                     return list((await answer.json())["data"])
                 if answer.status == 200:
@@ -124,10 +109,9 @@ class Engine:
         raise ApiProblem(502, said, code="engine_error")
 
 
-async def _asked(engine: Engine, names: Sequence[str], prompt: Sequence[int]) -> tuple[str | None, int]:
+async def _asked(options: Options, names: Sequence[str], prompt: Sequence[int]) -> tuple[str | None, int]:
     """The name of the base there, and how many tokens all models read."""
-    where = f"--engine {engine.url}"
-    engine.open()
+    engine, where = Engine(options, _STARTS), f"--engine {options.engine}"
     try:
         limits = {str(model["id"]): model.get("max_model_len") for model in await engine.ask("models")}
     except (ApiProblem, KeyError, TypeError) as problem:
@@ -145,7 +129,7 @@ async def _asked(engine: Engine, names: Sequence[str], prompt: Sequence[int]) ->
             hint = "it must give log-probabilities of a prompt, as vLLM does"
             raise BadInput(f"the engine cannot serve a crowd: {problem}", where=where, hint=hint) from problem
     finally:
-        await engine.close()
+        await engine.session.close()
     others = [name for name in limits if name not in names]
     own = [int(limit) for name, limit in limits.items() if name in names and limit]
     return BASE if BASE in others else next(iter(others), None), min(own, default=1 << 12)
@@ -156,22 +140,21 @@ class RemoteAgents:
 
     Args:
         base: the name of the base there; None: it is not served.
-        slots: texts that are written at a time.
     """
 
-    def __init__(self, engine: Engine, served: Served, base: str | None, slots: int, metrics: Metrics) -> None:
-        self._engine, self._served, self._base, self._metrics = engine, served, base, metrics
-        self._slots, self._free, self._tasks = slots, asyncio.Semaphore(slots), dict[Job, asyncio.Task[None]]()
+    def __init__(self, options: Options, served: Served, base: str | None, metrics: Metrics) -> None:
+        self._options, self._served, self._base, self._metrics = options, served, base, metrics
+        self._slots, self._free = options.slots, asyncio.Semaphore(options.slots)
+        self._tasks = dict[Job, asyncio.Task[None]]()
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes new work."""
-        return self._engine.is_open
+        return not self._engine.session.closed
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the connections; called on the event loop."""
-        self._loop = loop
-        self._engine.open()
+        self._loop, self._engine = loop, Engine(self._options, _PATIENCE)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Let these texts be written, all or none of them.
@@ -207,7 +190,7 @@ class RemoteAgents:
 
     def stop(self, bound_s: float) -> None:
         """Close the connections; not called on the event loop."""
-        asyncio.run_coroutine_threadsafe(self._engine.close(), self._loop).result(bound_s)
+        asyncio.run_coroutine_threadsafe(self._engine.session.close(), self._loop).result(bound_s)
 
     async def _write(self, job: Job) -> None:
         """Tell one job its text, or why there is none."""

@@ -23,6 +23,9 @@ from ci_llm.serve.options import Options
 
 #: Of a base whose family has no limit.
 _CONTEXT: Final = 1 << 15
+#: Seconds that an idle connection stays open. Whoever closes first must be the client, or its next request may meet a
+#: connection that is being closed: openai's keeps them for 5 s, aiohttp for 15, proxies for 60.
+_KEEP_ALIVE_S: Final = 75
 
 
 def of_run(crowd: Crowd, options: Options) -> Service:
@@ -59,10 +62,10 @@ def of_run(crowd: Crowd, options: Options) -> Service:
     )
     metrics = Metrics(options.name)
     engine = Engine(crowd, options.slots, options.queue, metrics)
-    return Service(served, engine, metrics, options.key, options.drain_s)
+    return Service(served, engine, metrics, options)
 
 
-def run_until_signal(service: Service, host: str, port: int) -> int:
+def run_until_signal(service: Service) -> int:
     """Answer requests until SIGTERM or Ctrl-C; then those under way, within the bound of the service.
 
     Returns:
@@ -71,6 +74,7 @@ def run_until_signal(service: Service, host: str, port: int) -> int:
     Raises:
         BadInput: the address cannot be listened on.
     """
+    host, port = service.options.host, service.options.port
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=2048)
@@ -80,15 +84,21 @@ def run_until_signal(service: Service, host: str, port: int) -> int:
     _log_to_stderr()
     shown = f"[{host}]" if ":" in host else host
     logging.getLogger(__name__).info("http://%s:%d/ serves %s", shown, listening.getsockname()[1], service.models)
+    server_of(service).run(sockets=[listening])
+    return 0
+
+
+def server_of(service: Service) -> uvicorn.Server:
+    """What listens for a service."""
     config = uvicorn.Config(
         service.app,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=service.drain_s,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=service.options.drain_s,
     )
-    uvicorn.Server(config).run(sockets=[listening])
-    return 0
+    return uvicorn.Server(config)
 
 
 def _log_to_stderr() -> None:

@@ -1,6 +1,6 @@
 """One attempt: the command runs under its shim, can be ordered to stop, and its end is told as seen from outside.
 
-Its output goes on to that of this process byte for byte, through a pseudo-terminal if that is one. The relay never
+Its output is passed on to that of this process byte for byte, through a pseudo-terminal if that is one. The relay never
 waits for a reader: a terminal that was stopped by Ctrl-S holds the child back, but not the supervisor.
 """
 
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NamedTuple, cast
 
 import psutil
@@ -93,14 +92,14 @@ class Relay:
 
     Args:
         note_for: returns the `note` of a channel; called once for each.
-        sinks: standard output and standard error of this process. If both are the same terminal or file, the child
-            gets one channel for both, so that its lines stay in their order.
+
+    Their sinks are standard output and standard error of this process. If both are the same terminal or file, the child
+    gets one channel for both, so that its lines stay in their order.
     """
 
-    def __init__(self, note_for: Callable[[], Callable[[bytes], None]], sinks: tuple[int, int] = (1, 2)) -> None:
-        first = _open(sinks[0], note_for())
-        self.stdout = first
-        self.stderr = first if _same_file(*sinks) else _open(sinks[1], note_for())
+    def __init__(self, note_for: Callable[[], Callable[[bytes], None]]) -> None:
+        self.stdout = _open(1, note_for())
+        self.stderr = self.stdout if _same_file(1, 2) else _open(2, note_for())
         self.channels = [self.stdout] if self.stderr is self.stdout else [self.stdout, self.stderr]
 
     @property
@@ -197,7 +196,7 @@ class AttemptResult:
     """How an attempt ended, as seen from outside.
 
     Attributes:
-        returncode: of the command, or minus the number of the signal that killed it; None if its shim died.
+        returncode: the command's exit code, or minus the number of the signal that killed it; None if its shim died.
         error: why the command could not be started.
         stop_reason: why the supervisor ended it ("signal:SIGTERM", "nonfinite", "hang"); None if it ended by itself.
         duration_s: how long the command ran.
@@ -234,7 +233,7 @@ class Attempt:
         grace_s: float,
         wake_fd: int,
     ) -> None:
-        self._relay = Relay(lambda: _line_reader(evidence))
+        self._relay = Relay(lambda: LineSplitter(evidence.note).feed)
         self._wake_fd = wake_fd
         self._result = AttemptResult(evidence)
         self._started = time.monotonic()
@@ -321,21 +320,14 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:  # a second Ctrl-C, for instance
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # a second Ctrl-C, for instance
             self.stop(StopOrder("SIGKILL", "abort"))
         os.close(self._control)
         self._shim.wait()
         process_tree.end(0.0)
         os.close(self._report)
         self._relay.close()
-
-
-def _line_reader(evidence: Evidence) -> Callable[[bytes], None]:
-    lines = LineSplitter(evidence.note)
-    return lambda data: lines.feed(data, final=not data)
 
 
 def _environment(given: Mapping[str, str], *, unbuffered: bool) -> dict[str, str]:

@@ -62,7 +62,7 @@ class Resumption:
         return [word.replace(_NEWEST, newest[0]) for word in self._words] if newest else []
 
     def newest(self) -> tuple[str, int] | None:
-        """Return the path of the newest checkpoint and its time in ns; None if there is none."""
+        """Return the path of the newest checkpoint and its time in ns; None without any."""
         # By time and not by name: "checkpoint-900" sorts after "checkpoint-1000".
         found = glob.glob(self._pattern, recursive=True) if self._pattern else []
         return max(((path, _newest_ns(Path(path))) for path in found), key=lambda one: one[1], default=None)
@@ -71,14 +71,14 @@ class Resumption:
     def rerun_effect(self) -> str:
         """What the same call does after an interruption; the end of a sentence."""
         if not self._words:
-            return "the script begins anew next time, unless it resumes by itself (--on-retry can tell it to)"
+            return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
         if self._pattern is None:
             told = shlex.join(self._words)
             requeued = "" if self._job is None else ", which a job gets that SLURM puts back"
-            return f"the same command begins anew; with {told} it goes on{requeued}"
+            return f"the same command begins again; with {told} it goes on{requeued}"
         if words := self.words():
             return f"the same command goes on, with {shlex.join(words)}"
-        return f"the same command begins anew, for there is no {self._pattern}"
+        return f"the same command begins again, for there is no {self._pattern}"
 
 
 def _split(text: str) -> list[str]:
@@ -140,7 +140,7 @@ class ExternalScript:
         if self._batch_key is None:
             lines.append("no batch size found: out of memory cannot be helped (name its key by --batch-size-key)")
         if resume_words := self._resumption.words():
-            lines.append(f"the script goes on: {shlex.join(resume_words)} (to begin anew, move its checkpoints away)")
+            lines.append(f"the script goes on: {shlex.join(resume_words)} (to begin again, move its checkpoints away)")
         abandoned = self._command.remove_abandoned()
         return lines + [f"removed {path}, left by a supervisor that was killed" for path in abandoned]
 
@@ -173,7 +173,7 @@ class ExternalScript:
             progress_after_s=self._options.policy.progress_after_s,
         )
         doubt = self._doubt = self._cut_check.doubt(rate, result.evidence.learning_rate)
-        # A checkpoint that was written before NaN may hold NaN itself: it is no progress.
+        # A checkpoint that was written before NaN may hold NaN itself: it is not progress.
         has_saved = outcome.kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
         return replace(
             outcome,
@@ -199,7 +199,7 @@ class ExternalScript:
 
     @property
     def rerun_effect(self) -> str:
-        """Whether the script goes on or begins anew, as `Resumption` knows it."""
+        """Whether the script resumes or starts again, as `Resumption` knows it."""
         return self._resumption.rerun_effect
 
     def requeue(self, stop_reason: str | None) -> str | None:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Protocol
 
 from ci_llm.core.quantities import duration
@@ -56,7 +55,7 @@ class Target(Protocol):
         ...
 
     def stop_order(self, evidence: Evidence) -> StopOrder | None:
-        """Return how and why the running attempt is to be ended; None if it goes on. Called several times a second.
+        """Return how and why the running attempt is to be ended; None if it continues. Called several times a second.
 
         Args:
             evidence: the output of the attempt so far.
@@ -135,9 +134,7 @@ class SupervisorLog(logging.Handler):
         _PACKAGE.addHandler(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _PACKAGE.removeHandler(self)
         _PACKAGE.propagate, level = self._before
         _PACKAGE.setLevel(level)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -30,6 +30,10 @@ _EXAMPLES = """examples:
 exit codes: 0 completed, 2 bad call, 75 interrupted (call it again), 1 gave up, 130 aborted by a second Ctrl-C"""
 
 DEFAULT_SCRIPT: Final = Path("train.py")
+_OF_EXTERNAL_SCRIPTS: Final = (
+    *("config_path", "config_name", "config_flag", "lr_key", "batch_size_key", "scale_with_batch"),
+    *("nonfinite_pattern", "out_of_memory_pattern", "override_style", "on_retry", "goes_on_from", "stop_signal"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Options:
     """The options as typed; None where an option was not given.
 
     Attributes:
-        words: key=value, and everything else that is no option of the supervisor; passed on.
+        words: key=value, and everything else that is not an option of the supervisor; passed on.
         command: the words after `--`.
     """
 
@@ -48,7 +52,7 @@ class Options:
     config_path: Path | None = None
     config_name: str | None = None
     config_flag: str | None = None
-    script: Path = DEFAULT_SCRIPT
+    train_script: Path = DEFAULT_SCRIPT
     grace_s: float | None = None
     delete_wandb_runs: bool = True
     lr_key: str | None = None
@@ -68,22 +72,13 @@ class Options:
         return self.config_path or Path("configs"), self.config_name or "config"
 
     def external_script_options(self) -> list[str]:
-        """Return the given options that only make sense for an external script."""
-        given = {
-            "--config-path": self.config_path,
-            "--config-name": self.config_name,
-            "--config-flag": self.config_flag,
-            "--lr-key": self.lr_key,
-            "--batch-size-key": self.batch_size_key,
-            "--scale-with-batch": self.scale_with_batch,
-            "--nonfinite-pattern": self.user_patterns.nonfinite,
-            "--out-of-memory-pattern": self.user_patterns.out_of_memory,
-            "--override-style": self.override_style != "hydra",
-            "--on-retry": self.on_retry,
-            "--goes-on-from": self.goes_on_from,
-            "--stop-signal": self.stop_signal,
+        """The given options that only make sense for an external script."""
+        given = vars(self) | {
+            "nonfinite_pattern": self.user_patterns.nonfinite,
+            "out_of_memory_pattern": self.user_patterns.out_of_memory,
+            "override_style": self.override_style != "hydra",
         }
-        return [option for option, value in given.items() if value]
+        return [f"--{name.replace('_', '-')}" for name in _OF_EXTERNAL_SCRIPTS if given[name]]
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -97,34 +92,19 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser = _parser()
     known, words = parser.parse_known_args(before_command)
     _refuse_near_misses(words, parser)
-    policy = Policy(
-        max_retries=known.max_retries,
-        min_learning_rate=known.min_lr,
-        min_batch_size=known.min_batch_size,
-    )
     if (known.config_path or known.config_name) and known.config is not None:
         raise ConfigError(
             "two configurations", where="command line", hint="either --config FILE, or --config-path and --config-name"
         )
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()
+    }
     return Options(
-        policy=policy,
+        policy=Policy(known.max_retries, known.min_lr, known.min_batch_size),
         words=tuple(words),
         command=tuple(command),
-        config=known.config,
-        config_path=known.config_path,
-        config_name=known.config_name,
-        config_flag=known.config_flag,
-        script=known.train_script,
-        grace_s=known.grace,
-        delete_wandb_runs=not known.no_delete_wandb_runs,
-        lr_key=known.lr_key,
-        batch_size_key=known.batch_size_key,
-        scale_with_batch=tuple(known.scale_with_batch),
-        user_patterns=UserPatterns(tuple(known.nonfinite_pattern), tuple(known.out_of_memory_pattern)),
-        override_style=known.override_style,
-        on_retry=known.on_retry,
-        goes_on_from=known.goes_on_from,
-        stop_signal=known.stop_signal,
+        user_patterns=UserPatterns(given["nonfinite_pattern"], given["out_of_memory_pattern"]),
+        **{one.name: given[one.name] for one in fields(Options) if one.name in given},
     )
 
 
@@ -178,11 +158,7 @@ def _add_target_options(group: argparse._ArgumentGroup) -> None:
 def _add_key_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--lr-key", metavar="K", help="dotted key of the learning rate; default training.learning_rate")
-    add(
-        "--batch-size-key",
-        metavar="K",
-        help="of the batch size; default training.meta_batch_size and others",
-    )
+    add("--batch-size-key", metavar="K", help="of the batch size; default training.meta_batch_size and others")
     add("--scale-with-batch", metavar="K", action="append", default=[], help="a key that shrinks with it; repeatable")
     add(
         "--override-style",
@@ -220,12 +196,14 @@ def _add_limit_options(group: argparse._ArgumentGroup) -> None:
     add("--min-batch-size", type=_at_least(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
     add(
         "--grace",
+        dest="grace_s",
         type=_at_least(float, 0),
         metavar="S",
         help="seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts",
     )
     add("--stop-signal", metavar="NAME", help="the signal that stops an external script; default the one that came")
-    add("--no-delete-wandb-runs", action="store_true", help="keep the W&B runs of failed attempts")
+    keep = "keep the W&B runs of failed attempts"
+    add("--no-delete-wandb-runs", dest="delete_wandb_runs", action="store_false", help=keep)
     add("--debug", action="store_true", help="show the traceback of an error")
 
 

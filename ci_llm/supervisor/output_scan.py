@@ -36,7 +36,7 @@ _HYPOTHETICAL: Final = re.compile(
 _DENIED: Final = re.compile(
     r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
 )
-#: The script says in the same line that it goes on without what failed.
+#: The script says in the same line that it continues without what failed.
 _HANDLED: Final = re.compile(
     r"(?i)\b(?:(?:skipp|ignor|retry|recover|discard|dropp|mask|replac)ing|falling back|instead|handled|caught"
     r"|(?:is|are|was|were) (?:skipped|ignored|retried|discarded|dropped|masked|replaced)"
@@ -327,7 +327,7 @@ def _happened(line: str, match: re.Match[str]) -> bool:
     return not (_TALK.match(line, match.end()) or _HANDLED.search(line, match.end(), match.end() + _CONTEXT))
 
 
-#: A script that goes on for so many lines after it ran out of memory has recovered from that.
+#: A script that continues for so many lines after it ran out of memory has recovered from that.
 RECENT_LINES: Final = 20
 _MAX_LINE_LENGTH: Final = 4096
 _LINE_END: Final = re.compile(r"[\r\n]+")
@@ -373,14 +373,10 @@ class LineSplitter:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._rest = ""
 
-    def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Hand over the lines that `data` completes. A line that is too long comes in pieces.
-
-        Args:
-            final: nothing follows, so that the last line needs no end.
-        """
-        *lines, self._rest = _LINE_END.split(self._rest + self._decode(data, final))
-        if final or len(self._rest) > _MAX_LINE_LENGTH:
+    def feed(self, data: bytes) -> None:
+        """Hand over the lines that `data` completes; b"" is the end of all. A line that is too long comes in pieces."""
+        *lines, self._rest = _LINE_END.split(self._rest + self._decode(data, not data))
+        if not data or len(self._rest) > _MAX_LINE_LENGTH:
             lines.append(self._rest)
             self._rest = ""
         for line in lines:
@@ -490,7 +486,7 @@ class _Tracebacks:
 
     @property
     def exception(self) -> str | None:
-        """The exception with its message in one line; None if there was none of late."""
+        """The exception with its message in one line; None without a recent one."""
         return (self._cause or self._consequence) if self._lines_since < _TRACEBACK_LINES else None
 
     @property

@@ -97,7 +97,7 @@ class OwnRun:
         if now < self._next_look:  # this is called several times a second, and a status file may be on a network
             return None
         self._next_look = now + _LOOK_S
-        status = self._readable_status()
+        status = self._status_of_attempt()
         if status is None or status.status not in ("running", "vanished"):
             return None
         if (sign := (evidence.num_lines, status.heartbeat)) != self._last_sign:
@@ -110,7 +110,7 @@ class OwnRun:
 
     def request_save(self) -> str:
         """Send the main process of the run the signal by which it saves."""
-        status = self._readable_status()
+        status = self._status_of_attempt()
         wanted = next(iter(self._config.save_signals), None)
         if wanted is None:
             return "nothing is saved: save_signals is empty"
@@ -123,12 +123,12 @@ class OwnRun:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
-        self._recovery = run_folder.read_recovery(self._folder)  # an attempt that began anew has moved it aside
+        self._recovery = run_folder.read_recovery(self._folder)  # an attempt that started again has moved it aside
         status = self._status_of_attempt()
         failures = run_folder.read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
         if kind == "completed" and status is None and (damage := self._damage_of_status()):
-            kind, detail = "crashed", damage  # the next attempt writes a status, and goes on or finds it complete
+            kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
         cause = run_folder.earliest_failure(failures)
         known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
@@ -212,34 +212,27 @@ class OwnRun:
         return min(size for size in known if size is not None)
 
     def _newest_step(self) -> int:
-        """The step of the newest checkpoint from which the next attempt may resume; 0 if there is none."""
-        # After a rollback was ordered, checkpoints beyond it are no progress, though they are still in the folder.
+        """The step of the newest checkpoint from which the next attempt may resume; 0 without one."""
+        # After a rollback was ordered, checkpoints beyond it are not progress, though they are still in the folder.
         status = self._status()
         allowed = self._recovery.latest_step_allowed(status.attempt if status else None)
         steps = CheckpointStore(self._folder).all_steps()
         return max((step for step in steps if allowed is None or step <= allowed), default=0)
 
     def _status(self) -> Status | None:
-        """How the last attempt stands; None if none has written that, or it is damaged."""
+        """How the last attempt stands; None if none has written that, or it cannot be read: no training ends by it."""
         try:
             return read_status(self._folder)
-        except BadInput:
+        except (BadInput, OSError):
             return None
 
     def _damage_of_status(self) -> str | None:
-        """What is wrong with status.json; None if it can be read, or there is none."""
+        """What is wrong with status.json; None if it can be read or does not exist."""
         try:
             last_status(self._folder)
         except BadInput as error:
             return f"status.json: {error.what}"
         return None
-
-    def _readable_status(self) -> Status | None:
-        """The status of the running attempt, if it can be read: an unreadable file must not end a training."""
-        try:
-            return self._status_of_attempt()
-        except OSError:
-            return None
 
     def _status_of_attempt(self) -> Status | None:
         """The status, if the attempt that was launched last has written it; otherwise it is that of an earlier one."""
@@ -266,5 +259,5 @@ class SweepRun(OwnRun):
 
 
 def _exception_in_output(result: AttemptResult) -> str | None:
-    """The exception of an attempt that wrote no failure. Of a refusal there is none: it may pass, as a lease does."""
+    """The exception of an attempt that wrote no failure. None after a refusal, which may pass, as a lease does."""
     return None if result.returncode == BAD_CALL else result.evidence.exception

@@ -88,7 +88,7 @@ class Decision:
         learning_rate, batch_size: the new value; None where it stays.
         resume_at_most_step: the newest checkpoint that the next attempt may resume from; None for any.
         wait_s: seconds before the relaunch.
-        exit_code: of the supervisor; None if it goes on.
+        exit_code: the exit code of the supervisor; None if it continues.
     """
 
     action: Action
@@ -124,7 +124,7 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
             return _cut_learning_rate(history, outcome, policy)
         case "out_of_memory":
             return _cut_batch(outcome, policy)
-        # What is not changed would go on for ever without progress.
+        # What is not changed would be launched for ever without progress.
         case "crashed" if _is_same_early_crash(history, outcome, policy):
             return _give_up(f"the same crash twice, each within {policy.early_crash_s:g} s: {outcome.detail}")
         case _ if repeats >= policy.patience:
@@ -163,7 +163,7 @@ def _cut_batch(outcome: Outcome, policy: Policy) -> Decision:
 
 
 def _relaunch_unchanged(repeats: int, outcome: Outcome, policy: Policy) -> Decision:
-    """The same attempt again: at once, or after a pause that doubles with every repeat."""
+    """Repeat the attempt: at once, or after a pause that doubles with every repeat."""
     doublings = repeats - 2 if outcome.kind in _NO_FIRST_PAUSE else repeats - 1
     if doublings < 0:
         return Decision("relaunch", _WHY[outcome.kind])

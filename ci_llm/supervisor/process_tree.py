@@ -1,15 +1,13 @@
 """The descendants of this process: found, ended, and proven gone.
 
-On Linux this process becomes a subreaper: an orphan below it becomes its child, so that no descendant is lost, whatever
-sessions it opens. On other systems an orphan is found as long as it stays in the session of the command.
+This process becomes a subreaper: an orphan below it becomes its child, so that no descendant is lost, whatever sessions
+it opens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,7 +16,7 @@ from typing import Final
 import psutil
 
 from ci_llm.core.run_status import is_alive
-from ci_llm.interrupts import signal_number
+from ci_llm.interrupts import set_process_attribute, signal_number
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _FIRST_PAUSE_S: Final = 0.01
@@ -27,16 +25,12 @@ _KILL_S: Final = 10.0  # only a process that is stuck in the kernel survives a K
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies. On systems other than Linux nothing happens."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    """Become the parent of every descendant whose own parent dies."""
+    set_process_attribute(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def living(session: int | None = None) -> list[psutil.Process]:
-    """Return the descendants of this process and the members of `session`, without those that wait to be reaped.
+def living() -> list[psutil.Process]:
+    """The descendants of this process, without those that wait to be reaped.
 
     psutil's own `children(recursive=True)` loses the children of a process that ends while it looks. One launcher in
     fifty ended at that moment, and its trainer was taken for a leftover and killed before it had saved. Here all pairs
@@ -46,43 +40,29 @@ def living(session: int | None = None) -> list[psutil.Process]:
     tree = {os.getpid()}
     while more := {pid for pid, process in found.items() if process.info["ppid"] in tree} - tree:
         tree |= more
-    if session is not None and sys.platform != "linux":
-        tree |= {pid for pid in found if _session_of(pid) == session}
     return [found[pid] for pid in sorted(tree - {os.getpid()}) if is_alive(pid)]
 
 
-def end(
-    grace_s: float,
-    *,
-    settle_s: float = 0.0,
-    session: int | None = None,
-    kill_ordered: Callable[[], bool] = lambda: False,
-) -> list[str]:
+def end(grace_s: float, *, settle_s: float = 0.0, kill_ordered: Callable[[], bool] = lambda: False) -> list[str]:
     """End every descendant: by TERM, and by KILL after `grace_s` seconds or as soon as `kill_ordered` returns True.
 
     Args:
         settle_s: seconds in which they may end by themselves before anything is sent.
-        session: see `living`.
 
     Returns:
         what had to be killed, each as "python (pid 17)".
     """
-    ask(signal_number("SIGTERM"), grace_s, settle_s=settle_s, session=session, kill_ordered=kill_ordered)
+    ask(signal_number("SIGTERM"), grace_s, settle_s=settle_s, kill_ordered=kill_ordered)
     # Again and again: a process that is forked at this moment is in no list yet.
     killed: dict[int, str] = {}
-    for alive in _looks(session, until=time.monotonic() + _KILL_S):
+    for alive in _looks(until=time.monotonic() + _KILL_S):
         killed |= {process.pid: _describe(process) for process in alive}
         _send_all(process.kill for process in alive)
     return list(killed.values())
 
 
 def ask(
-    number: int,
-    grace_s: float,
-    *,
-    settle_s: float = 0.0,
-    session: int | None = None,
-    kill_ordered: Callable[[], bool] = lambda: False,
+    number: int, grace_s: float, *, settle_s: float = 0.0, kill_ordered: Callable[[], bool] = lambda: False
 ) -> None:
     """Send every descendant a signal, and wait until all are gone, for `grace_s` seconds or until `kill_ordered()`.
 
@@ -91,7 +71,7 @@ def ask(
     """
     start = time.monotonic()
     asked: set[int] = set()
-    for alive in _looks(session, until=start + settle_s + grace_s):
+    for alive in _looks(until=start + settle_s + grace_s):
         if kill_ordered():
             break  # the caller kills
         if time.monotonic() - start >= settle_s:
@@ -109,14 +89,14 @@ def reap() -> None:
             pass
 
 
-def _looks(session: int | None, *, until: float) -> Iterable[list[psutil.Process]]:
+def _looks(*, until: float) -> Iterable[list[psutil.Process]]:
     """Yield what is alive, with growing pauses, until nothing is alive or the time is over.
 
     It takes two looks to say that nothing is alive. In one look an orphan may be read before its parent (pids start
     again from small numbers at some time), and if the parent ends before its own turn, nothing leads to the orphan.
     """
     pause = _FIRST_PAUSE_S
-    while (alive := living(session) or living(session)) and time.monotonic() < until:
+    while (alive := living() or living()) and time.monotonic() < until:
         yield alive
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -132,10 +112,3 @@ def _describe(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         return f"{process.name()} (pid {process.pid})"
     return f"pid {process.pid}"
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return None

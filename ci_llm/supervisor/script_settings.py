@@ -76,7 +76,7 @@ def read_config(path: Path) -> ConfigText:
     """Read a YAML or JSON file. A file of another kind has no values that could be changed.
 
     Raises:
-        ConfigError: the file cannot be read, or is no valid YAML.
+        ConfigError: the file cannot be read, or is not valid YAML.
     """
     try:
         text = path.read_bytes().decode("utf-8")  # not read_text: it would change the line ends
@@ -297,19 +297,17 @@ class Settings:
 
     Attributes:
         line: the command line.
-        in_file: the values of the configuration file.
-        in_groups: the values of the group files that Hydra adds to it.
+        in_files: the values of the configuration file, and of the group files that Hydra adds to it.
     """
 
     line: Sequence[str]
-    in_file: Mapping[str, str]
-    in_groups: Mapping[str, str]
+    in_files: Mapping[str, str]
 
     def value(self, key: str | None) -> str | None:
         """Return the value in force. The command line wins over a sweep, a sweep over the files."""
         if key is None:
             return None
-        found = (value_of(self.line, key), self.swept(key), self.in_file.get(key), self.in_groups.get(key))
+        found = (value_of(self.line, key), self.swept(key), self.in_files.get(key))
         return next((value for value in found if value is not None), None)
 
     def swept(self, key: str) -> str | None:
@@ -320,7 +318,7 @@ class Settings:
         dotted = f"{_SWEEPER}.{key}"
         in_braces = re.search(rf"[{{,]\s*{re.escape(key)}\s*:([^,}}]+)", value_of(self.line, _SWEEPER) or "")
         on_line = in_braces[1].strip() if in_braces else value_of(self.line, dotted)
-        return on_line or self.in_file.get(dotted) or self.in_groups.get(dotted)
+        return on_line or self.in_files.get(dotted)
 
     def find_key(self, named: str | None, option: str, usual: Iterable[str]) -> str | None:
         """Return the key that the user named, or the first usual one whose value is a number.
@@ -343,7 +341,7 @@ class Settings:
         """
         if named:
             return [self._require(key, "--scale-with-batch") for key in named]
-        known = dict.fromkeys([*self.in_file, *self.in_groups, *(one.key for one in overrides(self.line))])
+        known = dict.fromkeys([*self.in_files, *(one.key for one in overrides(self.line))])
         return [key for key in known if key.startswith(_SCALED_KEY[0]) and key.endswith(_SCALED_KEY[1])]
 
     def _require(self, key: str, option: str) -> str:
@@ -359,8 +357,7 @@ class Settings:
     def _is_multirun(self) -> bool:
         if {"-m", "--multirun"} & set(self.line):
             return True
-        modes = (value_of(self.line, "hydra.mode"), self.in_file.get("hydra.mode"), self.in_groups.get("hydra.mode"))
-        return next((mode for mode in modes if mode is not None), "").upper() == "MULTIRUN"
+        return (value_of(self.line, "hydra.mode") or self.in_files.get("hydra.mode", "")).upper() == "MULTIRUN"
 
 
 class CutCheck:
@@ -419,7 +416,7 @@ class ScriptCommand:
     """The command of the next attempt, and the values of the settings in it.
 
     Args:
-        options: of the supervisor; they name the script, its configuration and its words.
+        options: the options of the supervisor; they name the script, its configuration and its words.
         resume_words: see `resume_words`.
 
     Attributes:
@@ -431,10 +428,10 @@ class ScriptCommand:
     """
 
     def __init__(self, options: Options, resume_words: Sequence[str]) -> None:
-        if not options.command and not options.script.is_file():
+        if not options.command and not options.train_script.is_file():
             raise ConfigError(
                 "there is no such training script",
-                where=str(options.script),
+                where=str(options.train_script),
                 hint="name one by --train-script FILE, or give the whole command after --",
             )
         self._options = options
@@ -444,12 +441,12 @@ class ScriptCommand:
         self._copies = TemporaryConfigs(self.original) if self.original else None
         self._config_in_use = self.original
         self._adjusted: dict[str, str] = {}
-        self._in_groups = self._read_groups()
+        self._in_files = {**self._read_groups(), **self._config.values}
 
     @property
     def settings(self) -> Settings:
         """The values as the user gave them, before any adjustment."""
-        return Settings(self._line, self._config.values, self._in_groups)
+        return Settings(self._line, self._in_files)
 
     def value(self, key: str | None) -> str | None:
         """Return the value with which the next attempt runs, or None if it is unknown."""
@@ -497,7 +494,7 @@ class ScriptCommand:
         return [*self._options.command, *self._options.words, *self.resume_words]
 
     def _start(self) -> list[str]:
-        return [] if self._options.command else [sys.executable, str(self._options.script)]
+        return [] if self._options.command else [sys.executable, str(self._options.train_script)]
 
     def _added_overrides(self) -> list[str]:
         """The adjusted keys that stand neither on the command line nor in the copy of the configuration."""
@@ -531,7 +528,7 @@ class ScriptCommand:
     def _read_groups(self) -> dict[str, str]:
         names_config = not self._options.command or self._options.folder_and_name is not None
         if self.original is None or self._options.config_flag or not names_config:
-            return {}  # the script is none of Hydra's
+            return {}  # the script does not use Hydra
         return group_values(self._hydra_folder(), self._config, self._line)
 
     def _hydra_folder(self) -> Path:
@@ -546,36 +543,36 @@ class ScriptCommand:
 
 def with_file(words: Sequence[str], original: Path, other: Path) -> list[str]:
     """Exchange the original for another file of its folder: in FILE, key=FILE and --key=FILE."""
-    return [_with_file(word, original, other) for word in words]
+
+    def exchanged(word: str) -> str:
+        key, equals, value = word.partition("=")
+        for before, path in (("", word), (key + equals, value)):
+            if path and os.path.abspath(path) == os.path.abspath(original):
+                return before + os.path.join(os.path.dirname(path), other.name)
+        return word
+
+    return [exchanged(word) for word in words]
 
 
 def with_name(words: Sequence[str], original: str, other: str) -> list[str]:
     """Exchange the name of Hydra's primary configuration: in --config-name NAME and --config-name=NAME."""
-    return list(_with_name(words, _without_suffix(original), other))
 
+    def is_original(name: str) -> bool:
+        return _without_suffix(name) == _without_suffix(original)
 
-def _with_file(word: str, original: Path, other: Path) -> str:
-    key, equals, value = word.partition("=")
-    for before, path in (("", word), (key + equals, value)):
-        if path and os.path.abspath(path) == os.path.abspath(original):
-            return before + os.path.join(os.path.dirname(path), other.name)
-    return word
-
-
-def _with_name(words: Sequence[str], original: str, other: str) -> Iterator[str]:
-    for before, word in zip(["", *words], words, strict=False):
+    changed = list(words)
+    for place, (before, word) in enumerate(zip(["", *words], words, strict=False)):
         option, equals, value = word.partition("=")
-        if before in _NAME_OPTIONS and _without_suffix(word) == original:
-            yield other
-        elif equals and option in _NAME_OPTIONS and _without_suffix(value) == original:
-            yield f"{option}={other}"
-        else:
-            yield word
+        if before in _NAME_OPTIONS and is_original(word):
+            changed[place] = other
+        elif equals and option in _NAME_OPTIONS and is_original(value):
+            changed[place] = f"{option}={other}"
+    return changed
 
 
 def _without_suffix(name: str) -> str:
     """Hydra takes a name with its suffix and without it."""
-    return next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
+    return re.sub(r"\.ya?ml$", "", name)
 
 
 def _find_config(options: Options) -> Path | None:
@@ -591,7 +588,7 @@ def _find_config(options: Options) -> Path | None:
         path = Path("configs", "config.yaml")
     if not path.is_file():
         raise ConfigError(
-            f"the configuration{'' if options.command else f' of {options.script}'} cannot be found",
+            f"the configuration{'' if options.command else f' of {options.train_script}'} cannot be found",
             where=str(path),
             hint="--config-path DIR --config-name NAME, or --config FILE; a command without one: -- python fit.py ...",
         )

@@ -117,7 +117,7 @@ class _ControlPipe:
         return order[0] if order else _TERM
 
     def kill_ordered(self) -> bool:
-        """Whether what is left is to be killed now. The end of the pipe is no such order: the grace still holds."""
+        """Whether what is left is to be killed now. The end of the pipe is not such an order: the grace still holds."""
         if not self._kill_ordered and select.select([self.fd], [], [], 0)[0]:
             self._kill_ordered = _KILL in os.read(self.fd, 16)
         return self._kill_ordered
@@ -125,7 +125,7 @@ class _ControlPipe:
 
 def _run_command(command: list[str], control: _ControlPipe, report_fd: int, grace_s: float) -> None:
     try:
-        # A session of its own: on systems other than Linux its members are found by it.
+        # A session of its own: a command that signals its whole process group does not reach the shim.
         process = subprocess.Popen(command, start_new_session=True)
     except OSError as error:
         _report(report_fd, {"error": error.strerror or str(error)})
@@ -135,23 +135,23 @@ def _run_command(command: list[str], control: _ControlPipe, report_fd: int, grac
     ready, _, _ = select.select([control.fd, over_fd], [], [])
     if over_fd in ready:  # reported at once: what the command has left may take its time
         _report(report_fd, {"returncode": process.returncode})
-        killed = process_tree.end(grace_s, settle_s=_SETTLE_S, session=process.pid, kill_ordered=control.kill_ordered)
+        killed = process_tree.end(grace_s, settle_s=_SETTLE_S, kill_ordered=control.kill_ordered)
     else:
-        killed = _end(control.read_signal(), grace_s, process.pid, control)
+        killed = _end(control.read_signal(), grace_s, control)
     if over_fd not in ready and select.select([over_fd], [], [], _SETTLE_S)[0]:
         _report(report_fd, {"returncode": process.returncode})
     process_tree.reap()
     _report(report_fd, {"killed": killed})
 
 
-def _end(number: int, grace_s: float, session: int, control: _ControlPipe) -> list[str]:
+def _end(number: int, grace_s: float, control: _ControlPipe) -> list[str]:
     """End the command by a signal, then by TERM, then by KILL, with the grace after each of the first two.
 
     TERM is for what ignores the first signal: a job in the background of a shell ignores INT.
     """
     if number not in (_TERM, _KILL):
-        process_tree.ask(number, grace_s, session=session, kill_ordered=control.kill_ordered)
-    return process_tree.end(grace_s, session=session, kill_ordered=control.kill_ordered)
+        process_tree.ask(number, grace_s, kill_ordered=control.kill_ordered)
+    return process_tree.end(grace_s, kill_ordered=control.kill_ordered)
 
 
 def _when_over(process: subprocess.Popen[bytes]) -> int:
@@ -169,8 +169,6 @@ def _when_over(process: subprocess.Popen[bytes]) -> int:
 
 def _reap_orphans_until_over(pid: int) -> None:
     """Reap the orphans that end while the command runs: one per step, for days, would fill the process table."""
-    if sys.platform != "linux":
-        return
     with contextlib.suppress(ChildProcessError):  # `process_tree.reap` has reaped the last one
         # WNOWAIT leaves the command itself to `process.wait`, which needs its exit code.
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != pid:

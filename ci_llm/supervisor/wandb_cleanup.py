@@ -1,7 +1,7 @@
 """The cleanup in Weights & Biases: runs that failed attempts left, found in their output, are deleted at the end.
 
 Only runs that an attempt of this supervision began are deleted. A run that was resumed stays, and so does one that a
-successful attempt went on with. The deletion runs in a process of its own, with a time limit: the client may wait for a
+successful attempt continued. The deletion runs in a process of its own, with a time limit: the client may wait for a
 slow network, ask for a password, or crash.
 """
 
@@ -47,7 +47,7 @@ class WandbCleanup:
             self._kept |= set(evidence.wandb_runs)
 
     def delete_failed(self, *, timeout_s: float) -> list[str]:
-        """Delete the runs of failed attempts; return a line for each. A deletion that fails is no error."""
+        """Delete the runs of failed attempts; return a line for each. A deletion that fails is not an error."""
         doomed = [run for run in self._failed.values() if run.id not in self._kept]
         paths = {run.id: self._path(run) for run in doomed}
         lines = [

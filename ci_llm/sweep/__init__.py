@@ -1,1 +1,1 @@
-"""Sweeps: the agents of a pass are trials of different settings, and successive halving decides which go on."""
+"""Sweeps: the agents of a pass are trials of different settings, and successive halving decides which continue."""

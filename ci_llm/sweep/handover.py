@@ -1,4 +1,4 @@
-"""The checkpoint from which a segment begins: the trials that go on, composed of members of several checkpoints.
+"""The checkpoint from which a segment begins: the trials that continue, composed of members of several checkpoints.
 
 A member is what a checkpoint numbers. Everything that it has of its own goes with it: with `agent3` go the files
 `agent3/...`, the entries `agent3` of the checkpoint's trees, and the fourth value of each list that has one value per
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode, write_checkpoint
-from ci_llm.checkpoints.folders import find_checkpoint, step_folder
+from ci_llm.checkpoints.layout import find_checkpoint, step_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
 from ci_llm.core.durable import remove_tree
@@ -27,21 +27,16 @@ from ci_llm.run.step.state import TrainState, Validation
 
 _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
 
-
-@dataclass(frozen=True)
-class CheckpointMember:
-    """One member of a checkpoint that was read and verified."""
-
-    checkpoint: Checkpoint
-    number: int
+#: One member of a checkpoint that was read and verified: the checkpoint, and the number of the member there.
+CheckpointMember: TypeAlias = "tuple[Checkpoint, int]"
 
 
 def compose(members: Sequence[CheckpointMember], lists: Collection[str] = ()) -> dict[str, Any]:
-    """The state in which these are all the members, numbered anew in their order; the rest is the first one's.
+    """The state in which these are all the members, numbered in their order; the rest is the first one's.
 
     Args:
         lists: where plain values have one value per member: a key of the state and those below it, joined by dots. One
-            value that is no list holds for every member of its checkpoint; an empty list stays empty.
+            value that is not a list holds for every member of its checkpoint; an empty list stays empty.
 
     Returns:
         a new state; its tensors are those of the checkpoints.
@@ -49,26 +44,27 @@ def compose(members: Sequence[CheckpointMember], lists: Collection[str] = ()) ->
     Raises:
         ForeignCheckpoint: the checkpoints are of different steps, or a member is not in its checkpoint.
     """
-    _require_one_step(members)
-    state: dict[str, Any] = {}
-    for key, value in members[0].checkpoint.state.items():
-        if _NUMBERED.fullmatch(key) is None:
-            state[key] = _picked(key, value, [(one.checkpoint.state.get(key), one.number) for one in members], lists)
-    for place, one in enumerate(members):
-        state |= _files_of(one, place)
+    _require_one_step([checkpoint for checkpoint, _ in members])
+    state = {
+        key: _picked(key, value, [(checkpoint.state.get(key), number) for checkpoint, number in members], lists)
+        for key, value in members[0][0].state.items()
+        if not _NUMBERED.fullmatch(key)
+    }
+    for place, (checkpoint, number) in enumerate(members):
+        state |= _files_of(checkpoint, number, place)
     return state
 
 
-def _files_of(member: CheckpointMember, place: int) -> dict[str, Any]:
+def _files_of(checkpoint: Checkpoint, number: int, place: int) -> dict[str, Any]:
     """What a checkpoint holds of one member, under its new number. Bytes are copies of common files."""
-    old, new = f"agent{member.number}/", f"agent{place}/"
+    old, new = f"agent{number}/", f"agent{place}/"
     found = {
         new + key.removeprefix(old): value
-        for key, value in member.checkpoint.state.items()
+        for key, value in checkpoint.state.items()
         if key.startswith(old) and not isinstance(value, bytes)
     }
     if not found:
-        raise ForeignCheckpoint(f"there is no agent{member.number}", where=str(member.checkpoint.folder))
+        raise ForeignCheckpoint(f"there is no agent{number}", where=str(checkpoint.folder))
     return found
 
 
@@ -76,35 +72,26 @@ def _picked(path: str, first: Any, sources: Sequence[tuple[Any, int]], lists: Co
     """The value at a path of the new state: of every member its own, and else what the first one has.
 
     Args:
-        sources: of every member the value at this path, and its number there.
+        sources: for every member the value at this path, and its number there.
     """
     if path in lists and (first or not isinstance(first, list | tuple)):
         return [value[number] if isinstance(value, list | tuple) else value for value, number in sources]
     if not isinstance(first, Mapping):
         return first
+    trees = [(source if isinstance(source, Mapping) else {}, number) for source, number in sources]
     result = {
-        key: _picked(f"{path}.{key}", value, [(_below(source, key), number) for source, number in sources], lists)
+        key: _picked(f"{path}.{key}", value, [(tree.get(key), number) for tree, number in trees], lists)
         for key, value in first.items()
-        if not _is_member(key)
+        if not _NUMBERED.fullmatch(str(key))
     }
-    for place, (source, number) in enumerate(sources):
-        if isinstance(source, Mapping) and f"agent{number}" in source:
-            result[f"agent{place}"] = source[f"agent{number}"]
-    return result
+    own = enumerate((tree, f"agent{number}") for tree, number in trees)
+    return result | {f"agent{place}": tree[name] for place, (tree, name) in own if name in tree}
 
 
-def _below(source: Any, key: Any) -> Any:
-    return source.get(key) if isinstance(source, Mapping) else None
-
-
-def _is_member(key: object) -> bool:
-    return isinstance(key, str) and _NUMBERED.fullmatch(key) is not None
-
-
-def _require_one_step(members: Sequence[CheckpointMember]) -> None:
-    steps = {one.checkpoint.manifest.step for one in members}
+def _require_one_step(checkpoints: Sequence[Checkpoint]) -> None:
+    steps = {each.manifest.step for each in checkpoints}
     if len(steps) > 1:
-        folders = ", ".join(dict.fromkeys(str(one.checkpoint.folder) for one in members))
+        folders = ", ".join(dict.fromkeys(str(each.folder) for each in checkpoints))
         raise ForeignCheckpoint(
             f"agents of different steps cannot train together: {', '.join(map(str, sorted(steps)))}", where=folders
         )
@@ -125,8 +112,8 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     Weights, moments and recovery state of every trial are the bits that its last segment has left.
 
     Args:
-        sources: of every trial the folder of its last segment, and its number there.
-        config: of the segment that begins; its folder gets the checkpoint.
+        sources: for every trial the folder of its last segment, and its number there.
+        config: the configuration of the segment that begins; its folder gets the checkpoint.
         step: after which the trials stand.
 
     Returns:
@@ -138,25 +125,26 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     target = step_folder(config.run_folder, step)
     if find_checkpoint(config.run_folder) is not None:
         return target  # it holds this step, or later ones that follow from it
-    _clear(config.run_folder)
+    for leftover in config.run_folder.glob(".checkpoint_step_*"):  # of a process that was killed while it wrote
+        remove_tree(leftover)
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
-    members = [CheckpointMember(opened[folder], number) for folder, number in sources]
-    before = Source(members[0].checkpoint, sources[0][0]).config
+    members = [(opened[folder], number) for folder, number in sources]
+    first = members[0][0]
+    before = Source(first, sources[0][0]).config
     counted = (key for key in ("max_seq_length", "eval_samples") if config.is_open(key))
-    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", *counted)
+    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", "shared_prompts", *counted)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {
         META: _meta(state[META], len(members)),
-        "train_state": _train_state(state["train_state"], members),
+        "train_state": _train_state(state["train_state"], [checkpoint for checkpoint, _ in members]),
         "config.yaml": config.dump().encode(),
         "trackers": {},
     }
-    first = members[0].checkpoint.manifest
     # The digest is that of another crowd; the names that decide the bits are the same.
-    recorded: Any = first.info["surroundings"]
+    recorded: Any = first.manifest.info["surroundings"]
     surroundings = {key: value for key, value in recorded.items() if key != "layer"}
-    write_checkpoint(target, state, step=step, info={**first.info, "surroundings": surroundings})
+    write_checkpoint(target, state, step=step, info={**first.manifest.info, "surroundings": surroundings})
     return target
 
 
@@ -172,12 +160,6 @@ def _last(folder: Path, step: int) -> Checkpoint:
     return decode(opened)
 
 
-def _clear(folder: Path) -> None:
-    """Remove what a process left that was killed while it wrote the checkpoint."""
-    for leftover in folder.glob(".checkpoint_step_*"):
-        remove_tree(leftover)
-
-
 def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
     sizes = meta[_SIZES]
     return {**meta, "num_agents": count, _SIZES: sizes if len({*sizes}) > 1 else sizes[0]} | {
@@ -185,10 +167,10 @@ def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def _train_state(values: Mapping[str, Any], members: Sequence[CheckpointMember]) -> dict[str, Any]:
+def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
     """The position of the new segment. What concerned the packs as a whole stays behind, except a lack of memory."""
     state = TrainState.from_dict({**values, "skipped": tuple(values["skipped"])})
-    each = [TrainState.from_dict(one.checkpoint.state["train_state"]).recovery for one in members]
+    each = [TrainState.from_dict(one.state["train_state"]).recovery for one in checkpoints]
     limits = [recovery.micro_batch_size for recovery in each if recovery.micro_batch_size is not None]
     recovery = RecoveryState(
         agents=state.recovery.agents,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.base.load import auto_class, load_architecture
-from ci_llm.checkpoints.folders import FINAL, open_folder
+from ci_llm.checkpoints.layout import FINAL, open_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config, as_typed
@@ -30,16 +30,14 @@ from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.end.report import write_page
+from ci_llm.run.end.result import write_page
 from ci_llm.run.end.shutdown import command_line, end_at_once, reason_of
 from ci_llm.run.job import meet, run_among
 from ci_llm.run.start.beginning import place_of_attempt
 from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, trace_longest
-from ci_llm.run.start.counting import steps_of
-from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load
+from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
-from ci_llm.sweep.curves import Curves
-from ci_llm.sweep.sweep import Pack, Sweep, known_record, read_record
+from ci_llm.sweep.sweep import Pack, Sweep, known_record, plan_of, read_record
 from ci_llm.sweep.trials import HalvingPlan, Trial, describe_boundary
 
 #: Trials of a pack where nothing can be estimated.
@@ -53,7 +51,7 @@ def trials_per_pass(
 
     Args:
         wanted: `agents_per_pass`.
-        trials: of the sweep.
+        trials: the number of trials in the sweep.
 
     Raises:
         ConfigError: so many trials as are asked for do not fit.
@@ -63,11 +61,8 @@ def trials_per_pass(
         return max(1, min(trials, CAUTIOUS if fit is None else fit))
     if fit is not None and min(int(wanted), trials) > max(fit, 1):
         free = processes.free_memory()
-        raise ConfigError(
-            f"{min(int(wanted), trials)} trials of one pass do not fit into memory: {size(free)} are free",
-            where=f"agents_per_pass: {wanted}",
-            hint=f"agents_per_pass={max(fit, 1)}, or auto",
-        )
+        what = f"{min(int(wanted), trials)} trials of one pass do not fit into memory: {size(free)} are free"
+        raise ConfigError(what, where=f"agents_per_pass: {wanted}", hint=f"agents_per_pass={max(fit, 1)}, or auto")
     return int(wanted)
 
 
@@ -100,7 +95,7 @@ def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, proce
 
 
 def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
-    """Of the keys that decide an adapter's size, the value that makes the largest one."""
+    """The keys that decide an adapter's size, each with the value that makes the largest adapter."""
     match spaces.get("lora_rank"):
         case Choices(values):
             yield "lora_rank", max(values)
@@ -190,14 +185,14 @@ class SweepRunner:
     """One call of a sweep.
 
     Args:
-        say: takes lines and tables for people, on the main process.
+        say: takes lines for people, on the main process.
     """
 
     def __init__(
-        self, reading: SweepReading, interrupts: Interrupts, launch: Launch, say: Callable[[Any], None]
+        self, reading: SweepReading, interrupts: Interrupts, launch: Launch, say: Callable[[str], None]
     ) -> None:
         self._reading, self._interrupts, self._launch = reading, interrupts, launch
-        self._say: Callable[[Any], None] = say if launch.is_main_process else lambda _: None
+        self._say: Callable[[str], None] = say if launch.is_main_process else lambda _: None
         self._folder = reading.config.run_folder
         self._last_act: Callable[[], str | None] = lambda: None  # of the segment; see `Attempt.interrupted`
 
@@ -206,9 +201,7 @@ class SweepRunner:
         processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
             steps, per_pass = self._plan(self._load(processes), processes)
-            keys = self._reading.keys
-            warmup = self._reading.warmup_steps(steps)
-            return HalvingPlan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
+            return plan_of(self._reading, steps, per_pass)
         finally:
             processes.shutdown()
 
@@ -216,7 +209,7 @@ class SweepRunner:
         """Train until the sweep is complete or is asked to stop.
 
         Returns:
-            the sweep, and the reason for which it stopped; None: it is complete.
+            the sweep, and the reason for which it stopped; None if it is complete.
 
         Raises:
             CiLlmError: the reason is on record in the folder of the sweep.
@@ -242,7 +235,7 @@ class SweepRunner:
             decided = sweep.standings.plan
             # Once more, because an attempt before this one may have written until it lost the folder.
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
-            sweep.staging, sweep.tracks_trials = lambda: store.staging, True
+            sweep.staging = lambda: store.staging
             status = RunStatus(
                 self._folder,
                 number,
@@ -296,15 +289,12 @@ class SweepRunner:
         if note := choice_by_test_rows("the best trial", loaded.eval_rows):
             self._say(f"sweep     {note}")
         sources: Sequence[str] = self._reading.lines
-        curves = Curves(sweep, processes.accelerator)
-        processes.on_main(curves.send)  # an earlier call may have been killed before
         while (pack := sweep.ask()) is not None:
             if pack.rung and all(segment.rung < pack.rung for segment in sweep.standings.segments if segment.is_over):
                 self._say_boundary(sweep, pack.rung - 1)
             self._say(_head(pack, sweep))
             done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
             follow = _Follow(status, done - first)
-            processes.on_main(partial(curves.begin, pack.trials[0]))
             try:
                 told = Callbacks([follow])
                 result = run_among(
@@ -326,7 +316,6 @@ class SweepRunner:
             sources = ()
             sweep.tell(pack, scores)
             status.update(step=_steps_done(sweep))
-            processes.on_main(curves.send)
         self._say_boundary(sweep, len(sweep.standings.plan.steps) - 1)
         processes.on_main(partial(write_best, sweep))
         return None

@@ -5,7 +5,7 @@
         result = ci_llm.train(pack.config)
         sweep.tell(pack, pack.scores(result.metrics))
 
-A pack is an ordinary run: whoever trains it, with whatever callbacks, may be interrupted and go on. sweep.json is
+A pack is an ordinary run: whoever trains it, with whatever callbacks, may be interrupted and resumed. sweep.json is
 written durably before a segment begins and after its trials were scored, so that a process that is killed at any moment
 finds the same trials in its next call. Only plain JSON is in it, for people and for programs: NaN scores are null.
 """
@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ci_llm.cluster.launch import accelerate_settings
 from ci_llm.config import Config, parse_config
@@ -40,7 +40,7 @@ class Record:
     Attributes:
         spaces: plain values that tell one space from another.
         keys: those of `SweepKeys`, as decided.
-        config: of what all trials share.
+        config: what all trials share.
         is_complete: whether nothing is left to train.
     """
 
@@ -84,11 +84,8 @@ def write_record(folder: Path, record: Record, staging: Path | None = None) -> N
     try:
         write_bytes(folder / SWEEP, record.to_json(), staging=staging)
     except OSError as error:
-        raise CheckpointError(
-            f"{SWEEP} cannot be written: {error.strerror}",
-            where=str(folder),
-            hint="make space there; the same command goes on",
-        ) from error
+        what = f"{SWEEP} cannot be written: {error.strerror}"
+        raise CheckpointError(what, where=str(folder), hint="make space there; the same command resumes") from error
 
 
 def read_record(folder: Path) -> Record | None:
@@ -133,7 +130,7 @@ def _read_trial(value: Mapping[str, Any]) -> Trial:
 
 
 def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> None:
-    """Refuse to go on with a sweep under other spaces, keys or settings.
+    """Refuse to resume a sweep under other spaces, keys or settings.
 
     Raises:
         BadInput: names everything that differs.
@@ -144,7 +141,8 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
         if record.spaces.get(key) != spaces.get(key):
             odd.append(f"the space of {key} was {_space_of(record.spaces, key)}, is {_space_of(spaces, key)}")
     for key, value in reading.keys.model_dump().items():
-        if value != (before := getattr(record.keys, key)) and key != "agents_per_pass":
+        before = getattr(record.keys, key)
+        if value != before and key != "agents_per_pass":
             odd.append(f"{key} was {before}, is {value}")
     changes = record.config.diff(reading.config.settled_as(record.config))
     # The record has what was chosen for auto.
@@ -162,7 +160,6 @@ def _space_of(spaces: Mapping[str, Any], key: str) -> str:
     return json.dumps(spaces[key]) if key in spaces else "none"
 
 
-T = TypeVar("T")
 #: The settings that give an adapter its shape: neighbours of one shape share their products.
 _SHAPE: Final = (*SHAPE_KEYS, "lora_dropout")
 
@@ -172,10 +169,10 @@ class Pack:
     """Trials that train together from one rung to the next.
 
     Attributes:
-        number: of the segment, 1, 2, ...
+        number: the number of the segment, 1, 2, ...
         rung: the one at whose end the trials are scored, from 0 on.
         trials: trial k is agent k of the run.
-        config: of the run that trains them. Its end is the end of the rung.
+        config: the configuration of the run that trains them. Its end is the end of the rung.
     """
 
     number: int
@@ -211,14 +208,11 @@ class Sweep:
     """
 
     def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keys: Any) -> None:
-        self._open(read_sweep_call(config, keys, accelerate_settings(os.environ)), _here, None)
+        self._open(read_sweep_call(config, keys, accelerate_settings(os.environ)), lambda work: work(), None)
 
     @classmethod
     def of(
-        cls,
-        reading: SweepReading,
-        on_main: Callable[[Callable[[], Any]], Any],
-        plan: Callable[[], tuple[int, int]],
+        cls, reading: SweepReading, on_main: Callable[[Callable[[], Any]], Any], plan: Callable[[], tuple[int, int]]
     ) -> Sweep:
         """The sweep of a command line, on all its processes. A collective.
 
@@ -239,17 +233,11 @@ class Sweep:
         self._reading, self._on_main = reading, on_main
         #: Where sweep.json is begun; a command gives the folder of its lease, which it may lose.
         self.staging: Callable[[], Path | None] = lambda: None
-        #: Whether trackers get a run per trial from a command; else segments report, to all but TensorBoard.
-        self.tracks_trials = False
         self.folder = reading.config.run_folder
         record: Record | None = on_main(lambda: known_record(reading))
         if record is None:
-            steps, per_pass = (plan or _default_plan(reading))()
-            keys = reading.keys
-            assert keys.trials is not None
-            warmup = reading.warmup_steps(steps)
-            decided = HalvingPlan.of(steps, keys.rungs, keys.trials, per_pass, keys.keep, keys.metric, warmup)
-            record = Record(plain_spaces(reading.spaces), keys, reading.config, Standings(decided))
+            decided = plan_of(reading, *(plan or _default_plan(reading))())
+            record = Record(plain_spaces(reading.spaces), reading.keys, reading.config, Standings(decided))
         elif isinstance(wanted := reading.keys.agents_per_pass, int):
             standings = record.standings
             per_pass = min(wanted, standings.plan.trials)
@@ -300,11 +288,14 @@ class Sweep:
         The answer stays the same until `tell`, in this process and in any later one.
 
         Raises:
-            CheckpointError: the disk refuses the record or the checkpoint, or what trials go on from is damaged.
+            CheckpointError: the disk refuses the record or the checkpoint, or a checkpoint of trials is damaged.
         """
         self._record = self._on_main(self._advance)
         segment = self.standings.open_segment
-        return None if segment is None else self._pack(segment)
+        if segment is None:
+            return None
+        trials = tuple(self.standings.trials[id] for id in segment.trials)
+        return Pack(segment.number, segment.rung, trials, self._config_of(segment), self.standings.plan.metric)
 
     def tell(self, pack: Pack, scores: Sequence[float]) -> None:
         """Record what came of a pack: for every trial its `metric`, or NaN if it failed. A collective.
@@ -389,10 +380,6 @@ class Sweep:
             sources = [(self.segment_folder(trial.segment or 0), trial.place) for trial in trials]
             hand_over(sources, config, self.standings.plan.first_step(segment.rung))
 
-    def _pack(self, segment: Segment) -> Pack:
-        trials = tuple(self.standings.trials[id] for id in segment.trials)
-        return Pack(segment.number, segment.rung, trials, self._config_of(segment), self.standings.plan.metric)
-
     def _config_of(self, segment: Segment) -> Config:
         """The run of a segment: its trials are the agents, each with the common seed, as it would be alone."""
         shared, plan = self._reading.config, self.standings.plan
@@ -409,14 +396,15 @@ class Sweep:
             "experiment_name": folder.name,
             "resume_from_checkpoint": "latest",
             "generation_eval_samples": shared.generation_eval_samples if answers else 0,
-            "report_to": tuple(n for n in shared.report_to if not self.tracks_trials and n != "tensorboard"),
             "write_report": False,
         }
         return shared.model_copy(update=changes)
 
 
-def _here(work: Callable[[], T]) -> T:
-    return work()
+def plan_of(reading: SweepReading, steps: int, per_pass: int) -> HalvingPlan:
+    """The plan of a sweep whose longest trial takes `steps`, and a pass so many trials."""
+    keys, warmup = reading.keys, reading.warmup_steps(steps)
+    return HalvingPlan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
 
 
 def known_record(reading: SweepReading) -> Record | None:
@@ -430,11 +418,8 @@ def known_record(reading: SweepReading) -> Record | None:
     if record is not None:
         require_same_sweep(record, reading, folder)
     elif (folder / BEGINNING).exists():
-        raise BadInput(
-            "this folder holds a run, and no sweep",
-            where=str(folder),
-            hint="experiment_name=NAME, or another output_dir, for the sweep",
-        )
+        what = "this folder holds a run, and no sweep"
+        raise BadInput(what, where=str(folder), hint="experiment_name=NAME, or another output_dir, for the sweep")
     return record
 
 

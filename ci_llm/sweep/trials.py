@@ -2,7 +2,7 @@
 
 All of it is computed by pure functions of plain values (the spaces, the seed, the trials so far), so that a sweep can
 be resumed. Successive halving decides who trains: rung r ends at step `steps[r]`. All trials that begin are scored at
-the first rung, the best share goes on to the next one, and so on to the last step. A segment is a pack of trials that
+the first rung, the best share continues to the next one, and so on to the last step. A segment is a pack of trials that
 train together from one rung to the next.
 
 Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.
@@ -20,12 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal
 
-from rich.table import Table
-
 from ci_llm.config import arguments_without, as_typed
 from ci_llm.config.sweep import Choices, Range, Space, SweepKeys
 from ci_llm.core.run_folder import BEST
-from ci_llm.core.scores import GREATER_IS_BETTER, LEAST_ROWS, paired_interval, place_of_trial
+from ci_llm.core.scores import LEAST_ROWS, METRICS, paired_interval, place_of_trial
 
 Status = Literal["running", "pruned", "failed", "completed"]
 
@@ -37,7 +35,7 @@ class Trial:
     Attributes:
         id: 0, 1, ... in the order in which trials begin.
         scores: after each rung that it has reached; NaN is the last one of a trial that failed.
-        segment, place: of the segment that it was trained in last, its number, and which agent it was there.
+        segment, place: the number of the segment that it was trained in last, and which agent it was there.
     """
 
     id: int
@@ -82,8 +80,8 @@ class HalvingPlan:
         steps: the last step of every rung, ascending.
         trials: that shall be scored at the first rung.
         per_pass: trials of a segment at most.
-        keep: share of the trials that goes on after a rung.
-        metric: see `GREATER_IS_BETTER`.
+        keep: share of the trials that continues after a rung.
+        metric: see `METRICS`.
     """
 
     steps: tuple[int, ...]
@@ -134,7 +132,7 @@ class HalvingPlan:
 
 @dataclass(frozen=True)
 class Next:
-    """What comes next: trials that go on, or `new` trials to begin."""
+    """What comes next: trials that continue, or `new` trials to begin."""
 
     rung: int
     going_on: tuple[int, ...] = ()
@@ -152,7 +150,7 @@ class Standings:
     def ranked(self, rung: int) -> list[Trial]:
         """The trials with a score at the end of a rung, the best first; of equal ones the older first."""
         scored = [t for t in self.trials if len(t.scores) > rung and not math.isnan(t.scores[rung])]
-        sign = -1 if GREATER_IS_BETTER[self.plan.metric] else 1
+        sign = -1 if METRICS[self.plan.metric].greater else 1
         return sorted(scored, key=lambda trial: (sign * trial.scores[rung], trial.id))
 
     def entrants(self, rung: int) -> list[Trial]:
@@ -180,7 +178,7 @@ class Standings:
         return None
 
     def boundary(self, rung: int) -> tuple[Trial, Trial] | None:
-        """The last trial that goes on after a rung, and the first that does not; at the last rung the best two."""
+        """The last trial that continues after a rung, and the first that does not; at the last rung the best two."""
         ranked, is_last = self.ranked(rung), rung + 1 == len(self.plan.steps)
         going_on = 1 if is_last else self.plan.places(rung + 1)
         return (ranked[going_on - 1], ranked[going_on]) if len(ranked) > going_on else None
@@ -220,7 +218,7 @@ def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Seq
     """A line for people at the end of a rung: whether its rows tell the trials at its boundary apart.
 
     Args:
-        rows: of each of the two trials what every row adds to its score.
+        rows: for each of the two trials what every row adds to its score.
 
     Raises:
         ValueError: the trials were scored on different numbers of rows.
@@ -250,7 +248,7 @@ def new_settings(
 
     Args:
         sampler: grid, random or tpe.
-        seed: of the sweep.
+        seed: the seed of the sweep.
         trials: all that have begun, in order.
         metric: that their scores are measured by.
     """
@@ -285,12 +283,12 @@ def _drawn(space: Space, share: float) -> Any:
 def _tpe(spaces: Mapping[str, Space], seed: int, trials: Sequence[Trial], metric: str) -> Iterator[Settings]:
     """Optuna's ask and tell: every trial so far is told by its score at the first rung, which all have reached.
 
-    The study is made anew in every call, from plain values, and its seed follows from their number.
+    The study is made again in every call, from plain values, and its seed follows from their number.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    greater = GREATER_IS_BETTER[metric]
+    greater = METRICS[metric].greater
     # Listed values go in by their number: Optuna takes plain ones only, and ours may be lists of names.
     distributions = {key: _distribution(optuna, space) for key, space in spaces.items()}
     study = optuna.create_study(
@@ -334,31 +332,11 @@ def _from_optuna(space: Space, value: Any) -> Any:
 CROWD: Final = 4
 
 
-def leaderboard(standings: Standings) -> Table:
-    """All trials that were scored: those that went furthest first, and within a rung the best first."""
-    plan, trials = standings.plan, standings.leaderboard
-    table = Table(box=None, pad_edge=False, title=None)
-    table.add_column("trial", justify="right")
-    table.add_column("status")
-    table.add_column("step", justify="right")
-    table.add_column(plan.metric, justify="right")
-    keys = [*dict.fromkeys(key for trial in trials for key in trial.settings)]
-    for key in keys:
-        table.add_column(key)
-    for trial in trials:
-        score = "" if trial.failed or trial.score is None else f"{trial.score:.4f}"
-        status = standings.status(trial)
-        marked = f"[bold]{status}[/]" if trial is standings.best else status
-        values = [as_typed(trial.settings[key]) for key in keys]
-        table.add_row(str(trial.id), marked, str(plan.steps[len(trial.scores) - 1]), score, *values)
-    return table
-
-
 def commands(standings: Standings, folder: Path, arguments: Sequence[str]) -> list[str]:
     """Lines for people: what to do with the best trial, and with the best ones.
 
     Args:
-        folder: of the sweep.
+        folder: the folder of the sweep.
         arguments: the words of the command line that began it.
     """
     best = standings.best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,22 @@ def test_the_check_passes_on_a_gpu(simulated: Simulated) -> None:
 
 
 def test_every_verb_after_a_run_computes_on_the_gpu(simulated: Simulated) -> None:
-    asked = ["generate", "run", "Ann has 5 hats.", "max_new_tokens=4"]
+    asked = ["generate", "run", "Ann has 5 hats.", "--max-new-tokens", "40"]
     ran = simulated(
         *simulated.training("max_train_steps=1"),
         *("then", "evaluate", "run", "--json"),
         *("then", *asked),
-        *("then", *asked, "aggregator=majority"),
+        *("then", *asked, "--aggregator", "majority"),
         *("then", "export", "run", "--merge", "svd", "--to", "merged"),
+        *("then", "evaluate", "run", "--calibrate"),
+        *("then", *asked, "--aggregator", "rerank"),
+        *("then", "export", "run", "--agent", "agent1", "--to", "one"),
     )
     ran.require_order()
     assert Path(simulated.folder / "merged/adapter_model.safetensors").exists()
-    for number in (2, 3, 4):
+    for number in (2, 3, 4, 6, 7):
         assert ran.launches(f"{number}: start").total() > 100
+    for number in (3, 4):
+        waits = Counter(ran.waits(f"{number}: start"))
+        assert waits["crowd/choosing.py:choose"] == 40 + 3  # one for each token, those of the decoder's trial included
+        assert not [place for place in waits if place.startswith(("crowd/decoder.py:_st", "crowd/decoder.py:_on_dev"))]

@@ -41,31 +41,47 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_the_losses_of_th
     assert _losses(simulated.folder / "whole") == pytest.approx(on_cpu, rel=1e-4)
 
 
-MODES = {
-    "fp32": [],
-    "bf16": ["mixed_precision=bf16"],
-    "fp16": ["mixed_precision=fp16"],
-    "one pass": ["pass_per_agent=false"],
-    "recomputed": ["use_gradient_checkpointing=true"],
-    "dropout": ["lora_dropout=0.1"],
-    "dropconnect": ["dropconnect_p=0.1"],
-    "ivon": ["optimizer=ivon"],
-    "swd": ["diversity=swd"],
-    "own rows": ["row_weights=bootstrap"],
+#: Mode -> its keys, and the kernels and copies of a step of two agents on a base of two layers, as they were counted.
+MODES: dict[str, tuple[list[str], int]] = {
+    "fp32": ([], 302),
+    "bf16": (["mixed_precision=bf16"], 345),
+    "fp16": (["mixed_precision=fp16"], 341),
+    "recomputed": (["use_gradient_checkpointing=true"], 370),
+    "dropout": (["lora_dropout=0.1"], 357),
+    "dropconnect": (["dropconnect_p=0.1"], 339),
+    "ivon": (["optimizer=ivon"], 337),
+    "swd": (["diversity=swd"], 343),
+    "own rows": (["row_weights=bootstrap"], 307),
 }
 
 
-def test_a_step_waits_for_the_device_once_whatever_the_mode(simulated: Simulated) -> None:
+def test_a_step_waits_for_the_device_once_and_starts_no_more_than_was_counted(simulated: Simulated) -> None:
     words: list[str] = []
-    for name, keys in MODES.items():
+    for name, (keys, _) in MODES.items():
         own = [*keys, "max_train_steps=3", f"output_dir={name.replace(' ', '_')}"]
-        words += ["then"] * bool(words) + simulated.training("save_steps=null", *own)
+        words += ["then"] * bool(words) + simulated.training("save_steps=null", "pass_per_agent=false", *own)
     ran = simulated(*words)
     ran.require_order()
     found = {name: _waits_of_steps(ran, number) for number, name in enumerate(MODES, 1)}
     assert found == {name: [BALLOT] * 3 for name in MODES}
+    started = {name: ran.launches(f"{_command(number)}step 3").total() for number, name in enumerate(MODES, 1)}
+    assert {name: count for name, count in started.items() if not 0 < count <= MODES[name][1]} == {}
+
+
+def test_four_agents_on_24_layers_start_few_kernels_and_hardly_more_for_more_rows(simulated: Simulated) -> None:
+    program = str(Path(__file__).parent / "programs/launches.py")
+    ran = simulated(options=["--program", program, "32000", "151936"])
+    found = json.loads(ran.said.partition("\nlaunches ")[2].splitlines()[0])
+    assert all(each["waits"] == [BALLOT] for each in found.values())
+    started = {name: each["launches"] for name, each in found.items()}
+    most = {"32000/4": 2350, "32000/8": 2370, "151936/4": 2420, "151936/8": 2495}  # counted: 2,342 to 2,486
+    assert started.keys() == most.keys()
+    assert {name: count for name, count in started.items() if count > most[name]} == {}
+
+
+def _command(number: int) -> str:
+    return f"{number}: " if number > 1 else ""
 
 
 def _waits_of_steps(ran: Ran, command: int) -> list[str]:
-    prefix = f"{command}: " if command > 1 else ""
-    return [place for step in (1, 2, 3) for place in ran.waits(f"{prefix}step {step}")]
+    return [place for step in (1, 2, 3) for place in ran.waits(f"{_command(command)}step {step}")]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     FalconConfig,
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ci_llm.base.load import Base, fingerprint_of, load_base
+from ci_llm.base.load import Base, fingerprint_of, load_architecture, load_base
 from ci_llm.config import Config
 from ci_llm.dry_run import toy_run
 from ci_llm.dry_run.context import find_shape
@@ -120,6 +121,12 @@ def test_a_missing_folder_is_reported_as_missing(name: str) -> None:
             open_it(name)
         assert caught.value.what == "there is no such folder"
         assert str(Path(name).absolute()) in str(caught.value.where)
+
+
+def test_a_family_that_answers_otherwise_than_it_is_trained_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("moshi").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Moshi's cache forgets"):
+        load_architecture(str(tmp_path))
 
 
 def test_a_dry_run_does_not_replace_a_damaged_base(folder: Path) -> None:

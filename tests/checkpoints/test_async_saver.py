@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,9 @@ from torch import nn
 
 from benchmarks import bit_flips
 from ci_llm.checkpoints import async_saver
-from ci_llm.checkpoints.async_saver import Arena, Copy, owned_memory
+from ci_llm.checkpoints.async_saver import Arena, AsyncSaver, Copy, finish_at_exit, owned_memory
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.folders import numbered_steps
+from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off
 from ci_llm.errors import CheckpointError
@@ -263,7 +266,7 @@ def test_a_save_whose_thread_does_not_start_is_not_made_later(
 LEAVES = """
 import sys, threading, torch
 from pathlib import Path
-from ci_llm.checkpoints.folders import numbered_steps
+from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 
@@ -320,3 +323,90 @@ def test_a_larger_page_locked_block_is_not_beside_the_old_one(monkeypatch: pytes
     for size, times in ((8, 0), (8, 0), (4096, 1), (16, 1)):
         arena.reserve(hand_off({"w": torch.ones(size)}))
         assert len(freed) == times
+
+
+def test_the_copy_of_a_gpu_waits_for_the_work_that_is_queued_and_is_whole_when_it_is_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU whose tensors say that they lie on a GPU; tests/accelerator has the real ones."""
+    done: list[object] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            done.append("a stream is made")
+
+        def wait_event(self, event: str) -> None:
+            done.append(f"wait for {event}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    class Current:
+        def record_event(self) -> str:
+            return "what is queued"
+
+    @contextlib.contextmanager
+    def entered(where: object) -> Iterator[None]:
+        yield
+        done.append(snapshot_bytes())
+
+    def snapshot_bytes() -> bytes:
+        return b"".join(bytes(body) for body in arena.bodies)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(async_saver, "_allocate", lambda nbytes, pinned: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    weight = nn.Parameter(torch.arange(1.0, 4.0))
+    arena, owned = Arena(), owned_memory([torch.optim.SGD([weight])])
+    for begun in (["a stream is made"], []):
+        weight.data += 1
+        whole = weight.detach().numpy().tobytes()
+        copy = Copy(arena, hand_off({"model": {"weight": weight}}), owned)
+        assert snapshot_bytes() != whole, "left for later"
+        [image] = copy.finish().files.values()
+        assert image.parts[1] == whole
+        assert done == [*begun, "wait for what is queued", whole, "synchronize"]
+        done.clear()
+
+
+def test_whoever_waits_for_a_save_leaves_the_one_that_was_begun_meanwhile() -> None:
+    saver, later = AsyncSaver(), Future[None]()
+
+    class First(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            saver._job = later  # another thread, which has waited for the first one as well
+
+    saver._job = First()
+    saver.wait()
+    assert saver.busy
+    later.set_exception(CheckpointError("the disk is gone"))
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        saver.wait()
+    saver.close()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_at_the_exit_the_process_that_saved_tells_what_failed_and_a_forked_one_does_not(
+    forked: bool, said: list[str], failing: Callable[[], AsyncSaver]
+) -> None:
+    finish_at_exit(failing(), os.getppid() if forked else os.getpid())
+    assert said == ([] if forked else ["the last checkpoint was not saved: the disk is gone"])
+
+
+@pytest.fixture
+def failing() -> Iterator[Callable[[], AsyncSaver]]:
+    """Makes a saver whose last save has failed."""
+    made: list[AsyncSaver] = []
+
+    def make() -> AsyncSaver:
+        made.append(AsyncSaver())
+        made[-1]._job = Future()
+        made[-1]._job.set_exception(CheckpointError("the disk is gone"))
+        return made[-1]
+
+    yield make
+    for saver in made:
+        saver.close()

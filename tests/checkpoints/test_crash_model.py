@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ci_llm.checkpoints.folders import numbered_steps
+from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.checkpoints.store import CheckpointStore

@@ -202,3 +202,36 @@ def test_gradients_of_what_is_not_here_are_refused(tmp_path: Path) -> None:
         reader.restore(1, args=Composite(model=StandardRestore(model)))
         assert torch.equal(model[0].weight, before)
         assert KEY in reader.restore(1, args=StandardRestore())
+
+
+def test_a_gradient_of_zeros_comes_back_as_one_and_takes_no_bytes(tmp_path: Path) -> None:
+    model, optimizer = ingredients()
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, optimizers=[optimizer]) as manager:
+        step(model, optimizer, 0, clear_first=True)
+        optimizer.zero_grad(set_to_none=False)
+        model[2](torch.ones(1, 8)).sum().backward()  # the first layer has no part in it
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        manager.save(0, objects)
+        saved = manager.restore(0)[KEY]["process0"]["gradients"]["optimizer"]
+        assert [isinstance(saved[number], torch.Tensor) for number in range(4)] == [False, False, True, True]
+        optimizer.zero_grad()
+        manager.restore(0, into=objects)
+        assert all(map(torch.equal, [parameter.grad for parameter in model.parameters()], before))
+
+
+def test_the_place_in_the_window_of_accelerate_comes_back(tmp_path: Path) -> None:
+    model, optimizer = ingredients()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with CheckpointManager(tmp_path, accelerator=accelerator) as manager:
+        for at in range(3):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch(at)).square().mean())
+        manager.save(2, objects)
+        accelerator.step = 0
+        manager.restore(2, into=objects)
+        assert accelerator.step == 3
+        with accelerator.accumulate(model):
+            assert accelerator.sync_gradients, "the fourth ends the window"

@@ -51,6 +51,18 @@ def test_the_interval_follows_what_is_measured_and_says_so(said: list[str]) -> N
     assert "saves every 2 min 32 s" in said[1]
 
 
+def test_the_last_twenty_saves_count_and_a_shorter_interval_is_told_too(said: list[str]) -> None:
+    by_stall, by_save = BestInterval(lambda: 0.0), BestInterval(lambda: 0.0)
+    for seconds, times, median in ((30.0, 50, 30.0), (10.0, 10, 20.0), (10.0, 1, 10.0)):
+        for _ in range(times):
+            by_stall.measured(seconds, 0.0)
+            by_save.measured(0.0, seconds)
+        assert by_stall.seconds == pytest.approx(best_interval_s(median, PRIOR_S))
+        assert by_save.seconds == pytest.approx(10 * median)
+    assert len(said) == 3  # the stalls' interval has not even halved
+    assert "saves every 1 min 40 s" in said[2]
+
+
 def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, finished: bool = False) -> FailureHistory:
     """One attempt that saves one step after `lived_s` seconds; what it wrote about the failures so far."""
     now = [0.0]

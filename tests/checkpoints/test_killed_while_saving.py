@@ -18,6 +18,7 @@ import pytest
 
 from ci_llm.core.durable import Filesystem
 from tests.support.campaign import size
+from tests.support.crowds import bits_in_company
 from tools.testbed.disks import CHANGES
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Trials, account, differences, train_watched
@@ -55,6 +56,7 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
     return code
 
 
+@bits_in_company
 def test_points_drawn_by_seed_go_on_training(server: ForkServer, trials: Trials) -> None:
     reference = trials.reference(CELL)  # tokenises, so that every run from here on has the same operations
 

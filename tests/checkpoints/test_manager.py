@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +27,12 @@ from torch import Tensor
 
 from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.folders import numbered_steps
+from ci_llm.checkpoints.layout import numbered_steps, open_step
+from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manager import CheckpointManager, load_into
 from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
 from tests.support import campaign, loops
@@ -613,6 +616,50 @@ def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: P
     assert manager.save(2, {"a": 3})
     assert manager.restore() == {"a": 3}
     assert manager.save(2, {"a": 4}) is False
+
+
+def test_a_run_that_was_set_aside_leaves_its_steps_to_the_next(managers: Any, tmp_path: Path) -> None:
+    manager = managers()
+    assert manager.save(3, {"a": 3})
+    assert manager.holds_lease()
+    place = manager.set_aside([tmp_path / "run" / "checkpoint_step_3"])
+    assert load_checkpoint(place / "checkpoint_step_3").state == {"a": 3}
+    assert manager.latest_step() is None
+    assert manager.save(1, {"a": 1})
+    manager.close()
+    assert not manager.holds_lease()
+
+
+def test_who_has_lost_a_peer_takes_the_folder_over_and_commits_its_last_step(managers: Any) -> None:
+    """The dead one has missed a heartbeat, and no other attempt may take over yet."""
+    dead, survivor = managers(async_save=True), managers(async_save=True)
+    for manager, number in ((dead, 1), (survivor, 2)):
+        manager._store = CheckpointStore(manager.directory, disk=CachedDisk(), owner=Owner(f"node{number}", 4711))
+    dead.save(1, {"a": 1})
+    dead.wait_until_finished()
+    [work] = manager.directory.glob(".attempt-1/*/")
+    os.utime(work, (time.time() - SURVIVOR_TIMEOUT_S - 1,) * 2)
+    with pytest.raises(WriterBusy):
+        survivor.acquire_lease()
+    assert survivor.save_last(2, {"a": 2}, info={"epoch": 0.5})
+    assert survivor.all_steps() == [1, 2]
+    assert survivor.verify(2).info["epoch"] == 0.5
+    assert not dead.holds_lease()
+
+
+def test_a_checkpoint_from_elsewhere_that_the_disk_refuses_is_an_error(managers: Any, tmp_path: Path) -> None:
+    there = managers()
+    there.save(1, {"a": 1})
+    disk = FailingDisk(10**9, errno.ENOSPC)
+    with CheckpointManager(tmp_path / "here") as manager:
+        manager._store = CheckpointStore(tmp_path / "here", disk=disk)
+        manager.acquire_lease()
+        disk.lives = disk.changes + 3
+        with pytest.raises(CheckpointError, match=r"checkpoint_step_1 is dropped: .*No space left"):
+            manager.adopt(open_step(there.directory, 1))
+        assert manager.all_steps() == []
+        manager.adopt(open_step(there.directory, 1))
+        assert manager.all_steps() == [1]
 
 
 def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) -> None:

@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from ci_llm.checkpoints import manifest
-from ci_llm.checkpoints.folders import numbered_steps
-from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, OWNER_FILE, Owner, leftovers
+from ci_llm.checkpoints.layout import find_checkpoint, numbered_steps
+from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, OWNER_FILE, Lease, Owner, acquire_lease, leftovers
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore
@@ -249,6 +249,34 @@ def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
     verify_folder(run.directory / "superseded" / "checkpoint_step_2.2")
 
 
+def test_a_whole_run_is_set_aside_under_a_number_that_no_other_had(run: Run) -> None:
+    store = run.open()
+    (run.directory / "overwritten" / "3").mkdir(parents=True)
+    (run.directory / "overwritten" / "notes").mkdir()
+    store.save(1, files(1))
+    (run.directory / "metrics.jsonl").write_text("{}\n")
+    place = store.set_aside([run.directory / "checkpoint_step_1", run.directory / "metrics.jsonl"])
+    assert place == run.directory / "overwritten" / "4"
+    assert names(place) == ["checkpoint_step_1", "metrics.jsonl"]
+    verify_folder(place / "checkpoint_step_1")
+    assert store.all_steps() == []
+    store.save(1, files(1))
+    assert store.set_aside([run.directory / "checkpoint_step_1"]).name == "5"
+
+
+def test_who_uses_the_result_finds_the_final_checkpoint_first(run: Run) -> None:
+    store = run.open()
+    assert find_checkpoint(run.directory) is None
+    for step in (1, 2):
+        store.save(step, files(step))
+    step, final = run.directory / "checkpoint_step_2", run.directory / "final_checkpoint"
+    assert find_checkpoint(run.directory, final_first=True) == step
+    store.finish()
+    found = [find_checkpoint(run.directory, final_first=first) for first in (False, True)]
+    assert found == [step, final]
+    assert [find_checkpoint(folder) for folder in (step, final)] == [step, final]
+
+
 class BreakingDisk(FailingDisk):
     """Fails change number `lives`, and every one after it until `lives` is set higher."""
 
@@ -258,8 +286,11 @@ class BreakingDisk(FailingDisk):
             raise OSError(self.code, os.strerror(self.code))
 
 
+@pytest.mark.parametrize("whole_run", [False, True])
 @pytest.mark.parametrize("kind", [FailingDisk, BreakingDisk], ids=["once", "from then on"])
-def test_a_disk_that_refuses_a_move_loses_no_checkpoint(kind: type[FailingDisk], tmp_path: Path) -> None:
+def test_a_disk_that_refuses_a_move_loses_no_checkpoint(
+    kind: type[FailingDisk], whole_run: bool, tmp_path: Path
+) -> None:
     steps = ["checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_3"]
     for lives in itertools.count():
         run, disk = Run(tmp_path / str(lives), []), kind(10**9, errno.EIO)
@@ -269,11 +300,18 @@ def test_a_disk_that_refuses_a_move_loses_no_checkpoint(kind: type[FailingDisk],
         disk.lives = disk.changes + lives
         moved = False
         with contextlib.suppress(OSError):
-            moved = len(store.supersede(1)) == 2
+            if whole_run:
+                moved = store.set_aside([run.directory / step for step in steps]).is_dir()
+            else:
+                moved = len(store.supersede(1)) == 2
+        if whole_run and kind is FailingDisk:
+            assert moved or store.all_steps() == [1, 2, 3], "everything is where it was"
         store.close()
         run.silence()
         run.open(owner=elsewhere(2)).acquire_lease()
-        held = [*run.directory.glob("checkpoint_step_*"), *run.directory.glob("superseded/*")]
+        held = [
+            path for place in ("", "superseded/", "overwritten/*/") for path in run.directory.glob(f"{place}check*")
+        ]
         assert sorted(path.name for path in held) == steps, lives
         for path in held:
             verify_folder(path)
@@ -447,6 +485,94 @@ def test_a_zombie_is_gone(run: Run) -> None:
     zombie.communicate()
 
 
+def test_an_owner_that_cannot_be_read_is_judged_by_its_heartbeat(run: Run) -> None:
+    run.open(owner=elsewhere(1)).acquire_lease()
+    (run.directory / ".attempt-1" / OWNER_FILE).write_text("{")
+    with pytest.raises(WriterBusy, match="process 0 on unknown writes to this folder"):
+        run.open(owner=elsewhere(2)).acquire_lease()
+    run.silence()
+    assert run.open(owner=elsewhere(2)).acquire_lease() == 2
+
+
+class Interposed(CachedDisk):
+    """Lets something happen before change number `moment`."""
+
+    def __init__(self, moment: int, happen: Callable[[], object]) -> None:
+        self.moment, self.changes, self._happen = moment, 0, happen
+
+    def _count(self) -> None:
+        self.changes += 1
+        if self.changes == self.moment:
+            self._happen()
+
+    def mkdir(self, path: Path) -> None:
+        self._count()
+        super().mkdir(path)
+
+    def touch(self, path: Path) -> None:
+        self._count()
+        super().touch(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+
+    def sync_folder(self, path: Path) -> None:
+        self._count()
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_whenever_another_attempt_gets_in_between_one_of_the_two_writes(sweeps: bool, tmp_path: Path) -> None:
+    """It has swept already what others left, the draft of this one included, or it has not."""
+    winners = []
+    for moment in itertools.count(1):
+        run = Run(tmp_path / str(moment), [])
+        leases: list[Lease] = []
+        other = run.open(owner=elsewhere(2))
+
+        def get_in(run: Run = run, other: CheckpointStore = other, leases: list[Lease] = leases) -> None:
+            with contextlib.suppress(WriterBusy):
+                if sweeps:
+                    other.acquire_lease()
+                else:
+                    leases.append(acquire_lease(run.directory, owner=elsewhere(2), timeout_s=60.0)[0])
+
+        disk = Interposed(moment, get_in)
+        one = run.open(owner=elsewhere(1), disk=disk)
+        with contextlib.suppress(WriterBusy):
+            one.acquire_lease()
+        held = [one.holds_lease(), other.holds_lease() or any(lease.is_held() for lease in leases)]
+        if disk.changes < moment:
+            break
+        assert sorted(held) == [False, True], moment
+        assert len([name for name in names(run.directory) if name.startswith(".attempt")]) == 1
+        winners.append(held.index(True))
+        for end in (one.close, other.close, *(lease.release for lease in leases)):
+            end()
+    assert {*winners} == {0, 1}
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_who_has_looked_at_the_same_moment_gives_way_and_tries_again(times: int, run: Run) -> None:
+    """The other one has looked before this rename, and renames after it: to another number."""
+
+    class Overtaken(CachedDisk):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if target.name.startswith(".attempt") and others:
+                (target.parent / f".attempt-{others.pop()}").mkdir()
+
+    others = [*range(10 * times, 0, -10)]
+    if times == 1:
+        assert run.open(disk=Overtaken()).acquire_lease() == 11
+        assert names(run.directory) == [".attempt-11"]
+    else:
+        with pytest.raises(WriterBusy, match="again and again"):
+            run.open(disk=Overtaken()).acquire_lease()
+        assert not [name for name in names(run.directory) if name.startswith(".claim")]
+        run.open().acquire_lease()
+
+
 def test_of_many_that_start_at_once_one_writes(run: Run) -> None:
     for heat in range(10):
         barrier = threading.Barrier(6)
@@ -586,6 +712,17 @@ def test_the_lease_is_renewed_until_it_is_released(run: Run) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=DEADLINE_S)
         assert not thread.is_alive()
+
+
+def test_the_heartbeat_of_an_attempt_that_was_taken_over_ends(run: Run) -> None:
+    before = set(threading.enumerate())
+    store = run.open(writer_timeout=0.06)
+    store.acquire_lease()
+    (run.directory / ".attempt-1").rename(run.directory / ".taken-over-1-00")
+    [heartbeat] = set(threading.enumerate()) - before
+    heartbeat.join(timeout=DEADLINE_S)
+    assert not heartbeat.is_alive()
+    assert not store.holds_lease()
 
 
 def test_a_heartbeat_that_the_disk_refused_is_tried_again(run: Run) -> None:

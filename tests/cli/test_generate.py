@@ -144,7 +144,7 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "there is no such file" in refused(capsys, run, "--file", tmp_path / "none.txt")
     assert "this is a folder" in refused(capsys, run, "--file", tmp_path)
     (tmp_path / "image").write_bytes(b"\xff\xfe\xfa")
-    assert "it is no UTF-8 text" in refused(capsys, run, "--file", tmp_path / "image")
+    assert "it is not UTF-8 text" in refused(capsys, run, "--file", tmp_path / "image")
     (tmp_path / "blank").write_text("\n \n")
     assert "there is no prompt" in refused(capsys, run, "--file", tmp_path / "blank")
     told = refused(capsys, run, "hello", "--top-p", "2", "--aggregator", "median")
@@ -201,7 +201,7 @@ def test_what_is_no_run_is_refused(
     assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in told
     assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
     (tmp_path / "file").write_text("")
-    assert "this is no folder" in refused(capsys, tmp_path / "file", "hello")
+    assert "this is not a folder" in refused(capsys, tmp_path / "file", "hello")
     assert "not the URL of a mirror" in refused(capsys, "ftp://bucket/run", "hello")
 
 

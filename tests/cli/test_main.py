@@ -201,13 +201,13 @@ def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ({}, "error: num_agent is no key\n  where: command line\n  hint:  did you mean num_agents?\n"),
-        ({"RANK": "1"}, "error: num_agent is no key\n  where: "),
-        ({"WORLD_SIZE": "4", "RANK": "0"}, "error: num_agent is no key\n  where: "),
-        ({"WORLD_SIZE": "4", "RANK": "3"}, "process 3: error: num_agent is no key\n"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "process 1: error: num_agent is no key\n"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "process 1: error: num_agent is no key\n"),
-        ({"SLURM_PROCID": "1"}, "error: num_agent is no key\n  where: "),
+        ({}, "error: num_agent is not a key\n  where: command line\n  hint:  did you mean num_agents?\n"),
+        ({"RANK": "1"}, "error: num_agent is not a key\n  where: "),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "error: num_agent is not a key\n  where: "),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, "process 3: error: num_agent is not a key\n"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "process 1: error: num_agent is not a key\n"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "process 1: error: num_agent is not a key\n"),
+        ({"SLURM_PROCID": "1"}, "error: num_agent is not a key\n  where: "),
     ],
     ids=str,
 )

@@ -44,8 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     calls: list[Any] = []
 
-    def stand_in(service: Any, host: str, port: int) -> int:
-        calls.append((service, host, port))
+    def stand_in(service: Any) -> int:
+        calls.append(service)
         return 0
 
     monkeypatch.setattr(ci_llm.serve.start, "run_until_signal", stand_in)
@@ -63,7 +63,8 @@ def test_an_open_server_is_warned_of_and_a_key_comes_from_the_environment(
     monkeypatch.setenv("CI_LLM_API_KEY", "from the environment")
     assert main(["serve", str(run), "--host", "0.0.0.0"]) == 0
     assert "warning" not in capsys.readouterr().err
-    assert [each[1:] for each in started] == [("127.0.0.1", 8000), ("0.0.0.0", 9), ("0.0.0.0", 8000)]
+    found = [(each.options.host, each.options.port, each.options.key) for each in started]
+    assert found == [("127.0.0.1", 8000, None), ("0.0.0.0", 9, None), ("0.0.0.0", 8000, "from the environment")]
     assert main(["serve", str(run), "--served-model-name", "agent0"]) == 2
     assert "an agent has this name" in capsys.readouterr().err
     assert main(["serve", str(run), "--max-model-len", "100000"]) == 2
@@ -75,4 +76,4 @@ def test_an_open_server_is_warned_of_and_a_key_comes_from_the_environment(
 @pytest.mark.slow
 def test_a_base_alone_is_served(started: list[Any]) -> None:
     assert main(["serve", "embedded"]) == 0
-    assert started[0][0].models == "crowd, base"
+    assert started[0].models == "crowd, base"

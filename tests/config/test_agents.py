@@ -149,7 +149,12 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None
         load_config(path)
     message = str(caught.value)
     assert "4 problems" in message
-    for line, what in ((1, "num_agents is"), (3, "learning_rate"), (4, "nonsense is no key"), (5, "batch_size cannot")):
+    for line, what in (
+        (1, "num_agents is"),
+        (3, "learning_rate"),
+        (4, "nonsense is not a key"),
+        (5, "batch_size cannot"),
+    ):
         assert f"own.yaml:{line}: {what}" in message
 
 

@@ -211,7 +211,7 @@ def test_data_in_memory_is_refused_with_the_way_to_a_path(value: object) -> None
 @pytest.mark.parametrize("value", [[1], object(), 1.5])
 def test_what_is_no_configuration_is_named(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match=f"a {type(value).__name__} is no configuration\n.*train(.|\n)*a mapping of keys"
+        ConfigError, match=f"a {type(value).__name__} is not a configuration\n.*train(.|\n)*a mapping of keys"
     ):
         read_call(value, {})
 
@@ -321,7 +321,7 @@ def test_values_in_a_file_mean_what_their_key_makes_of_them(file: Path) -> None:
 @pytest.mark.fast_cases(28)
 @pytest.mark.parametrize("name", sorted(ALIASES))
 def test_an_alias_is_its_key(name: str) -> None:
-    assert f"{name} is no key" not in complaint(None, f"{name}={{}}", "nonsense")
+    assert f"{name} is not a key" not in complaint(None, f"{name}={{}}", "nonsense")
 
 
 def test_command_line_over_file_over_defaults(file: Path) -> None:

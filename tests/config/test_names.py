@@ -148,7 +148,7 @@ def test_another_standard_name_is_answered_with_what_to_do_instead(word: str, me
     error = refusal(word)
     messages.same(error)
     assert "did you mean" not in str(error)
-    assert error.what.startswith(f"{word.partition('=')[0]} is no key here")
+    assert error.what.startswith(f"{word.partition('=')[0]} is not a key here")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_recorded_configuration_may_hold_options_without_effect() -> None:
 def test_a_switch_may_stand_alone() -> None:
     config = load_config(None, ["--bf16", "--packing", "--full_determinism", "--K", "2"])
     assert changed(config) == {"mixed_precision": "bf16", "deterministic": True, "num_agents": 2}
-    assert "no key here with the value 'true'" in refusal("--use_dora").what
+    assert "is not a key here with the value 'true'" in refusal("--use_dora").what
 
 
 def test_a_switch_that_is_off_says_nothing_against_one_that_is_on(tmp_path: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from ci_llm.config import Config, load_config
 from ci_llm.config.foreign import ACCEPTED, ALIASES, TRANSLATIONS, UNSUPPORTED
-from ci_llm.config.parsing import nearest
+from ci_llm.config.parsing import hint_for_missing, nearest
 from ci_llm.errors import ConfigError
 
 KNOWN = [*ACCEPTED, *ALIASES, *TRANSLATIONS]
@@ -53,6 +54,23 @@ def test_another_word_is_not_taken_for_a_slip(typed: str) -> None:
     assert nearest(typed, KNOWN) is None
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("package.jsonl", "packages.jsonl"),
+        ("SmolLM2.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("other.gguf", None),
+        ("packages.csv", None),
+        ("missing/packages.jsonl", None),
+    ],
+)
+def test_a_file_that_does_not_exist_is_the_one_of_a_like_name(typed: str, meant: str | None, tmp_path: Path) -> None:
+    for name in ("packages.jsonl", "SmolLM2-135M-Instruct.Q4_1.gguf"):
+        (tmp_path / name).touch()
+    wanted = f"did you mean {tmp_path / meant}?" if meant else "check the path"
+    assert hint_for_missing(tmp_path / typed, "check the path") == wanted
+
+
 @pytest.mark.fast_cases(41)
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_an_option_of_another_trainer_is_named_with_the_way_here(name: str) -> None:
@@ -61,10 +79,10 @@ def test_an_option_of_another_trainer_is_named_with_the_way_here(name: str) -> N
     with pytest.raises(ConfigError) as refusal:
         load_config(None, [f"--{name.replace('_', '-')}=x"])
     value = " with the value 'x'" if name in TRANSLATIONS else ""
-    assert refusal.value.what == f"{name.replace('_', '-')} is no key here{value}; it is {was}"
+    assert refusal.value.what == f"{name.replace('_', '-')} is not a key here{value}; it is {was}"
     assert refusal.value.hint == way
     for key in re.findall(r"\b([a-z_]+)=", way):
-        assert key in Config.model_fields or key == "num_processes", f"{key} is no key"
+        assert key in Config.model_fields or key == "num_processes", f"{key} is not a key"
 
 
 def test_a_data_set_to_evaluate_on_is_not_trained_on() -> None:

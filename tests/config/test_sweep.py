@@ -165,7 +165,7 @@ def test_all_problems_come_at_once_each_with_its_place(tmp_path: Path) -> None:
     said = str(error.value)
     for line, part in ((2, "one value in the section"), (3, "batch_size"), (4, "blub"), (5, "trials"), (6, "'-8'")):
         assert any(f"sweep.yaml:{line}" in row and part in row for row in said.splitlines()), (line, said)
-    assert "num_worker is no key" in said
+    assert "num_worker is not a key" in said
     assert "weight_decay is 'a'" in said
 
 

@@ -12,7 +12,7 @@ from ci_llm.config.key import Traits
 from ci_llm.config.schema import AllKeys, meaning_of
 from ci_llm.evaluation import loading
 from ci_llm.report import compare
-from ci_llm.run.end import report
+from ci_llm.run.end import result as report
 from ci_llm.run.start import resume
 
 ROWS = ("dataset_name", "dataset_subset", "dataset_split", "max_train_samples")

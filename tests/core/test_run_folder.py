@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.checkpoints.folders import FINAL, OVERWRITTEN, QUARANTINE, SUPERSEDED
+from ci_llm.checkpoints.layout import FINAL, OVERWRITTEN, QUARANTINE, SUPERSEDED
 from ci_llm.config import load_config
 from ci_llm.core.metrics_file import METRICS_NAME
 from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved, parsed, read_began, record_attempt

@@ -19,7 +19,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
 from ci_llm.report.scores import BY_OWN_ROWS
-from ci_llm.run.end.report import score_table
+from ci_llm.run.end.result import score_table
 from tests.support.crowds import K, disturbed_crowd
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}

@@ -23,6 +23,7 @@ from ci_llm.crowd.answers import (
     Logistic,
     TokenUncertainty,
     fit,
+    fit_temperature,
     learn,
     learn_temperature,
     learn_weights,
@@ -36,7 +37,7 @@ from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
-from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tests.support.crowds import K, bits_in_company, disturbed_crowd, save_crowd
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
 SHORT: Any = {"max_new_tokens": 24}
@@ -113,6 +114,22 @@ def test_the_temperature_is_that_of_the_least_nats() -> None:
     assert learn_temperature([float(n) for n in range(len(TEMPERATURES))]) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("wanted", [0.2, 1.0, 3.0])
+def test_the_temperature_of_classes_is_that_of_the_least_nats(wanted: float) -> None:
+    draw = torch.Generator().manual_seed(4)
+    logits = 2 * torch.randn(4000, 5, generator=draw, dtype=torch.float64)
+    labels = logits.softmax(-1).multinomial(1, generator=draw).flatten()
+    log_probs = (wanted * logits).log_softmax(-1)
+    found = fit_temperature(log_probs, labels)
+    assert found == pytest.approx(wanted, rel=0.1)
+
+    def nats(temperature: float) -> float:
+        return float(-(log_probs / temperature).log_softmax(-1)[range(4000), labels].sum())
+
+    assert nats(found) < min(nats(1.001 * found), nats(found / 1.001))
+    assert fit_temperature(log_probs[:9], log_probs[:9].argmax(-1)) == pytest.approx(1 / 16), "all are right"
+
+
 def test_the_nats_at_each_temperature_are_those_of_the_softened_mixture() -> None:
     generator = torch.Generator().manual_seed(3)
     mixture = (4 * torch.randn(6, 11, generator=generator, dtype=torch.float64)).log_softmax(-1)
@@ -185,6 +202,7 @@ def test_answers_carry_the_probability_that_they_are_right(
 
 
 @pytest.mark.slow
+@bits_in_company
 def test_one_agent_is_asked_first_and_all_where_it_is_unsure(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,4 +282,4 @@ def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
     assert "it is of other agents" in caplog.text
     (tmp_path / "run" / "calibration.json").write_text("{}")
     assert Crowd.from_pretrained(tmp_path / "run").calibration is None
-    assert "it is no calibration" in caplog.text
+    assert "it is not a calibration" in caplog.text

@@ -31,7 +31,9 @@ def move(crowd: Crowd, step: int, rows: Batch) -> None:
     """A step of plain gradient descent, clipped."""
     crowd.agents.begin_step(step)
     crowd.agents.begin_micro_step(step, 0, 0)
-    Objective()(crowd(rows), rows, step).total.backward()
+    for part in crowd.parts(rows):
+        with part.reading():
+            Objective()(crowd(part.rows), part.rows, step, part.agent).total.backward()
     crowd.agents.clip([0.5] * crowd.num_agents)
     for row in crowd.agents.rows:
         assert row.grad is not None
@@ -47,6 +49,8 @@ def become(crowd: Crowd, entries: Sequence[dict[str, Any]], sources: Sequence[in
 def test_those_that_stay_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
     together, rows = crowd_of([SMALL, LARGE, FEW_LAYERS], dtype), batch(ROWS)
     alone = [crowd_of([entry], dtype) for entry in (SMALL, FEW_LAYERS)]
+    for crowd in (together, *alone):
+        crowd.agents.pass_per_agent = True  # what gives an agent the bits that it has alone, on every processor
     for step in range(4):
         if step == 2:
             become(together, [SMALL, FEW_LAYERS], [0, 2])

@@ -18,8 +18,7 @@ from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.crowd import distilling
 from ci_llm.crowd.distilling import distil
-from ci_llm.crowd.merge_methods import Distillation
-from ci_llm.crowd.merging import Adapter
+from ci_llm.crowd.merging import Adapter, Distillation
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.encoder import Example
 from ci_llm.embedded import BASE_FOLDER, rows

@@ -27,7 +27,7 @@ from ci_llm.crowd import exporting
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
-from ci_llm.crowd.merge_methods import merge_of
+from ci_llm.crowd.merging import merge_of
 from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
 from ci_llm.crowd import columns
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.choosing import generate_key
-from ci_llm.crowd.decoder import Request, decodes
-from ci_llm.crowd.decoding import Decoding, Generated
+from ci_llm.crowd.choosing import choose
+from ci_llm.crowd.decoder import decodes
+from ci_llm.crowd.decoding import Chosen, Decoding, Generated, Request, generate_key
 from ci_llm.crowd.generation import Wanted, generate_each, generate_ids
-from ci_llm.crowd.padded import CrowdChoice, LiveRows
 from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, form_of, last_answer, prompts_of
@@ -194,55 +193,6 @@ def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
     assert len(found.crowd[0]) <= 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "choices"),
-    [
-        ("llama", {}),
-        ("gpt2", {}),
-        ("gemma2", {}),  # of its layers every second attends to a window of 8 tokens
-        ("llama", {"do_sample": True, "seed": 3}),
-        ("llama", {"aggregator": "majority"}),
-        ("llama", {"aggregator": "self_consistency"}),
-    ],
-)
-def test_rows_of_texts_that_have_ended_leave_the_batch(family: str, choices: dict[str, Any]) -> None:
-    """By Transformers; each text is what it is where all stay, and at every token a quarter at most has ended."""
-    crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
-    crowd.decodes = False
-    with torch.no_grad():
-        crowd.agents.weights.mul_(4)
-
-    def length(text: Sequence[int]) -> int:
-        return 2 + sum(text[:2]) % 19
-
-    decoding, how = Decoding(max_new_tokens=20, **choices), {"include_agents": True, "uncertainty": True}
-    free = crowd.generate_ids(PROMPTS, decoding, **how)
-    passes: list[int] = []
-    seen = crowd.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: passes.append(len(x[0])))
-    found = crowd.generate_ids(PROMPTS, decoding, is_over=lambda text: len(text) >= length(text), **how)
-    seen.remove()
-    pairs = [
-        (ours, theirs[: length(theirs)])
-        for lines in zip((*found.agents, *found.voters), (*free.agents, *free.voters), strict=True)
-        for ours, theirs in zip(*lines, strict=True)
-    ]
-    of_crowd = [] if found.voters else zip(found.crowd, [text[: length(text)] for text in free.crowd], strict=True)
-    assert all(ours == theirs for ours, theirs in [*pairs, *of_crowd])
-    numbers = [(one.agents_tokens, one.tokens if not one.voters else []) for one in (found, free)]
-    for ours, theirs in zip(flattened(numbers[0]), flattened(numbers[1]), strict=True):
-        assert ours == pytest.approx(theirs[: len(ours)], abs=1e-6)
-
-    greedy = [] if found.voters[:1] == found.agents[:1] else found.agents
-    rows = [len(text) for lines in (*greedy, *found.voters) for text in lines]
-    rows += [] if found.voters else K * [len(text) for text in found.crowd]
-    assert len(passes) == max(rows)
-    for token, size in enumerate(passes):
-        living = sum(length > token for length in rows)
-        assert living <= size <= 4 * living / 3 + 1
-    assert passes[-1] < passes[0] / 3
-
-
 def flattened(numbers: Any) -> list[list[float]]:
     """The probabilities of each text."""
     (agents, crowd) = numbers
@@ -250,11 +200,14 @@ def flattened(numbers: Any) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_a_base_with_a_state_of_another_kind_keeps_all_rows() -> None:
-    crowd = crowd_of(base("mamba")).eval()
+@pytest.mark.parametrize("family", ["mamba", "llama"])
+def test_texts_of_a_batch_of_transformers_end_one_by_one(family: str) -> None:
+    crowd = crowd_of(base(family)).eval()
+    crowd.decodes = False
     free = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
     found = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True, is_over=lambda text: len(text) > text[0] % 5)
     assert found.agents == [[text[: 1 + text[0] % 5] for text in lines] for lines in free.agents]
+    assert found.crowd == [text[: 1 + text[0] % 5] for text in free.crowd]
 
 
 def test_a_request_to_stop_ends_everything_at_the_next_token(llama: Crowd) -> None:
@@ -324,15 +277,17 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(
     wanted = crowd.softmax(-1)
     wanted[wanted.argsort(descending=True)[kept:]] = 0
     wanted /= wanted.sum()
-    scores = per_agent.repeat_interleave(draws, dim=0)
-    requests = [Request([0], decoding, key=generate_key(number)) for number in range(draws)]
-    chosen = CrowdChoice(LiveRows(2, 0, draws), requests)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
-    assert torch.equal(chosen[:draws], chosen[draws:])
+    logits = per_agent[:, None].expand(-1, draws, -1)
+
+    def drawn() -> list[int]:
+        found = choose(logits, [Request([0], decoding, key=generate_key(number)) for number in range(draws)])
+        return [each.id for each in found if isinstance(each, Chosen)]
+
+    chosen = drawn()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    again = CrowdChoice(LiveRows(2, 0, draws), requests)(torch.zeros(2 * draws, 1, dtype=torch.long), scores)
-    assert torch.equal(again, chosen)
-    assert ((chosen == 0).sum(-1) == 1).all()
-    found = torch.bincount(chosen[:draws].argmax(-1), minlength=5) / draws
+    assert drawn() == chosen
+    found = torch.bincount(torch.tensor(chosen), minlength=5) / draws
+    assert len(chosen) == draws
     assert found[wanted == 0].sum() == 0
     assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / draws).sqrt() + 1e-9).all()
 
@@ -371,6 +326,7 @@ def test_a_prompt_has_the_tokens_before_the_answer_in_training(template: str | N
     assert prompter.ids(turns) == trained.input_ids[: last_answer(trained).start].tolist()
     single = Encoder(tokenizer).encode(templates.talk("q1", "a1"))
     assert prompter.ids("q1") == single.input_ids[: last_answer(single).start].tolist()
+    assert prompter.question(prompter.ids("Which of them?")).strip() == "Which of them?", "no words of the template"
     ends = {tokenizer.convert_ids_to_tokens(end) for end in prompter.ends}
     assert ends == ({"</s>", "<|im_end|>"} if "im_end" in (template or "") else {"</s>"})
 
@@ -510,6 +466,16 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
         numbers = [flattened((each.agents_tokens, each.tokens)) for each in (ours, theirs)]
         for mine, wanted in zip(*numbers, strict=True):
             assert mine == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_decoder", [True, False])
+def test_one_agent_that_votes_alone_writes_its_own_text(llama: Crowd, by_decoder: bool) -> None:
+    llama.decodes = by_decoder
+    voted = llama.generate_ids(PROMPTS, replace(GREEDY, aggregator="majority"), agent=2)
+    llama.decodes = None
+    assert voted.crowd == llama.generate_ids(PROMPTS, GREEDY, agent=2).crowd
+    assert voted.crowd != llama.generate_ids(PROMPTS, GREEDY, agent=0).crowd
 
 
 def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
+from ci_llm.crowd import exporting
+from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.batches import AgentBatches, pack
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.units import Unit, unit_of
+from ci_llm.data.rows import Completion, Pair
+from ci_llm.data.units import Unit, label_of, unit_of
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ForeignCheckpoint, ModelError
 from ci_llm.lora.heads import SCORE, require_class
@@ -116,9 +119,18 @@ def compare(crowd: Crowd, objective: Any, units: Sequence[Unit], model: Any, los
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize(
-    ("dtype", "center"), [(torch.float32, None), (torch.float32, 0.3), (torch.float64, 0.3)], ids=str
+    ("dtype", "center", "margins"),
+    [
+        (torch.float32, None, None),
+        (torch.float32, 0.3, (0.5, 0.0, 2.0, -1.0)),
+        (torch.float64, 0.3, None),
+        (torch.float64, None, (0.5, 0.0, 2.0, -1.0)),
+    ],
+    ids=str,
 )
-def test_rewards_are_learned_as_by_trl(dtype: torch.dtype, center: float | None, tmp_path: Path) -> None:
+def test_rewards_are_learned_as_by_trl(
+    dtype: torch.dtype, center: float | None, margins: tuple[float, ...] | None, tmp_path: Path
+) -> None:
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
@@ -133,13 +145,19 @@ def test_rewards_are_learned_as_by_trl(dtype: torch.dtype, center: float | None,
             center_rewards_coefficient=center,
             per_device_train_batch_size=len(ROWS),
         ),
-        train_dataset=Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ROWS]),
+        train_dataset=Dataset.from_list(
+            [
+                {"prompt": p, "chosen": c, "rejected": r} | ({"margin": margins[n]} if margins else {})
+                for n, (p, c, r) in enumerate(ROWS)
+            ]
+        ),
         processing_class=AutoTokenizer.from_pretrained(BASE_FOLDER),
         peft_config=lora_config(),
     )
+    labels = [label_of(Pair(Completion("", ""), Completion("", ""), own)) for own in margins or [None] * len(ROWS)]
     units = [
-        unit_of([example(row[f"{side}_ids"][:2], row[f"{side}_ids"][2:]) for side in ("chosen", "rejected")])
-        for row in trainer.train_dataset
+        unit_of([example(row[f"{side}_ids"][:2], row[f"{side}_ids"][2:]) for side in ("chosen", "rejected")], label)
+        for row, label in zip(trainer.train_dataset, labels, strict=True)
     ]
     inputs = trainer._prepare_inputs(trainer.data_collator([*trainer.train_dataset]))
     trainer.model.train()
@@ -299,6 +317,22 @@ def test_a_crowd_that_was_saved_knows_its_classes_in_order(tmp_path: Path) -> No
     assert found.abstained
     assert found.mean == pytest.approx(sum(found.scores) / K)
     assert found.lower == pytest.approx(found.mean - found.std)
+
+
+def test_a_temperature_goes_with_its_crowd_into_scores_and_exports(tmp_path: Path) -> None:
+    crowd = saved(tmp_path / "crowd")
+    [plain] = crowd.score("Ann has 3 pens.")
+    crowd.calibration = Calibration.of_classes(torch.eye(3).log_softmax(-1), torch.arange(3), K, rows=3, data="here")
+    crowd.learned = crowd.calibration.learned
+    assert crowd.learned.temperature == pytest.approx(1 / 16)
+    crowd.save_pretrained(tmp_path / "sharp")
+    [sharp] = Crowd.from_pretrained(tmp_path / "sharp").score("Ann has 3 pens.", abstain_below=0.9)
+    assert sharp.label == plain.label
+    before, after = (torch.tensor([*(own.probabilities or {}).values()]).double() for own in (plain, sharp))
+    torch.testing.assert_close(after, (before.log() * 16).softmax(-1), rtol=1e-5, atol=1e-9)
+    assert sharp.scores == plain.scores
+    assert sharp.abstained == (float(after.max()) < 0.9)
+    assert "the temperature of the crowd's probabilities: 0.0625" in exporting._note(crowd.calibration)
 
 
 def test_rewards_are_of_answers(tmp_path: Path) -> None:

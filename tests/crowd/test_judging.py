@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,8 +33,50 @@ def test_the_crowd_is_the_mean_of_probabilities() -> None:
     assert found.figures["auroc"] == pytest.approx([0.5, 1, 1])
     assert found.figures["calibration_error"][1] == pytest.approx((0.2 + 2 * 0.1) / 3)
     assert found.metrics(["near", "far"])["eval/crowd/accuracy"] == pytest.approx(2 / 3)
-    assert found.record()["f1"] == {"agents": pytest.approx([2 / 3, 1]), "crowd": pytest.approx(2 / 3)}
+    assert found.record()["f1"] == {
+        "agents": pytest.approx([2 / 3, 1]),
+        "crowd": pytest.approx(2 / 3),
+        "crowd_minus_mean": {"value": pytest.approx(-1 / 6), "interval95": None},
+    }
     assert str(found) == "accuracy of 2 classes: crowd 0.667; agents 0.667, 1.000"
+
+
+def test_intervals_of_figures_are_those_of_drawn_units() -> None:
+    """Of a mean they are the normal ones; the same in every call, and none of few units or of what is not defined."""
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.randn(200, generator=draw, dtype=torch.float64)
+    errors = torch.randn(2, 200, generator=draw, dtype=torch.float64)
+    found = Numbers(labels + errors, labels)
+    record = found.record()
+    assert record == found.record()
+    for who, wanted in ((0, errors[0] ** 2), (1, errors[1] ** 2)):
+        low, high = record["mse"]["intervals95"]["agents"][who]
+        half = 1.96 * float(wanted.std()) / 200**0.5
+        assert low == pytest.approx(float(wanted.mean()) - half, abs=0.2 * half)
+        assert high == pytest.approx(float(wanted.mean()) + half, abs=0.2 * half)
+    apart = (errors.mean(0) ** 2) - (errors**2).mean(0)
+    gain = record["mse"]["crowd_minus_mean"]
+    assert gain["value"] == pytest.approx(float(apart.mean()))
+    assert gain["interval95"] == pytest.approx(1.96 * float(apart.std()) / 200**0.5, rel=0.25)
+    low, high = record["r2"]["intervals95"]["crowd"]
+    assert low < record["r2"]["crowd"] < high
+    few = Numbers(found.found[:, :29], labels[:29]).record()["mse"]
+    assert "intervals95" not in few
+    assert few["crowd_minus_mean"]["interval95"] is None
+    one = Ranking(errors[:, :40, None], torch.arange(40) == 0).record()  # few draws have two kinds of ratings
+    assert {"intervals95"} <= {*one["auroc"]}
+    assert "intervals95" not in Ranking(errors[:, :40, None], torch.zeros(40).bool()).record()["auroc"]
+
+
+def test_a_temperature_changes_how_sure_the_crowd_is_and_nothing_else() -> None:
+    plain, sharper = classes(), replace(classes(), temperature=0.5)
+    second = torch.tensor([0.55, 0.85, 0.25], dtype=torch.float64) ** 2
+    assert sharper.everyone[2, :, 1].tolist() == pytest.approx((second / (second + (1 - second.sqrt()) ** 2)).tolist())
+    assert torch.equal(sharper.everyone[:2], plain.everyone[:2])
+    assert torch.equal(sharper.outcome[0], plain.outcome[0])
+    assert sharper.outcome[1][2].tolist() != pytest.approx(plain.outcome[1][2].tolist())
+    assert sharper.record()["temperature"] == 0.5
+    assert Classes.joined([sharper, sharper]).temperature == 0.5
 
 
 def test_parts_are_joined_in_order() -> None:

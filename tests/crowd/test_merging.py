@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ci_llm.base.load import fingerprint_of
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.merge_methods import ALIASES, METHODS, merge_of
-from ci_llm.crowd.merging import Adapter, merge_into_base, merged, truncated
+from ci_llm.crowd.merging import ALIASES, METHODS, Adapter, merge_into_base, merge_of, merged, truncated
 from ci_llm.errors import BadInput
 from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base

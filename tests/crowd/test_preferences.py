@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.preferences import kl_of
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -183,13 +184,7 @@ def gradients_of(crowd: Crowd, agent: int) -> dict[str, Tensor]:
 def facts_of(crowd: Crowd, units: Sequence[Unit], mismatched: Sequence[Unit], batch: Batch) -> StepFacts:
     """Of a step that is this micro-batch."""
     share = len(units) / sum(unit.num_learned for unit in units)
-    kl = None
-    if mismatched:
-        other = pack(mismatched, range(len(mismatched)))
-        with torch.no_grad():
-            gained = crowd(other).log_probs.double().sum(1) - crowd.reference(other).double().sum(1)
-        kl = (gained / len(mismatched)).clamp(min=0)[:, None]
-    return StepFacts((share,) * K, kl)
+    return StepFacts((share,) * K, kl_of(crowd, mismatched))
 
 
 def fused_step(crowd: Crowd, case: Case, units: Sequence[Unit], mismatched: Sequence[Unit]) -> Tensor:

@@ -20,7 +20,7 @@ from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 
 from ci_llm.config import Config, parse_config
-from ci_llm.data.columns import NamedColumns, find_form
+from ci_llm.data.columns import find_form
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
@@ -767,14 +767,14 @@ def test_a_named_column_that_is_absent(keys: dict[str, Any], tmp_path: Path, mes
 
 def test_one_of_two_columns_is_found_by_its_name() -> None:
     data = Dataset.from_list([{"q": "hi", "Response": "yes", "other": "x"}])
-    rows = recognised(data, "here", named=NamedColumns(prompt="q"))
+    rows = recognised(data, "here", named={"prompt": "q"})
     assert list(rows) == [chat("hi", "yes")]
     assert rows.description[0] == "1 rows of q + Response from here"
     with pytest.raises(DataError, match="No column goes with other; the data set has: q, other") as caught:
-        recognised(data.remove_columns("Response"), "here", named=NamedColumns(answer="other"))
+        recognised(data.remove_columns("Response"), "here", named={"answer": "other"})
     assert caught.value.hint == "name it by prompt_column="
     with pytest.raises(DataError, match="prompt_column and answer_column are the same column, 'q'"):
-        recognised(data, "here", named=NamedColumns(prompt="q", answer="q"))
+        recognised(data, "here", named={"prompt": "q", "answer": "q"})
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
@@ -791,8 +791,8 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
         assert form is not None
         assert form.name == name
     data = Dataset.from_list([{"Text": "no", "text": "yes"}])
-    assert list(recognised(data, "here", named=NamedColumns(text="text"))) == [Completion(None, "yes")]
-    assert list(recognised(data, "here", named=NamedColumns(text="Text"))) == [Completion(None, "no")]
+    assert list(recognised(data, "here", named={"text": "text"})) == [Completion(None, "yes")]
+    assert list(recognised(data, "here", named={"text": "Text"})) == [Completion(None, "no")]
 
 
 def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
@@ -809,7 +809,7 @@ def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
     for question, answer in (("question", "answer"), ("Question", "Answer"), ("query", "response")):
         data = ListedRows([{**shared, question: "Who?", answer: "Ann"}])
         assert list(recognised(data, "here")) == [expected]
-        (row,) = recognised(data, "here", named=NamedColumns(prompt=question, answer=answer))
+        (row,) = recognised(data, "here", named={"prompt": question, "answer": answer})
         assert isinstance(row, Chat)
         assert row.question == "Who?"
 

@@ -19,7 +19,6 @@ from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.core import durable
 from ci_llm.data import tokens
-from ci_llm.data.columns import NamedColumns
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Rows
 from ci_llm.data.sources import load_rows, recognised
@@ -292,7 +291,7 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
 
 def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     empty = [{"Frage": "a", "answer": ""}, {"Frage": "b", "answer": " "}]
-    data = recognised(Dataset.from_list(empty), "here", named=NamedColumns(prompt="Frage"))
+    data = recognised(Dataset.from_list(empty), "here", named={"prompt": "Frage"})
     with pytest.raises(DataError, match="2 of 2 rows: 2 without an answer") as caught:
         tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert "read are: Frage, answer" in str(caught.value.hint)

@@ -101,6 +101,18 @@ def test_rows_to_evaluate_on_are_the_preferred_answers(tmp_path: Path) -> None:
     assert [*rows_of(tmp_path, TEXTS, split="judged")] == [*rows_of(tmp_path, TEXTS)]
 
 
+def test_a_margin_is_a_number_that_a_row_may_have(tmp_path: Path) -> None:
+    found = tokens_of(tmp_path, TEXTS | {"margin": 0.5}, TEXTS | {"margin": -1}, TEXTS | {"margin": None})
+    assert [found[number].label for number in range(3)] == [0.5, -1, 0]
+    prints = [tokens_of(tmp_path, TEXTS | {"margin": margin}).fingerprint for margin in (0.5, -1, None)]
+    assert len({*prints}) == 3
+    assert prints[2] == "2087ba188caaeda6170c5efa3b6110e5", "as before there were margins"
+    plain, zero = rows_of(tmp_path, TEXTS).fingerprint, rows_of(tmp_path, TEXTS | {"margin": 0}).fingerprint
+    assert plain == rows_of(tmp_path, TEXTS | {"margin": None}).fingerprint != zero
+    with pytest.raises(DataError, match="a margin that is a finite number, found 'much'"):
+        list(rows_of(tmp_path, TEXTS | {"margin": "much"}))
+
+
 def test_columns_of_single_rows_stay_single_rows(tmp_path: Path) -> None:
     """A data set of pairs may have the chat of the better answer as well, which was learned before there were pairs."""
     row = {"messages": said("u hi", "a yes"), "chosen": said("u hi", "a yes"), "rejected": said("u hi", "a no")}

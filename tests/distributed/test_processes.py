@@ -18,9 +18,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.run_status import pid_space
-from ci_llm.distributed import process_group
+from ci_llm.distributed import processes as process_group
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
@@ -42,7 +42,8 @@ def _own_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def alone(**config: Any) -> Processes:
-    wanted = SimpleNamespace(**{"mixed_precision": "no", "model_dtype": None, **config})
+    rows = {"global_batch_size": None, "batch_size": 1, "gradient_accumulation_steps": 1}
+    wanted = SimpleNamespace(**{"mixed_precision": "no", "model_dtype": None, **rows, **config})
     return Processes(wanted, launch=ALONE)  # type: ignore[arg-type]
 
 
@@ -118,7 +119,7 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
     settings.write_text("distributed_type: 'NO'\nnum_processes: 4\nnum_machines: 1\ndynamo_backend: INDUCTOR\n")
     command = ("launch", "--config_file", settings, WORLD, tmp_path, "wait")
     with Child(SCRIPTS / "accelerate", *command) as launcher:
-        launcher.read_until(f"waiting {sys.platform == 'linux'}")
+        launcher.read_until("waiting")
         launcher.signal(signal.SIGTERM)
         launcher.read_until("told")
         assert launcher.wait() == -signal.SIGTERM
@@ -304,14 +305,30 @@ def test_a_ballot_is_a_sum_of_votes() -> None:
     assert decode(votes, 2, [None, "walltime", "signal:SIGTERM"]).stop == "walltime"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_memory_of_a_gpu_grows_in_segments_unless_its_user_says_how(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(before))
+    processes_module._set_environment(read_launch({}, []), on_cpu=False)
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == after
+
+
 def test_a_sum_on_gpus_that_never_ends_means_that_a_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     # NCCL's call returns at once; the kernel of a process whose peer died after the ballot waits for it for ever.
     looks = iter([False, False, True])
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: next(looks, False)))
     monkeypatch.setattr(process_group.dist, "all_reduce", lambda tensor: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(process_group, "REDUCE_BOUND_S", 0.01)
     gradient: Any = SimpleNamespace(is_cuda=True, device="cuda:0", numel=lambda: 8)
     process_group.reduce_within_bound(gradient)
+    monkeypatch.setattr(process_group, "REDUCE_BOUND_S", 0.01)
     with pytest.raises(PeerLost, match="gone or silent"), process_group.peer_errors():
         process_group.reduce_within_bound(gradient)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ci_llm.cluster.launch import read_launch
-from ci_llm.distributed.process_group import peer_errors, rendezvous_errors
+from ci_llm.distributed.processes import peer_errors, rendezvous_errors
 from ci_llm.distributed.side_channel import FIRST_CAPACITY, SideChannel
 from ci_llm.errors import PeerLost
 

@@ -10,8 +10,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ci_llm.cli.serve import _parser
+from ci_llm.cli.serve import _options
 from ci_llm.config import read_config
+from ci_llm.serve.options import Options
 
 RECIPES = Path(__file__).parents[2] / "examples/machines_that_vanish"
 
@@ -50,8 +51,8 @@ def test_the_other_recipes_call_train_with_keys_that_exist() -> None:
     assert "SuccessExitStatus=75" in unit
 
 
-def served_by(words: list[str]) -> Any:
-    return _parser().parse_args(words[words.index("serve") + 1 :])
+def served_by(words: list[str]) -> Options:
+    return _options(words[words.index("serve") + 1 :])
 
 
 def test_the_served_crowd_is_what_kubernetes_publishes_and_ends_in_time() -> None:
@@ -62,7 +63,7 @@ def test_the_served_crowd_is_what_kubernetes_publishes_and_ends_in_time() -> Non
     [container] = pod["containers"]
     call = served_by([*container["command"], *container["args"]])
     [*_, sleeps] = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert call.drain_seconds + int(sleeps) < pod["terminationGracePeriodSeconds"]
+    assert call.drain_s + int(sleeps) < pod["terminationGracePeriodSeconds"]
     assert container["ports"][0]["containerPort"] == call.port
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -73,5 +74,5 @@ def test_the_unit_that_serves_ends_in_time() -> None:
     unit = (RECIPES / "ci-llm-serve.service").read_text(encoding="utf-8")
     [started] = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     call = served_by(shlex.split(started))
-    assert f"TimeoutStopSec={2 * call.drain_seconds}" in unit
-    assert (call.host, call.api_key) == ("0.0.0.0", None), "a key on the command line can be read by all"
+    assert f"TimeoutStopSec={2 * call.drain_s}" in unit
+    assert (call.host, call.key) == ("0.0.0.0", None), "a key on the command line can be read by all"

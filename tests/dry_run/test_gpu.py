@@ -12,9 +12,8 @@ import torch
 
 from ci_llm.config import Config
 from ci_llm.dry_run import gpu
-from ci_llm.dry_run.checks import Check, Inapplicable, run_checks
-from ci_llm.dry_run.context import CheckContext
-from ci_llm.dry_run.plan import CHECKS
+from ci_llm.dry_run.context import CheckContext, Inapplicable
+from ci_llm.dry_run.plan import CHECKS, Check, run_checks
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.lora import attention
 

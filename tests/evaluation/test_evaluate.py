@@ -29,6 +29,7 @@ from ci_llm.evaluation.loading import Choice
 from ci_llm.report.facts import read_run
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate, train
+from tests.support.crowds import bits_in_company
 from tools.testbed.forkserver import ForkServer
 
 SHORT = "max_new_tokens_eval=12"
@@ -89,7 +90,7 @@ def test_the_run_s_own_rows_give_the_run_s_own_figures(run: Path, capsys: pytest
     }
     said = refusal(capsys, run, "--metric", "string_match")
     assert "the predictions in this file are of metric exact_match and not string_match" in said
-    assert "--overwrite begins this one anew" in said
+    assert "--overwrite begins this one again" in said
 
 
 @pytest.mark.slow
@@ -316,6 +317,7 @@ def test_where_no_row_has_place_nothing_is_scored(
 
 
 @pytest.mark.slow
+@bits_in_company
 def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
     server: ForkServer, saved: Path, questions: Path, tmp_path: Path
 ) -> None:
@@ -367,7 +369,7 @@ def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_batches(
         (["--metric", "bleu"], "there is no metric 'bleu': take exact_match or string_match"),
         (["more"], "'more' is neither an option nor key=value"),
         (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
-        (["agregator=logit"], "agregator is no key"),
+        (["agregator=logit"], "agregator is not a key"),
         (["--data", "missing.jsonl"], "the data set does not exist\n  where: --data: "),
         ([], "does not say which rows it is evaluated on"),
     ],
@@ -428,7 +430,7 @@ def test_a_damaged_checkpoint_is_refused(
     file = copy / "agent1/adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     said = refusal(capsys, copy, "--data", questions, "--output", tmp_path / "p.jsonl")
-    assert "agent1/adapter_model.safetensors has another digest than the manifest says" in said
+    assert "agent1/adapter_model.safetensors has another digest" in said
     assert "ci-llm checkpoints list" in said
 
 

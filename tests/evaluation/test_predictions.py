@@ -105,14 +105,14 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("broken", [b'{"prompt": "z"}\n', b"no json\n", b"\xff\n", b'["a"]\n'])
 def test_a_damaged_line_is_named(path: Path, broken: bytes) -> None:
     path.write_bytes(path.read_bytes() + broken)
-    with pytest.raises(BadInput, match="no prediction") as refusal:
+    with pytest.raises(BadInput, match="not a prediction") as refusal:
         opened(path)
     assert refusal.value.where == f"{path}:3"
 
 
 def test_more_lines_than_questions_are_damage(path: Path) -> None:
     path.write_text("".join(json.dumps(line(0)) + "\n" for _ in range(2)))
-    with pytest.raises(BadInput, match="no prediction"):
+    with pytest.raises(BadInput, match="not a prediction"):
         opened(path)
 
 

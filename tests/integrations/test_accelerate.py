@@ -19,7 +19,7 @@ from ci_llm.base.load import fingerprint_of
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.sampler import StatefulSampler
+from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.integrations.accelerate import latest_state, register_hooks
 from ci_llm.lora.layer import LoraSettings

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ci_llm
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.checkpoints.folders import numbered_steps, step_folder
+from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from tests.support.campaign import sampled_cases
 from tests.support.loader_workers import signal_workers

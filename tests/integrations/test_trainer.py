@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Tra
 
 from ci_llm import TrainerCheckpoints
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.checkpoints.folders import numbered_steps, step_folder
+from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
 from tests.support.loader_workers import batches_despite_signals

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -36,13 +37,18 @@ def written(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return count
 
 
-def test_samples_host_until_stopped(tmp_path: Path, written: threading.Semaphore) -> None:
-    monitor = HardwareMonitor(tmp_path, interval_s=0.001)
+def monitored(folder: Path, written: threading.Semaphore) -> dict[str, Any]:
+    """The file of a monitor that was stopped after three samples."""
+    monitor = HardwareMonitor(folder, interval_s=0.001)
     monitor.start()
     for _ in range(3):
         assert written.acquire(timeout=DEADLINE_S)
     monitor.stop()
-    content = read(tmp_path)
+    return read(folder)
+
+
+def test_samples_host_until_stopped(tmp_path: Path, written: threading.Semaphore) -> None:
+    content = monitored(tmp_path, written)
     assert len(content["samples"]) >= 3
     times = [sample["time"] for sample in content["samples"]]
     assert times == sorted(times)
@@ -136,6 +142,31 @@ def test_a_value_that_a_gpu_does_not_report_is_null(monkeypatch: pytest.MonkeyPa
     assert reading.pop("power_w") == 61.5
     assert reading.pop("index") == 1
     assert set(reading.values()) == {None}
+
+
+def test_the_file_has_what_the_driver_tells_and_its_peaks(
+    tmp_path: Path, written: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, closed = iter([20, 90]), []
+    answers: dict[str, Any] = {
+        "Init": lambda: None,
+        "Shutdown": lambda: closed.append(True),
+        "DeviceGetCount": lambda: 1,
+        "DeviceGetHandleByIndex": lambda index: f"handle {index}",
+        "DeviceGetName": lambda _: "GPU of a test",
+        "DeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 << 30, total=80 << 30),
+        "DeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=next(loads, 40)),
+        "DeviceGetPowerUsage": lambda _: 350_500,
+        "DeviceGetTemperature": lambda _, sensor: 61 if sensor == pynvml.NVML_TEMPERATURE_GPU else 0,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", answer)
+    content = monitored(tmp_path, written)
+    told = {"temperature_celsius": 61, "power_w": 350.5, "memory_used_bytes": 3 << 30, "memory_total_bytes": 80 << 30}
+    assert content["samples"][0]["gpus"] == [{"index": 0, "name": "GPU of a test", "utilization_frac": 0.2, **told}]
+    assert content["peaks"]["gpu0/utilization_frac"] == 0.9
+    assert content["peaks"]["gpu0/memory_used_bytes"] == 3 << 30
+    assert closed
 
 
 def test_host_values_are_plain_numbers() -> None:

@@ -363,16 +363,16 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen:
 # Trackers
 
 
-def make_accelerator(folder: Path, *names: str) -> Any:
+def make_accelerator() -> Any:
     from accelerate import Accelerator
 
-    return Accelerator(cpu=True, log_with=list(names), project_dir=folder)
+    return Accelerator(cpu=True)
 
 
 def attempt(folder: Path, steps: range, value: float, *, resumed_from: int = 0) -> None:
     log = make_log(folder, io.StringIO())
     log.start_trackers(
-        make_accelerator(folder, "tensorboard"),
+        make_accelerator(),
         ("tensorboard",),
         resumed_from=resumed_from,
         hyperparameters={"learning_rate": 1e-4, "modules": ("a", "b")},
@@ -417,7 +417,7 @@ def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path
 
 def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
-    accelerator = make_accelerator(tmp_path, "tensorboard")
+    accelerator = make_accelerator()
     log.start_trackers(accelerator, ("tensorboard",))
     accelerator.trackers[0].writer.close()
     accelerator.trackers[0].writer = None  # what a writer on a full disk comes to
@@ -435,7 +435,7 @@ def test_a_folder_that_is_moved_away_from_tensorboard_is_one_line(
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     others = {*threading.enumerate()}
     log = make_log(tmp_path, screen)
-    log.start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard",))
+    log.start_trackers(make_accelerator(), ("tensorboard",))
     [writer] = {*threading.enumerate()} - others
     (tmp_path / "tensorboard").rename(tmp_path / "moved")
     log.metrics(1, {"loss": 1.0})
@@ -454,14 +454,14 @@ def test_a_folder_that_is_moved_away_from_tensorboard_is_one_line(
 def test_a_tracker_that_is_not_installed_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     with pytest.raises(ConfigError, match="mlflow, which is not installed") as caught:
-        log.start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard", "mlflow"))
+        log.start_trackers(make_accelerator(), ("tensorboard", "mlflow"))
     assert "pip install mlflow" in str(caught.value)
 
 
 def test_a_tracker_that_cannot_start_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way", encoding="utf-8")
     with pytest.raises(ConfigError, match="tensorboard cannot start"):
-        make_log(tmp_path, screen).start_trackers(make_accelerator(tmp_path, "tensorboard"), ("tensorboard",))
+        make_log(tmp_path, screen).start_trackers(make_accelerator(), ("tensorboard",))
 
 
 @pytest.mark.slow
@@ -472,7 +472,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     for attempt_number in (1, 2):
         log = make_log(tmp_path, io.StringIO())
         remembered = {"wandb": ids[0]} if ids else {}
-        accelerator = make_accelerator(tmp_path, "wandb")
+        accelerator = make_accelerator()
         log.start_trackers(
             accelerator,
             ("wandb",),

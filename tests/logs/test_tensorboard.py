@@ -13,7 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.core.scores import measures_of
 from ci_llm.logs.run_log import RunLog
+from ci_llm.logs.trackers.tensorboard import layout
 from tests.logs.test_run_log import make_accelerator
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tools.testbed.events import wait_until
@@ -37,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     log = RunLog(folder, terminal=io.StringIO())
     log.open(1)
-    log.start_trackers(make_accelerator(folder, "tensorboard"), ("tensorboard",), hyperparameters={"num_agents": 3})
+    log.start_trackers(make_accelerator(), ("tensorboard",), hyperparameters={"num_agents": 3})
     for step in STEPS:
         log.metrics(step, training(step))
     log.track(30, EVALUATION | {"final/crowd/exact_match": 0.75, "final/vote/exact_match": 0.5})
@@ -93,6 +95,16 @@ def board(run: Path) -> str:
 def ask(board: str, path: str, **query: str) -> Any:
     with urllib.request.urlopen(f"{board}data/{path}?{urllib.parse.urlencode(query)}") as answer:
         return json.load(answer)
+
+
+def test_charts_are_those_of_the_objective() -> None:
+    held_out = "the crowd and its agents, on rows held out"
+    assert {*layout(measures_of("classification"))[held_out]} == {
+        *("nats per row", "accuracy", "F1, mean over classes", "AUROC", "calibration error")
+    }
+    pairs = layout(measures_of("dpo"))[held_out]
+    assert {*pairs} == {"nll", "exact match", "pairs ranked right", "margin of the rewards"}
+    assert pairs["pairs ranked right"][1][1] == "eval/crowd/rewards/accuracies$"
 
 
 @pytest.mark.slow

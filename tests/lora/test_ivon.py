@@ -20,6 +20,7 @@ from ci_llm.data.tokens import tokenize
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.optimizer import BETA1, BETA2, Ivon
 from ci_llm.run.start.agent_settings import optimizer_of
+from tests.support.crowds import bits_in_company
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,6 +106,7 @@ def trained(*agents: dict[str, Any]) -> tuple[list[Tensor], Ivon]:
     return [row.detach() for row in crowd.agents.rows], optimizer
 
 
+@bits_in_company
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 2])
 def test_an_agent_has_the_bits_that_it_has_alone(place: int) -> None:

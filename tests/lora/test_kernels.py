@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from ci_llm.crowd.crowd import Crowd
@@ -15,6 +16,7 @@ from ci_llm.data.batches import AgentBatches
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.kernels import PARTS, Rotation, SwiGlu, fast_chunk, is_fast, rotate
 from ci_llm.lora.layer import LoraSettings, _FusedLinear
+from tests.support.crowds import bits_in_company
 from tools.testbed.tiny import base, batch
 
 MODULES = dict.fromkeys(("norms", "rotation", "gate"))
@@ -26,12 +28,12 @@ TAKEN = {
     "gemma2": (9, 2, 0, 10),  # it gates by another function
     "gpt2": (0, 0, 0, 0),
 }
-#: Norms of Gemma weigh by 1 + w, which the trial of a run finds: tests/run/test_fast_parts.py.
+#: Norms of Gemma weigh by 1 + w, which the trial of a run finds: tests/run/test_kernel_trials.py.
 FITTING = [
     (family, part)
     for part in PARTS
     for family in TAKEN
-    if part != "precision" and (family, part) != ("gemma2", "norms")
+    if part not in ("precision", "products", "attention") and (family, part) != ("gemma2", "norms")
 ]
 
 
@@ -134,6 +136,38 @@ def test_a_family_learns_the_same_by_the_parts_that_fit_it(family: str, part: st
     assert torch.equal(found[1], same[1]) is not rounds_otherwise
 
 
+class ByOneDnn(TorchDispatchMode):
+    """Counts the products that oneDNN is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.mkldnn._linear_pointwise.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("parts", [("products",), ("products", "joined")])
+def test_frozen_weights_teach_the_same_by_onednn(parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    fast, plain = (crowd_of(base("qwen2", torch.float32), own) for own in (parts, ()))  # q, k and v have a bias
+    with ByOneDnn() as asked:
+        found = learned(fast)
+    torch.testing.assert_close(found, learned(plain), rtol=1e-4, atol=1e-5)
+    assert asked.count == 14 + 11  # both ways through two layers, but not back through the first q, k and v
+    with ByOneDnn() as asked, torch.no_grad():
+        fast(batch())
+    assert asked.count == 0  # an evaluation keeps its bits
+
+
+def test_onednn_is_taken_by_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, units, wanted in (("AMD EPYC", "AVX512", True), ("AMD EPYC", "AVX2", False), ("Intel", "AVX512", False)):
+        monkeypatch.setattr(kernels, "processor", lambda name=name: name)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda units=units: units)
+        assert kernels.onednn_is_faster.__wrapped__() is wanted
+
+
 def test_nothing_of_it_is_left_where_it_is_given_back() -> None:
     crowd = crowd_of(base(dtype=torch.float32))
     before = learned(crowd)
@@ -224,6 +258,7 @@ def test_a_base_in_16_bits_computes_by_itself_what_it_computes_under_autocast() 
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
+@bits_in_company
 def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> None:
     """Alone, an agent of q and v has no adapter at k at all."""
     model, few = base(dtype=torch.float32), {"seed": 3, "rank": 2, "target_modules": ("q_proj", "v_proj")}
@@ -241,3 +276,20 @@ def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> Non
         found.append(crowd.agents.gradients[-1, : len(row)].clone())
     assert found[0].any()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [6, 24, 32, 64, 128])
+def test_a_rotation_of_16_bits_in_one_piece_has_the_bits_of_one_in_halves(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cos, sin = (random(1, 1, 37, width, dtype=dtype) for _ in range(2))
+    given, grad = random(2, 37, 3, width, dtype=dtype).transpose(1, 2), random(2, 3, 37, width, dtype=dtype)
+    found = []
+    for slow in (True, False):
+        monkeypatch.setattr(kernels, "_is_slow_in_halves", lambda x, slow=slow: slow)
+        x = given.clone().requires_grad_()
+        out = Rotation.apply(x, cos, sin)
+        found.append((out.detach(), torch.autograd.grad(out, x, grad)[0]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

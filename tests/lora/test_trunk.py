@@ -18,8 +18,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import import_crowd
-from ci_llm.crowd.merge_methods import Merge
-from ci_llm.crowd.merging import Adapter, merged
+from ci_llm.crowd.merging import Adapter, Merge, merged
 from ci_llm.data.batches import AgentBatches
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError

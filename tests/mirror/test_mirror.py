@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from ci_llm.checkpoints.folders import Opened
+from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 from ci_llm.mirror import filling, sender
@@ -520,6 +521,80 @@ def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
     refusing[1].refuses = lambda verb, key: True
     with pytest.raises(MirrorUnreachable, match="nobody knows where this run goes on"):
         other.fill()
+
+
+def test_without_a_claim_there_is_nothing_to_wait_for_and_nothing_to_tell(node: Nodes) -> None:
+    one = node("one")
+    one.mirror.wake()
+    assert one.mirror.flush(0)
+    assert one.mirror.metrics() == {}
+    one.begin()
+    one.save(1)
+    assert one.mirror.metrics() == {"mirror/behind_s": 0, "mirror/sent_bytes": one.mirror.state.sent_bytes}
+
+
+def test_who_listens_late_is_told_the_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "_POLL_S", 0.01)
+    told: queue.Queue[MirrorState] = queue.Queue()
+    one = node("one")
+    one.begin()
+    one.save(1)
+    one.mirror.on_change = told.put
+    assert told.get(timeout=DEADLINE_S).step == 1
+
+
+def test_an_error_of_this_machine_is_tried_again_and_damage_is_not(
+    node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(sender, "backoff_s", lambda failures, hurry: 0.0)
+    one = node("one")
+    one.begin()
+    one.save(1)
+    send, refusals = one.mirror._writer.send_step, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def refuse(folder: Path) -> Any:
+        for cause in [refusals.pop() for _ in refusals[:1]]:
+            raise CheckpointError("the manifest cannot be read") from cause
+        return send(folder)
+
+    monkeypatch.setattr(one.mirror._writer, "send_step", refuse)
+    one.save(2)
+    assert one.line[0] == "checkpoint_step_2"
+    assert any("the manifest cannot be read; it is tried again" in line for line in said), said
+    refusals.append(ValueError("of no file"))
+    one.save(3, flush=False)
+    assert not one.mirror.flush(DEADLINE_S)
+    assert one.line[0] == "checkpoint_step_2"
+
+
+def test_a_step_that_is_damaged_here_is_named_and_not_sent(node: Nodes, said: list[str]) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1)
+    one.manager.save(2, {"w": 2})
+    one.manager.wait_until_finished()
+    assert one.mirror.flush(DEADLINE_S)
+    hurt = one.folder / "checkpoint_step_3"
+    shutil.copytree(one.folder / "checkpoint_step_2", hurt)
+    (hurt / "w.json").write_text("3\n")
+    assert one.mirror.flush(DEADLINE_S), "the mirror has all that can be sent"
+    assert one.line == ["checkpoint_step_2", "checkpoint_step_1"]
+    assert [line for line in said if "checkpoint_step_3 is not sent" in line] != []
+
+
+def test_files_that_are_too_large_or_have_no_name_of_ours_do_not_follow(
+    node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_BYTES", 10)
+    one = node("one")
+    one.mirror.files = ("*.jsonl", "*.log")
+    one.begin()
+    (one.folder / "metrics.jsonl").write_text("0123456789\n")
+    (one.folder / "small.log").write_text("0123456\n")
+    (one.folder / "a\\b.log").write_text("0\n")
+    (one.folder / "folder.log").mkdir()
+    one.save(1)
+    assert {*one.head.files} == {"small.log"}
 
 
 def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.step import Ours, SeparateRuns
 from ci_llm.base.load import load_base, opened_by
 from ci_llm.cli.main import main
 from ci_llm.config.load import load_config
@@ -158,7 +159,9 @@ def test_an_agent_ends_as_it_would_alone(runs: Runs, undisturbed: Path) -> None:
 
 def test_bf16_begins_where_fp32_does_and_learns(runs: Runs, undisturbed: Path) -> None:
     steps = STEPS if speed_of_bf16().bf16_is_faster else 2  # without such a processor a step takes ten times as long
-    found = losses(runs.train("bf16", model_dtype="bf16", mixed_precision="bf16", max_train_steps=steps))
+    run = runs.train("bf16", model_dtype="bf16", mixed_precision="bf16", max_train_steps=steps)
+    assert "rows are padded" not in (run / "run/training.log").read_text()  # as if rounding were another mask
+    found = losses(run)
     assert found[0] == pytest.approx(losses(undisturbed)[0], rel=0.1)  # .06 measured
     assert steps < STEPS or found[-1] < 0.6 * found[0]
 
@@ -206,6 +209,22 @@ def test_gradients_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
         assert distance(own.grad, grad) < 2e-3, name  # rounding through 30 layers is .0004; a mask left out is .07
 
 
+def test_twenty_steps_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    rows = encoded(tokenizer_of(crowd), "train", 8)
+    trainer = Ours(ours, agents=2)  # with the fast kernels
+    trainer.crowd.agents.pass_per_agent = True
+    runs = SeparateRuns(theirs, trainer.crowd)
+    found = []
+    for step in range(20):
+        batch = pack([rows[step % 8], rows[-1 - step % 8]], range(2))
+        found.append((trainer.step(batch), runs.step(batch)))
+    trainer.processes.shutdown()
+    for own, wanted in found:
+        assert own == pytest.approx(wanted, rel=1e-4)
+    assert found[-4][0] < 0.9 * found[0][0]  # the same rows: they learn
+
+
 def test_each_exported_agent_generates_in_plain_peft_what_it_does_here(
     crowd: Crowd, undisturbed: Path, folder: Path
 ) -> None:
@@ -249,6 +268,14 @@ def nll(gguf: str, kind: Any) -> float:
     crowd = Crowd(base.model, LoraSettings(1, rank=1), base.name).eval()
     with torch.no_grad():
         return float(crowd(packed(base.tokenizer, "test", 4)).loss)
+
+
+def test_the_route_of_an_agent_does_not_depend_on_its_company(gguf: str) -> None:
+    """Rounding in bf16 put a number of one of eight agents above the limit: all were padded, and none alone."""
+    agents = tuple({"rank": rank, "alpha": 2.0 * rank} for rank in (8, 16)) * 4
+    crowd = Crowd(load_base(gguf, "bf16").model, LoraSettings(agents=agents), gguf)
+    assert crowd.choose_route() is None
+    assert crowd.route == "packed"
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("nf4", 0.1), ("int8", 0.02)])

@@ -66,6 +66,31 @@ def test_a_picture_fits_its_terminal(width: int, height: int | None, count: int,
             assert folder.name in text
 
 
+def test_runs_are_shown_by_what_their_objective_measures(tmp_path: Path) -> None:
+    for name, objective in (("heads", "classification"), ("pairs", "dpo")):
+        folder = leave_run(tmp_path / name, status="running")
+        leave_status(folder, "running", 20, heartbeat=FRESH, objective=objective)
+        line = {
+            "step": 20,
+            "eval/crowd/nll": 0.5,
+            "eval/crowd/exact_match": 0.25,
+            "eval/crowd/rewards/accuracies": 0.75,
+        }
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    heads, pairs = tmp_path / "heads", tmp_path / "pairs"
+    text = "\n".join(drawn(heads, width=120))
+    assert "crowd accuracy" in text
+    assert "training loss, nats per row by optimizer step" in text
+    text = "\n".join(drawn(pairs, width=120))
+    assert "crowd pairs ranked right" in text
+    assert "training loss, loss per pair by optimizer step" in text
+    text = "\n".join(drawn(heads, pairs, width=120))
+    assert "training loss, nats per row and loss per pair by optimizer step" in text
+    assert "accuracy 0.25" in text
+    assert "pairs ranked right 0.75" in text
+
+
 def test_of_a_single_run_all_is_told_that_is_known(runs: Path) -> None:
     text = "\n".join(drawn(runs / "sixteen", width=100, height=40))
     for words in ("20/5000", "20 of 5000 steps, 0 %", "1 steps/s, 100 tokens/s", "1:23:00 left", "16 agents"):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.core.curves import HEIGHT, draw_curves
 from ci_llm.core.scores import share_interval, unpaired_interval
-from ci_llm.core.text_curves import HEIGHT, draw_curves
-from ci_llm.report.scores import comparable, difference
+from ci_llm.report.scores import comparable, differences
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.support.children import ROOT
 from tools.testbed.events import DEADLINE_S
@@ -37,7 +37,7 @@ def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
     one = [prediction(number, correct=number < 65) for number in range(100)]
     other = [prediction(number, correct=number < 60) for number in range(100)]
     scores = [evaluation(2, 100, share, 10) for share in (0.65, 0.6)]
-    paired, unpaired = difference(*scores, one, other), difference(*scores)
+    [paired], [unpaired] = differences(*scores, one, other), differences(*scores)
     assert paired.value == pytest.approx(0.05) == pytest.approx(unpaired.value)
     assert (paired.paired, paired.rows, unpaired.paired) == (True, 100, False)
     assert paired.interval95 == pytest.approx(1.959964 * (0.05 * 0.95 * 100 / 99 / 100) ** 0.5)
@@ -49,14 +49,14 @@ def test_only_rows_that_both_have_answered_are_paired() -> None:
     one = [prediction(number, correct=True) for number in range(20)]
     other = [prediction(number, correct=False) for number in range(8, 40)]
     scores = [evaluation(2, 40, share, 10) for share in (1.0, 0.0)]
-    assert difference(*scores, one, other).rows == 12
+    assert next(differences(*scores, one, other)).rows == 12
 
 
 def test_few_rows_have_no_interval() -> None:
     scores = [evaluation(2, 9, share, 10) for share in (0.5, 0.4)]
-    assert difference(*scores).interval95 is None
+    assert next(differences(*scores)).interval95 is None
     rows = [prediction(number, correct=True) for number in range(9)]
-    assert difference(*scores, rows, rows).interval95 is None
+    assert next(differences(*scores, rows, rows)).interval95 is None
 
 
 @pytest.mark.parametrize(("right", "value"), [(20, "+0.000"), (0, "-1.000")])
@@ -94,7 +94,7 @@ def test_settings_scores_and_curves_are_shown(two: list[str], capsys: pytest.Cap
     assert said.startswith(f"A  {two[0]}: completed, step 20, attempt 1\nB  {two[1]}: completed")
     assert "learning_rate  0.001  0.002\n" in said
     assert "experiment_name" not in said, "that says where a run lies"
-    assert "crowd               0.500 (0.5000)  0.750 (0.5000)" in said
+    assert "crowd                         0.500 (0.5000)  0.750 (0.5000)" in said
     assert "crowd B - crowd A: +0.250 ± 0.136 exact match (95 %, paired over 40 rows): a difference" in said
     assert "training loss, mean over agents" in said
     assert re.search(r"└─+\n +1 +20\n", said), "the axis of the training loss"
@@ -160,9 +160,41 @@ def test_agents_have_the_names_that_they_were_given_above_what_is_about_all(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["easy", "rev"]}))
     assert main(["compare", *two]) == 0
     said = capsys.readouterr().out.splitlines()
-    first = next(number for number, line in enumerate(said) if line.startswith("exact match (nats)"))
+    first = next(number for number, line in enumerate(said) if line.startswith("exact match (nats per token)"))
     told = [line.split("  ")[0] for line in said[first + 1 : first + 8]]
     assert told == ["agent0", "agent1", "easy", "rev", "agents, mean", "majority vote", "crowd"]
+
+
+def test_classes_and_pairs_are_compared_by_their_own_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = {"agents": [[0.5, 0.7]] * 2, "crowd": [0.6, 0.8]}
+    gain = {"value": 0.1, "interval95": 0.05}
+    f1 = {"agents": [0.6, 0.6], "crowd": 0.7, "intervals95": ends, "crowd_minus_mean": gain}
+    heads = {"measured_by": "heads", "classes": {"n": 40, "f1": f1}, "exact_match": {"agents": [0.4] * 2, "crowd": 0.5}}
+    worse = heads | {"classes": {"n": 40, "f1": f1 | {"crowd": 0.65}}}
+    runs = [
+        leave_run(tmp_path / name, asked=asked, objective="classification")
+        for name, asked in (("one", worse), ("other", heads))
+    ]
+    assert main(["compare", *map(str, runs)]) == 0
+    said = capsys.readouterr().out
+    assert "accuracy (nats per row)" in said
+    # Newcombe's: the root of 0.1² + 0.15² on the longer side.
+    assert "crowd B - crowd A: +0.050 ± 0.180 F1, mean over classes (95 %, unpaired, 40 rows" in said
+    assert (
+        "B: F1, mean over classes: crowd 0.700 (0.600 to 0.800); agents 0.600, 0.600; crowd - mean +0.100 ± 0.050"
+        in said
+    )
+    assert "training loss, mean over agents, nats per row by optimizer step" in said
+    assert not [word for word in ("exact match", "nats per token") if word in said]
+    pairs = {"preferences": {"n": 40, "accuracies": {"agents": [0.4, 0.6], "crowd": 0.75}}}
+    run = leave_run(tmp_path / "pairs", asked=pairs, objective="dpo")
+    assert main(["compare", str(run), str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "training loss, mean over agents, loss per pair by optimizer step" in said
+    assert "held-out loss of the crowd, nats per token by optimizer step" in said
+    assert "crowd B - crowd A: +0.000 pairs ranked right" in said
 
 
 def test_processes_and_rows_per_step_are_shown_where_they_differ(

@@ -109,6 +109,27 @@ def test_free_text_is_shown_by_its_nll(tmp_path: Path) -> None:
     assert scores(read(done)).startswith("result, step 20: crowd nll 0.5 (agents ")
 
 
+def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None:
+    pairs = running(tmp_path / "pairs", objective="dpo")
+    heads = running(tmp_path / "heads", objective="classification")
+    numbers = running(tmp_path / "numbers", objective="regression", judged_by="nll")
+    values = {"agent0": 0.25, "agent1": 0.75, "crowd": 0.875}
+    line = {f"eval/{who}/{name}": x for who, x in values.items() for name in ("nll", "exact_match", "mse")}
+    ranked = {f"eval/{who}/rewards/accuracies": value / 2 for who, value in values.items()}
+    for folder in (pairs, heads, numbers):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 20, **line, **ranked}) + "\n")
+    told = "evaluation after step 20: crowd"
+    assert scores(read(pairs)) == f"{told} nll 0.875, pairs ranked right 0.438 (agents 0.250)"
+    assert read(pairs).record()["evaluation"]["metric"] == "rewards/accuracies"
+    assert scores(read(heads)) == f"{told} nats per row 0.875, accuracy 0.875 (agents 0.500)"
+    assert scores(read(numbers)) == f"{told} squared error 0.875 (agents 0.5)"
+    done = leave_run(tmp_path / "done", asked={"preferences": {"auroc": {"agents": [0.5, 0.75], "crowd": 0.75}}})
+    status = json.loads((done / "status.json").read_text())
+    (done / "status.json").write_text(json.dumps(status | {"objective": "kto"}))
+    assert scores(read(done)) == "result, step 20: crowd nll 0.5, AUROC of the ratings 0.750 (agents 0.625)"
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"nll": {}}', '{"exact_match": {"agents": []}, "nll": {"crowd": 1}}'])
 def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) -> None:
     folder = leave_run(tmp_path / "run")
@@ -157,6 +178,8 @@ def test_a_clock_ahead_of_ours_makes_no_negative_age(tmp_path: Path) -> None:
 def test_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not the folder of a run"):
         read(tmp_path)
+    with pytest.raises(BadInput, match="there is no such folder"):
+        read(tmp_path / "nowhere")
 
 
 # Which runs

@@ -109,7 +109,7 @@ def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "base: before" in told
     assert main(["compare", str(run), str(run)]) == 0
     compared = capsys.readouterr().out
-    assert "crowd               - (0.5000)" in compared
+    assert "crowd                         - (0.5000)" in compared
     assert "crowd B - crowd A: +0.0000 nats per token" in compared
 
 

@@ -80,7 +80,7 @@ def test_compare_shows_the_trials_of_one_sweep(tmp_path: Path, capsys: pytest.Ca
     sweep = leave(tmp_path / "sweep", "nll")
     assert main(["compare", str(sweep)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["trial", "step", "nll", "learning_rate", "lora_target_modules"]
+    assert lines[0].split() == ["trial", "status", "step", "nll", "learning_rate", "lora_target_modules"]
     assert lines[1].split() == ["2", "completed", "16", "0.3000", "0.002", "q_proj,", "v_proj"]
     assert lines[-1].startswith(f"best: trial 2, trained last in {sweep / 'segments/1'}, ")
     assert main(["compare", str(sweep), "--json"]) == 0

@@ -18,7 +18,7 @@ from ci_llm import embedded
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.run.start.agent_settings import optimizer_groups
-from ci_llm.run.start.counting import eval_samples_of
+from ci_llm.run.start.loading import eval_samples_of
 from tests.run.test_call import StopAt
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
     for line in (
         "auto      learning_rate 0.0002, lora_rank 16, lora_alpha 32: usual for LoRA",
         f"auto      max_seq_length {longest}: the longest row",
-        "auto      eval_samples 50: all evaluations together read at most a third",
+        "auto      eval_samples 50: at most, as far as there are rows: evaluations read a third",
         "auto      max_train_samples null: every row is learned",
         "auto      max_train_steps null: epochs 3 decides",
         "3 rows are held out for it, drawn by seed 42",

@@ -22,6 +22,7 @@ from ci_llm.run.start.agent_settings import schedules
 from ci_llm.run.step.members import CrowdChange, Members, config_of
 from ci_llm.run.step.state import Choice, TrainState
 from tests.support.asked import train_asked
+from tests.support.crowds import bits_in_company
 from tests.support.faults import Fault, said, train
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
@@ -221,6 +222,7 @@ class TestRuns:
         assert "exactness: bitwise" in log
         assert not differences(account(request.getfixturevalue(ends)), account(folder))
 
+    @bits_in_company  # the evaluation after the kill has other batches
     def test_a_run_killed_while_it_evaluates_for_the_decision(
         self, trials: Trials, stays: dict[str, Any], alone: Path
     ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.distributed import process_group
+from ci_llm.distributed import processes as process_group
 from ci_llm.interrupts import Interrupts
 from tests.support.campaign import sampled
 from tools.testbed.elastic import ElasticTrials, Entry, faults, rows_that_count

@@ -161,7 +161,7 @@ def machine_digest() -> str:
 
 
 def layer_digests(folder: Path) -> list[str]:
-    """What the run itself says of the machine, one of each process; see `ci_llm/run/layer_digest.py`."""
+    """What the run itself says of the machine, one of each process; see `ci_llm/run/one_layer.py`."""
     manifest: Any = json.loads((folder / "manifest.json").read_text())
     found: list[str] = manifest["surroundings"]["layer"]["digests"]
     return found

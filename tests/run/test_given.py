@@ -21,10 +21,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaModel, PreTrainedModel
 
 import ci_llm
-from ci_llm.base.given import holds
-from ci_llm.base.load import fingerprint_of
+from ci_llm.base.load import fingerprint_of, holds
 from ci_llm.core.run_folder import BASE_MODEL
-from ci_llm.data.given import kept_rows
+from ci_llm.data.files import kept_rows
 from ci_llm.data.sources import load_rows
 from ci_llm.embedded import BASE_FOLDER
 from tests.run.test_call import KEYS, same
@@ -299,9 +298,9 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "agents of a crowd": (of_a_crowd, r"there are adapters on this model already(.|\n)*crowd.detach\(\)"),
     "on meta": (on_meta, "this model is on meta"),
     "quantised": (quantised, r"this model is quantised(.|\n)*model=NAME"),
-    "without a head": (lambda: LlamaModel(AutoConfig.from_pretrained(BASE_FOLDER)), "a LlamaModel is no causal"),
-    "a module": (lambda: torch.nn.Linear(2, 2), "a Linear is no causal language model"),
-    "a number": (lambda: 3, "a int is no causal language model"),
+    "without a head": (lambda: LlamaModel(AutoConfig.from_pretrained(BASE_FOLDER)), "a LlamaModel is not a causal"),
+    "a module": (lambda: torch.nn.Linear(2, 2), "a Linear is not a causal language model"),
+    "a number": (lambda: 3, "a int is not a causal language model"),
 }
 
 

@@ -176,7 +176,7 @@ def test_with_another_optimizer_the_moments_begin_anew(
     assert train(tmp_path, *now, "max_train_steps=4") == 2
     assert "optimizer was" in capsys.readouterr().err
     assert train(tmp_path, *now, "max_train_steps=4", "allow_inexact_resume=true") == 0
-    assert "the moments of the optimizer begin anew" in capsys.readouterr().out
+    assert "the moments of the optimizer begin again" in capsys.readouterr().out
     saved: Any = load_checkpoint(tmp_path / "final_checkpoint").state["optimizer"]
     names = {"step", "momentum", "hess"} if now else {"step", "exp_avg", "exp_avg_sq"}
     assert all({*moments} == names and float(moments["step"]) == 2 for moments in saved.values())

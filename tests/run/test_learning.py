@@ -15,7 +15,7 @@ import ci_llm
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run import job
-from ci_llm.run.end.report import score_table
+from ci_llm.run.end.result import score_table
 from ci_llm.run.step.callbacks import TrainerControl, TrainerState
 from ci_llm.run.step.members import ask
 from ci_llm.run.step.step_metrics import FIRST, LOOKS, RECENT, Learning

@@ -12,6 +12,7 @@ import pytest
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
 from tests.support import campaign
+from tests.support.crowds import bits_in_company
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 TRIALS = 100 if campaign.in_full else 3
 
 
+@bits_in_company  # an evaluation after a kill has other batches
 @pytest.mark.parametrize("seed", range(TRIALS))
 def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials, seed: int) -> None:
     draw = random.Random(seed)

@@ -182,7 +182,7 @@ def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them
     assert server.run(moments.train_apart, tmp_path / "log", **how) == [0]
     assert server.run(moments.train_apart, tmp_path / "again", ranks=2, **how) == [2, 2]
     said = (tmp_path / "again").read_text()
-    assert f"the processes find different checkpoints to go on from: step {STEPS}, none" in said
+    assert f"the processes find different checkpoints to resume from: step {STEPS}, none" in said
     assert "complete" not in said
 
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config, load_config
 from ci_llm.run.context import Run
-from ci_llm.run.end.report import log_next_steps, next_steps
+from ci_llm.run.end.result import log_next_steps, next_steps
 from ci_llm.run.end.shutdown import command_line
 from ci_llm.run.step.state import Validation
 from tests.report.folders import evaluation
@@ -69,6 +70,19 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     *rest, last = said["longer"]
     assert last == "max_train_steps=..."
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
+
+
+def test_a_run_that_python_called_suggests_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were command lines with `--config /dev/null`."""
+    monkeypatch.chdir(ROOT)
+    command = partial(command_line, replace(LAUNCH, called_at=1.0))
+    own, toy = Config(model_name="there/base", dataset_name="there/rows"), Config()
+    longer, data = (line[11:].split("   ")[0] for line in next_steps(own, command)[-2:])
+    assert longer == "the same call of ci_llm.train with max_train_steps=..."
+    assert data == "the same call of ci_llm.train with dataset_name='my.jsonl', experiment_name='mine'"
+    [line] = [line for line in next_steps(toy, command) if line.startswith("own data")]
+    made = f"ci_llm.train(config={PRESET!r}, dataset_name='my.jsonl', experiment_name='mine')"
+    assert line.removeprefix("own data   ").startswith(made)
 
 
 def test_agents_that_all_have_own_data_are_not_told_to_take_own_data(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any, Final
 
 import pytest
 
-from ci_llm import embedded
+from ci_llm import Crowd, embedded
+from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.cli.main import main
 from tests.run.test_own_settings import keys
+from tests.support import small_run
 from tests.support.agent_facts import facts_of
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -27,9 +31,9 @@ ENTRIES: Final = ("{name: near, seed: 1, beta: 0.5}", "{name: far, seed: 2, beta
 
 def write(folder: Path, kind: str) -> Path:
     """Pairs, rated or labelled rows about the embedded stories, with rows to evaluate on."""
-    for split, count in (("train", ROWS), ("test", EVALUATED)):
+    for split, first, count in (("train", 300, ROWS), ("test", 400, EVALUATED)):
         rows = []
-        for number, story in enumerate(embedded.rows("train")[300 : 300 + count]):
+        for number, story in enumerate(embedded.rows("train")[first : first + count]):
             wrong = story["answer"].split("\n")[-1] + "1"
             rows.append({"prompt": story["question"] + "\n", "chosen": story["answer"], "rejected": wrong})
             if kind == "rated":
@@ -76,6 +80,8 @@ def test_killed_and_resumed(
     # The columns say which objective it is, and a run keeps what it began with.
     assert trials.train(CELL, folder, **own | {"objective": "auto"}) == [0], (folder / "log").read_text()
     assert "exactness: bitwise" in (folder / "run/training.log").read_text()
+    surroundings: Any = read_manifest(folder / "run/final_checkpoint").info["surroundings"]
+    assert surroundings["shared_prompts"] == (name in ("dpo", "reward"))
     assert not differences(account(undisturbed[name]), account(folder))
 
 
@@ -133,6 +139,24 @@ def trained(folder: Path) -> dict[tuple[int, str], float]:
     }
 
 
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_run_keeps_whole_rows_and_to_share_prompts_later_is_no_bitwise_resume(
+    data: Mapping[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run of a release that had not the key, which `before` of the key stands for."""
+    words = [*small_run.WORDS, *(f"{key}={value}" for key, value in data["dpo"].items()), f"output_dir={tmp_path}"]
+
+    def train(steps: int, *more: str) -> str:
+        constant = ("lr_scheduler_type=constant", f"max_train_steps={steps}")
+        assert main(["train", *words, *constant, *more]) == 0
+        return capsys.readouterr().out
+
+    train(1, "shared_prompts=false")
+    assert "exactness: bitwise" in train(2)
+    assert "exactness: sample-exact (shared_prompts False -> True)" in train(3, "shared_prompts=true")
+    assert "exactness: bitwise" in train(4)
+
+
 def test_what_a_run_leaves_says_how_pairs_are_ranked(undisturbed: dict[str, Path]) -> None:
     record = json.loads((undisturbed["dpo"] / "run/evaluation.json").read_text())
     ranked = record["preferences"]
@@ -148,3 +172,65 @@ def test_what_a_run_leaves_says_how_pairs_are_ranked(undisturbed: dict[str, Path
     meta = json.loads((undisturbed["classification"] / "run/final_checkpoint/ci_llm_meta_config.json").read_text())
     assert meta["head"] == {"reads": "texts", "num_labels": 2, "id2label": {"0": "even", "1": "odd"}}
     assert "auroc" in json.loads((undisturbed["kto"] / "run/evaluation.json").read_text())["preferences"]
+
+
+def test_the_start_that_agents_are_compared_with_is_known_again(
+    trials: Trials,
+    data: Mapping[str, dict[str, Any]],
+    undisturbed: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    start, folder = tmp_path / "start", trials.new_folder()
+    for agent in ("agent0", "agent1"):
+        shutil.copytree(undisturbed["dpo"] / "run/final_checkpoint" / agent, start / agent)
+
+    def turn_round() -> None:
+        for old, new in (("agent0", "other"), ("agent1", "agent0"), ("other", "agent1")):
+            (start / old).rename(start / new)
+
+    own = {**keys(*ENTRIES), **data["dpo"], "init_from": start, "reference": "start"}
+    assert trials.train(CELL, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL]
+    turn_round()
+    assert trials.train(CELL, folder, **own) != [0]
+    assert "the adapters of init_from are not those that agents were compared with" in (folder / "log").read_text()
+    turn_round()
+    assert trials.train(CELL, folder, **own) == [0], (folder / "log").read_text()
+    recorded = json.loads((folder / "run/evaluation.json").read_text())["preferences"]
+    assert evaluated(capsys, folder / "run")["preferences"] == recorded
+    turn_round()
+    assert "preferences" not in evaluated(capsys, folder / "run")
+    assert "answers are not ranked" in caplog.text
+    assert "these are not the adapters that the run began with" in caplog.text
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> dict[str, Any]:
+    """What `ci-llm evaluate RUN --json` prints."""
+    capsys.readouterr()
+    assert main(["evaluate", str(run), *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_temperature_of_classes_is_fitted_once_and_kept(
+    undisturbed: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(undisturbed["classification"] / "run", tmp_path / "run"))
+    before = evaluated(capsys, run)
+    made = evaluated(capsys, run, "--calibrate")
+    after = evaluated(capsys, run, "--abstain-below", "0.5")
+    temperature = made["classes"]["temperature"]
+    assert json.loads((run / "calibration.json").read_text())["learned"]["temperature"] == temperature
+    assert made["nll"]["crowd"] == pytest.approx(after["nll"]["crowd"])
+    assert made["nll"]["crowd"] < before["nll"]["crowd"]
+    assert made["nll"]["agents"] == before["nll"]["agents"] == after["nll"]["agents"]
+    assert "temperature" not in before["classes"]
+    assert made["exact_match"] == before["exact_match"]
+    assert (after["sureness"]["by"], after["sureness"]["rows"]) == ("probability", 4)
+    texts = [story["question"] for story in embedded.rows("train")[400 : 400 + EVALUATED]]
+    sure = [max((own.probabilities or {}).values()) for own in Crowd.from_pretrained(run).score(texts)]
+    assert 0 < after["sureness"]["abstention"]["answered"] * 4 <= sum(p >= 0.5 for p in sure)
+    assert evaluated(capsys, run, "--calibrate")["classes"]["temperature"] == pytest.approx(temperature)
+    assert main(["evaluate", str(undisturbed["reward"] / "run"), "--calibrate"]) == 2
+    assert "heads that give no probabilities" in capsys.readouterr().err

@@ -157,7 +157,9 @@ def test_generators_return_in_as_many_processes_and_begin_from_a_key_in_others(p
 def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool | str, is_sure: bool) -> None:
     """With `auto`, attention keeps its other backward pass and warns once."""
     run: Any = SimpleNamespace(
-        crowd=SimpleNamespace(device=torch.device("cuda:0"), agents=SimpleNamespace(pass_per_agent=False)),
+        crowd=SimpleNamespace(
+            device=torch.device("cuda:0"), agents=SimpleNamespace(pass_per_agent=False), shares_prompts=False
+        ),
         processes=SimpleNamespace(num_processes=1),
         config=Config(),
         bits={},

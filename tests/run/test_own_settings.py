@@ -12,6 +12,7 @@ import pytest
 from ci_llm.crowd.crowd import Crowd
 from tests.support import campaign
 from tests.support.agent_facts import facts_of
+from tests.support.crowds import bits_in_company
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -43,6 +44,7 @@ def complete(trials: Trials, cell: Cell, *entries: str) -> Path:
     return folder
 
 
+@bits_in_company
 @pytest.mark.parametrize("k", range(len(MIXED)), ids=["small", "dropping", "few layers", "large"])
 def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, k: int) -> None:
     alone = facts_of(complete(trials, Cell(accumulation=2), MIXED[k]), "agent0")

@@ -149,16 +149,6 @@ def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.Monke
     assert shutdown.command_line(launched) == " ".join(command)
 
 
-def test_in_a_notebook_the_command_is_one_for_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What started the process there is the kernel; IPython sets `sys.ps1`, as the interpreter does at its prompt."""
-    kernel = ["/venv/bin/python", "-m", "ipykernel_launcher", "-f", "/home/me/kernel-1.json"]
-    monkeypatch.setattr(sys, "orig_argv", kernel)
-    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    words = ("num_agents=2",)
-    line = shutdown.command_line(launch("python", words=words))
-    assert line == f"{shutdown.shell_line([sys.executable])} -m ci_llm train num_agents=2"
-
-
 @pytest.mark.parametrize(
     ("words", "changes", "rest"),
     [

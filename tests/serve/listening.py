@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 import httpx
-import uvicorn
 
 from ci_llm.serve.app import Service
+from ci_llm.serve.start import server_of
 from tools.testbed.events import DEADLINE_S
 
 QUESTION = "Ann has 7 pens. Then the number becomes 3 times as big. Ann breaks 6. How many pens are left?"
@@ -34,9 +34,7 @@ class Listening:
     def __init__(self, service: Service, key: str | None = None) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(service.app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-        )
+        self._server = server_of(service)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self.key, self.headers = key, {} if key is None else {"Authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=DEADLINE_S, trust_env=False)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci_llm.serve.body import ChatBody, CompletionBody, checked, parsed
-from ci_llm.serve.problem import ApiProblem
+from ci_llm.serve.body import ApiProblem, ChatBody, CompletionBody, checked, parsed
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
 

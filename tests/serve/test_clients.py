@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,21 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.generation import Continuation
+from ci_llm.crowd.scoring import score
+from ci_llm.data.batches import pack
 from ci_llm.embedded import BASE_FOLDER, rows
-from ci_llm.integrations.lm_eval import CrowdLM
 from tests.serve.listening import QUESTION, Listening, chat
+from tests.support.crowds import K
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:langchain")]
 
+#: Tokens that the embedded base reads.
+CONTEXT = 512
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 
@@ -119,23 +126,71 @@ def test_curl_asks_without_a_content_type(served: Listening, answer: str) -> Non
     assert subprocess.run(asked, capture_output=True, check=True, text=True).stdout.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(("model", "agent"), [("crowd", "crowd"), ("agent1", 1)])
-def test_lm_eval_scores_over_http_as_at_home(
-    served: Listening, saved: Path, model: str, agent: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def harness(served: Listening, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LocalCompletionsAPI]:
+    """The client of lm-eval for a model that is served."""
     monkeypatch.setenv("OPENAI_API_KEY", str(served.key))
-    over_http = LocalCompletionsAPI(
-        model=model, base_url=f"{served.url}/v1/completions", tokenizer=str(BASE_FOLDER), max_length=512, batch_size=3
+    address, tokenizer = f"{served.url}/v1/completions", str(BASE_FOLDER)
+    return lambda name: LocalCompletionsAPI(
+        model=name, base_url=address, tokenizer=tokenizer, max_length=CONTEXT, batch_size=3
     )
-    at_home = CrowdLM(str(saved), agent=agent, batch_size=3, device="cpu")
+
+
+def nats(crowd: Crowd, who: int, ids: Sequence[int], first: int) -> float:
+    """Log-likelihood of the tokens from `first` on: the crowd's own scores, in this process."""
+    found = score(crowd, [pack([Continuation.after(ids[:first], ids[first:])], [0])], "probability")
+    assert found is not None
+    return -float(found.nll[who, 0])
+
+
+@pytest.mark.parametrize(("model", "who"), [("crowd", K), ("agent1", 1)])
+def test_lm_eval_scores_over_http_as_at_home(
+    harness: Callable[[str], LocalCompletionsAPI], crowd: Crowd, model: str, who: int
+) -> None:
+    over_http = harness(model)
     pairs = [(row["question"] + "\n", row["answer"]) for row in rows("test")[:5]]
-    tokens = [
-        (pair, at_home.tok_encode(pair[0], add_special_tokens=False), at_home.tok_encode(pair[1])) for pair in pairs
+    asked = [(pair, *(over_http.tok_encode(text, add_special_tokens=False) for text in pair)) for pair in pairs]
+    found = over_http._loglikelihood_tokens(asked, disable_tqdm=True)
+    wanted = [nats(crowd, who, [*question, *answer], len(question)) for _, question, answer in asked]
+    assert [each for each, _ in found] == pytest.approx(wanted, abs=1e-5)
+    assert len(set(wanted)) == 5
+
+
+def test_lm_eval_s_own_model_gives_an_agent_the_same_scores(
+    harness: Callable[[str], LocalCompletionsAPI], saved: Path
+) -> None:
+    over_http = harness("agent1")
+    alone = HFLM(str(BASE_FOLDER), peft=str(saved / "agent1"), device="cpu", batch_size=3, dtype="float32")
+    pairs = [(row["question"] + "\n", row["answer"]) for row in rows("test")[:5]]
+    asked = [Instance("loglikelihood", {}, pair, at) for at, pair in enumerate(pairs)]
+    found, wanted = (each.loglikelihood(asked, disable_tqdm=True) for each in (over_http, alone))
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in wanted], abs=1e-4)
+
+
+def test_lm_eval_reads_a_text_longer_than_the_context_in_windows_and_each_token_once(
+    harness: Callable[[str], LocalCompletionsAPI], crowd: Crowd
+) -> None:
+    over_http = harness("crowd")
+    text = " ".join(row["question"] for row in rows("test")[:40])
+    ids = over_http.tok_encode(text)
+    assert len(ids) > 2 * CONTEXT
+    [found] = over_http.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    size = CONTEXT - 2  # one place for the token before the first, one for the new token that its API asks for
+    wanted = nats(crowd, K, [over_http.prefix_token_id, *ids[:size]], 1)
+    for end in (*range(2 * size, len(ids), size), len(ids)):
+        begin, known = max(0, end - size - 1), (end - 1) // size * size
+        wanted += nats(crowd, K, ids[begin:end], known - begin)
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_lm_eval_lets_the_crowd_answer(harness: Callable[[str], LocalCompletionsAPI], served: Listening) -> None:
+    asked = [
+        Instance("generate_until", {}, (row["question"], {"until": ["="], "max_gen_toks": 8}), at)
+        for at, row in enumerate(rows("test")[:3])
     ]
-    wanted = at_home._loglikelihood_tokens(tokens)
-    found = over_http._loglikelihood_tokens(tokens, disable_tqdm=True)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
-    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-5)
-    asked = [Instance("generate_until", {}, (row["question"], {"until": ["="], "max_gen_toks": 8}), at)
-             for at, row in enumerate(rows("test")[:3])]  # fmt: skip
-    assert over_http.generate_until(asked, disable_tqdm=True) == at_home.generate_until(asked)
+    wanted = [
+        served.complete(prompt=row["question"], max_tokens=8, stop="=")["choices"][0]["text"]
+        for row in rows("test")[:3]
+    ]
+    assert harness("crowd").generate_until(asked, disable_tqdm=True) == wanted

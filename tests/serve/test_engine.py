@@ -13,7 +13,7 @@ import pytest
 
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import rows
-from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.errors import BadInput, CiLlmError, ModelError
 from ci_llm.serve.options import Options
 from ci_llm.serve.remote import of_engine
 from tests.serve.listening import Listening, chat
@@ -26,7 +26,7 @@ QUESTIONS: list[str] = [row["question"] for row in rows("test")[:6]]
 @pytest.fixture(scope="module")
 def voting(served: Listening, saved: Path) -> Iterator[Listening]:
     """Our own server is the engine."""
-    with Listening(of_engine(str(saved), served.url, Options(engine_key=served.key))) as listening:
+    with Listening(of_engine(Options(run=str(saved), engine=served.url, engine_key=served.key))) as listening:
         yield listening
 
 
@@ -130,7 +130,7 @@ def stand_in() -> Iterator[tuple[str, type[StandIn]]]:
 
 def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
     url, engine = stand_in
-    with Listening(of_engine(str(saved), f"{url}/", Options(name="mine"))) as voting:
+    with Listening(of_engine(Options(run=str(saved), engine=f"{url}/", name="mine"))) as voting:
         models = [model["id"] for model in voting.http.get("/v1/models").json()["data"]]
         assert models == ["mine", "agent0", "agent1", "agent2", "base"]
         engine.asked.clear()
@@ -154,14 +154,16 @@ def test_an_engine_is_asked_at_the_start_for_what_is_needed(stand_in: tuple[str,
     url, engine = stand_in
     engine.echoes = False
     with pytest.raises(BadInput, match="gives no log-probabilities of a prompt"):
-        of_engine(str(saved), url, Options())
+        of_engine(Options(run=str(saved), engine=url))
     engine.models = MODELS[:3]
     with pytest.raises(BadInput, match="has no model agent2") as refusal:
-        of_engine(str(saved), url, Options())
+        of_engine(Options(run=str(saved), engine=url))
     assert "--lora-modules" in str(refusal.value.hint)
     engine.do_GET = lambda self: self.reply({"data": ["a name"]})  # type: ignore[method-assign]
     with pytest.raises(CiLlmError, match="does not list its models"):
-        of_engine(str(saved), url, Options())
+        of_engine(Options(run=str(saved), engine=url))
     with pytest.raises(CiLlmError, match="does not answer") as silent:
-        of_engine(str(saved), "http://127.0.0.1:9", Options())
+        of_engine(Options(run=str(saved), engine="http://127.0.0.1:9"))
     assert silent.value.exit_code == 1
+    with pytest.raises(ModelError, match="nowhere"):
+        of_engine(Options(run=str(saved), engine=url, base_model="nowhere"))

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -25,7 +26,7 @@ from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
 from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run, run_until_signal
+from ci_llm.serve.start import of_run, run_until_signal, server_of
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.children import Child
@@ -95,6 +96,32 @@ def test_pages_of_other_sites_may_not_ask_a_server_without_a_key(wide: Listening
     assert status(origin="https://behind.a.proxy", sec_fetch_site="same-origin") == 200
     assert status(origin="https://elsewhere.example") == status(origin="null") == 403
     assert status(origin=wide.url, sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/"])
+def test_a_name_that_is_pointed_at_this_machine_reaches_no_server_without_a_key(
+    wide: Listening, served: Listening, path: str
+) -> None:
+    def answer(host: str, listening: Listening = wide) -> httpx.Response:
+        return listening.http.get(path, headers={"host": host})
+
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
+        assert answer(host).status_code == 200
+    for host in ("rebound.example", "rebound.example:8000", "127.0.0.1.example", "localhost.example:80", "[::2]:8000"):
+        refusal = answer(host)
+        assert refusal.status_code == 403
+        assert refusal.json()["error"]["code"] == "unknown_host"
+    assert answer("rebound.example", served).status_code == 200, "its page does not know the key"
+    elsewhere = of_run(disturbed_crowd(), Options(host="0.0.0.0"))
+    with Listening(elsewhere) as listening:
+        assert answer("our.machine:8000", listening).status_code == 200, "its names are not known"
+
+
+def test_an_idle_connection_is_kept_for_longer_than_clients_keep_it() -> None:
+    """Whoever is the first to close must be the client: a request may be on its way when the server closes."""
+    of_clients = {"openai": openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry, "aiohttp": 15.0, "nginx": 60.0}
+    kept = server_of(of_run(disturbed_crowd(), Options())).config.timeout_keep_alive
+    assert all(kept > (each or 0) for each in of_clients.values())
 
 
 def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
@@ -277,7 +304,7 @@ def is_up(http: httpx.Client) -> bool:
 
 
 def test_a_port_that_is_taken_is_refused(served: Listening) -> None:
-    service, port = of_run(disturbed_crowd(), Options()), int(served.url.rpartition(":")[2])
+    service = of_run(disturbed_crowd(), Options(port=int(served.url.rpartition(":")[2])))
     with pytest.raises(BadInput, match="cannot listen") as refusal:
-        run_until_signal(service, "127.0.0.1", port)
+        run_until_signal(service)
     assert refusal.value.hint == "another program listens there: give another --port"

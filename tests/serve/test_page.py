@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ci_llm.crowd.decoding import Request
+from ci_llm.serve.jobs import TextJob
 from ci_llm.serve.options import Options
 from ci_llm.serve.start import of_run
 from tests.report.test_story import CONTRAST
@@ -90,7 +93,16 @@ def test_a_question_is_answered_and_each_agent_is_one_click_away(
     }  # fmt: skip
 
 
-def test_an_answer_can_be_stopped_and_asked_for_again(browser: Browser, open_to_all: Listening) -> None:
+def test_an_answer_can_be_stopped_and_asked_for_again(
+    browser: Browser, open_to_all: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, take = threading.Event(), TextJob.take
+
+    def take_slowly(job: TextJob, request: Request) -> bool:
+        assert len(request.tokens) < 9 or stopped.wait(DEADLINE_S)
+        return take(job, request)
+
+    monkeypatch.setattr(TextJob, "take", take_slowly)
     endless = "const once = fetch; window.fetch = (path, how) => once(path, how && how.body ? {...how, body:"
     endless += " JSON.stringify({...JSON.parse(how.body), ignore_eos: true, ci_llm: undefined})} : how); 1"
     browser.evaluate(endless)
@@ -100,6 +112,7 @@ def test_an_answer_can_be_stopped_and_asked_for_again(browser: Browser, open_to_
     press(browser, "Escape", 27)
     answered(browser)
     assert "Stopped." in browser.evaluate("document.querySelector('.answered').textContent")
+    stopped.set()
     open_to_all.wait_for((0, 0))
     browser.evaluate("window.fetch = once; document.querySelector('.retry').click(); 1")
     answered(browser)

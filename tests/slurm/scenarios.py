@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import xxhash
 
-from ci_llm.checkpoints.folders import numbered_steps
+from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster import slurm
 from ci_llm.core.run_folder import read_failures, record_attempt

@@ -334,12 +334,11 @@ def test_told_to_stop_between_two_attempts_it_launches_nothing_more(folder: Path
         assert terminal.wait() == 75, terminal.text
     assert "SIGTERM: launching nothing more" in terminal.text
     told = log_of(folder)
-    assert "interrupted: the script begins anew next time, unless it resumes by itself" in told
+    assert "interrupted: the script begins again next time, unless it resumes by itself" in told
     assert "attempt 2" not in told
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are not ours; run on Linux")
 def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     (folder / "leaves.py").write_text(
         "import os, psutil, subprocess, time\n"

@@ -164,7 +164,7 @@ def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: l
     first_fast(
         [
             (["batch_size=none"], ["batch_size is 'none'"]),
-            (["num_agent=3"], ["num_agent is no key", "did you mean num_agents?"]),
+            (["num_agent=3"], ["num_agent is not a key", "did you mean num_agents?"]),
             (["--lr-key", "lr"], ["the trainer of this project takes no --lr-key", "write --config FILE"]),
             (
                 ["--config-name", "mine"],

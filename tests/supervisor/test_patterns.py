@@ -243,7 +243,7 @@ def test_no_line_takes_long(piece: str) -> None:
     started = time.process_time()
     for start in range(0, len(data), 1 << 16):
         splitter.feed(data[start : start + (1 << 16)])
-    splitter.feed(b"", final=True)
+    splitter.feed(b"")
     assert time.process_time() - started < LONG_S
 
 
@@ -320,7 +320,7 @@ def test_lines_are_the_same_in_whatever_pieces_they_arrive(size: int) -> None:
     splitter = LineSplitter(lines.append)
     for start in range(0, len(data), size):
         splitter.feed(data[start : start + size])
-    splitter.feed(b"", final=True)
+    splitter.feed(b"")
     assert lines == ["eins", "zwei é", "Loss=nan", "rest ohne Ende \U0001f680"]
 
 

@@ -26,7 +26,6 @@ def end_of(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans are found by their session; run on Linux")
 @pytest.mark.parametrize("order", ["parent-first", "children-first"])
 def test_an_orphan_whose_parent_ends_during_the_look_may_save(tmp_path: Path, order: str) -> None:
     assert end_of(tmp_path, "dying_launcher.py", order) == "killed [], saved True\n"

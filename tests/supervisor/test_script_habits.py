@@ -209,7 +209,7 @@ def test_a_checkpoint_that_an_earlier_call_left_is_resumed_from(tmp_path: Path) 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ckpt").write_text("30")
     told = run(tmp_path, "--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT)
-    assert "the script goes on: --init_from=resume (to begin anew, move its checkpoints away)" in told
+    assert "the script goes on: --init_from=resume (to begin again, move its checkpoints away)" in told
     assert begins(told) == ["resume at step 30"]
 
 
@@ -233,7 +233,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     resumption = Resumption("--resume_from_checkpoint '{checkpoint}' ckpt_path={checkpoint}", "out/checkpoint-*", {})
     assert resumption.words() == []
-    assert resumption.rerun_effect == "the same command begins anew, for there is no out/checkpoint-*"
+    assert resumption.rerun_effect == "the same command begins again, for there is no out/checkpoint-*"
     for step, written in ((500, 3), (1000, 5), (1500, 4)):
         path = tmp_path / "out" / f"checkpoint-{step}"
         path.mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     ("on_retry", "told"),
     [
         (None, "unless it resumes by itself"),
-        ("--init_from=resume", "begins anew; with --init_from=resume it goes on"),
+        ("--init_from=resume", "begins again; with --init_from=resume it goes on"),
     ],
 )
 def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(

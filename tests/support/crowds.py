@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from ci_llm.base.load import load_base
@@ -14,6 +15,19 @@ from ci_llm.data.prompts import Prompter, PromptForm
 from ci_llm.lora.layer import LoraSettings
 
 K = 3
+
+
+def _rows_are_alike() -> bool:
+    x, weight = (torch.arange(64.0 * rows).sin().view(rows, 64) for rows in (32, 48))
+    whole = torch.nn.functional.linear(x, weight)
+    return all(torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n]) for n in range(4, 32))
+
+
+#: Bits in any company, and in batches of any size, are promised where a row of a product does not depend on how many
+#: more there are.
+bits_in_company = pytest.mark.skipif(
+    not _rows_are_alike(), reason="the bits of this CPU's products depend on the number of rows; one with AVX2"
+)
 
 
 def disturbed_crowd(form: PromptForm = "chat") -> Crowd:

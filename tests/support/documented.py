@@ -153,7 +153,7 @@ def run_line(line: str, stage: Path, *, trains: bool = False, reads: bool = Fals
         case "make", target:
             assert f"\n{target}:" in (stage / "Makefile").read_text()
         case "pip", "install", what:
-            extra = re.fullmatch(r"(?:ci-llm|\.)\[([\w-]+)\]|ci-llm|[\w-]+", what)
+            extra = re.fullmatch(r"(?:ci-llm|\.)\[([\w-]+)\]|ci-llm|[\w-]+(?:\[\w+\])?", what)
             assert extra
             assert extra[1] is None or f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text()
         case "cp", "-r", source, target if (stage / source).is_dir():

@@ -32,9 +32,9 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches
-from ci_llm.lora import joined, layer
+from ci_llm.lora import kernels, layer
 from ci_llm.run import loop
-from ci_llm.run.end import report, shutdown
+from ci_llm.run.end import result, shutdown
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
 from tools.testbed.events import DEADLINE_S, reads_again, wait_until, wait_until_committed
@@ -169,7 +169,7 @@ def in_a_product(fault: Fault, strike: Callable[[], None]) -> None:
         if done[Now.step] == fault.amount and Now.strikes(fault):
             strike()
 
-    for function in (layer._FusedLinear, joined._JoinedLinears):
+    for function in (layer._FusedLinear, kernels._JoinedLinears):
         for name in ("forward", "backward"):
             wrap(function, name, count)
             setattr(function, name, staticmethod(getattr(function, name)))
@@ -334,7 +334,7 @@ def no_report(fault: Fault) -> None:
         if Now.strikes(fault):
             raise RuntimeError("nothing can be drawn")
 
-    wrap(report, "write_report", strike)
+    wrap(result, "write_report", strike)
 
 
 def terminate(fault: Fault) -> None:

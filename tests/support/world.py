@@ -112,7 +112,8 @@ def lose_a_peer(processes: Any) -> dict[str, Any]:
 def main(folder: Path, then: str) -> None:
     with Interrupts() as interrupts:
         launch = read_launch()
-        armed = not launch.forwards_sigterm and die_with_parent()
+        if not launch.forwards_sigterm:
+            die_with_parent()
         from ci_llm.distributed.processes import Processes
 
         processes = Processes(CONFIG)  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ def main(folder: Path, then: str) -> None:
         if then == "die":
             told |= lose_a_peer(processes)
         if then == "wait":
-            print("waiting", armed, flush=True)
+            print("waiting", flush=True)
             told["heard"] = interrupts.wait(300) and interrupts.stop_reason
         told["left"] = processes.shutdown()
         told["tokens left"] = [path.name for path in folder.rglob(".launch-*")] if then != "die" else []

@@ -10,7 +10,7 @@ import torch
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from ci_llm.errors import ForeignCheckpoint
-from ci_llm.sweep.handover import CheckpointMember, compose
+from ci_llm.sweep.handover import compose
 
 LISTS = ("state.skipped", "state.healing.agents", "meta.sizes")
 
@@ -35,7 +35,7 @@ def written(folder: Path, step: int = 5, **how: Any) -> Checkpoint:
 
 def test_members_take_everything_of_their_own_along(tmp_path: Path) -> None:
     one, other = written(tmp_path / "a", count=3, mark=1), written(tmp_path / "b", count=11, mark=2)
-    found = compose([CheckpointMember(one, 2), CheckpointMember(other, 10), CheckpointMember(one, 0)], LISTS)
+    found = compose([(one, 2), (other, 10), (one, 0)], LISTS)
     assert [int(found[f"agent{k}/adapter"]["w"]) for k in range(3)] == [102, 210, 100]
     assert {key: int(value["m"]) for key, value in found["optimizer"].items()} == {
         "agent0": 102,
@@ -54,12 +54,12 @@ def test_members_take_everything_of_their_own_along(tmp_path: Path) -> None:
 def test_a_member_without_an_entry_in_a_tree_has_none_afterwards(tmp_path: Path) -> None:
     """As an agent that no optimizer has moved yet."""
     moved, fresh = written(tmp_path / "a", count=2, mark=1), written(tmp_path / "b", count=2, mark=2, moments=False)
-    assert [*compose([CheckpointMember(moved, 1), CheckpointMember(fresh, 0)])["optimizer"]] == ["agent0"]
+    assert [*compose([(moved, 1), (fresh, 0)])["optimizer"]] == ["agent0"]
 
 
 def test_what_cannot_train_together_is_refused(tmp_path: Path) -> None:
     one, later = written(tmp_path / "a", count=2, mark=1), written(tmp_path / "b", step=6, count=2, mark=2)
     with pytest.raises(ForeignCheckpoint, match="agents of different steps cannot train together: 5, 6"):
-        compose([CheckpointMember(one, 0), CheckpointMember(later, 0)])
+        compose([(one, 0), (later, 0)])
     with pytest.raises(ForeignCheckpoint, match="there is no agent7"):
-        compose([CheckpointMember(one, 7)])
+        compose([(one, 7)])

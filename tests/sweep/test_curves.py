@@ -1,9 +1,8 @@
-"""Every trial has one run in a tracker, which goes on over its segments, whenever the sweep is killed."""
+"""Every segment of a sweep is one run of a tracker, in the group of the sweep, also where the sweep is interrupted."""
 
 from __future__ import annotations
 
 import json
-import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,39 +32,40 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def runs(sweep: Path) -> dict[str, dict[str, Any]]:
-    """Trial -> ids, groups and settings of its runs, and step -> names of what they hold, in order."""
+    """Segment -> ids, names, groups and settings of its runs, and the steps that have a loss of agent 0, in order."""
     found: dict[str, dict[str, Any]] = {}
-    for file in sorted(sweep.glob("trackers/*/wandb/offline-run-*/*.wandb")):
-        told = found.setdefault(file.relative_to(sweep).parts[1], {"ids": set(), "group": set(), "lines": []})
+    for file in sorted(sweep.glob("segments/*/wandb/offline-run-*/*.wandb")):
+        segment = file.relative_to(sweep).parts[1]
+        told = found.setdefault(segment, {"ids": set(), "names": set(), "groups": set(), "steps": []})
         for each in records(file):
             if each.HasField("run"):
                 told["ids"].add(each.run.run_id)
-                told["group"].add(each.run.run_group)
+                told["names"].add(each.run.display_name)
+                told["groups"].add(each.run.run_group)
             if each.HasField("config"):
                 told |= {item.key: json.loads(item.value_json) for item in each.config.update if item.key}
             if each.HasField("history"):
                 values = {item.key or item.nested_key[0]: item.value_json for item in each.history.item}
-                told["lines"].append((int(values["step"]), {name for name in values if "/" in name}))
+                if "train/agent0/loss" in values:
+                    told["steps"].append(int(values["step"]))
     return found
 
 
-def test_a_trial_is_one_run_in_the_group_of_its_sweep(server: ForkServer, tmp_path: Path) -> None:
-    """The sweep is killed before it has sent what its first segment has logged."""
+def test_a_segment_is_one_run_in_the_group_of_its_sweep(server: ForkServer, tmp_path: Path) -> None:
+    """The sweep is interrupted in its first segment, and resumes it."""
     how: dict[str, Any] = {"folder": str(tmp_path), "command": "sweep", "arguments": words(**KEYS)}
     how["environment"] = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    killed = server.run(called, tmp_path / "log", place="ci_llm.sweep.curves.Curves.send", call=2, **how)
-    assert killed == [-signal.SIGKILL], (tmp_path / "log").read_text()
+    place = "ci_llm.checkpoints.store.CheckpointStore._prune"
+    stopped = server.run(called, tmp_path / "log", place=place, call=3, sent="SIGTERM", **how)
+    assert stopped == [75], (tmp_path / "log").read_text()
     assert server.run(called, tmp_path / "log", **how) == [0], (tmp_path / "log").read_text()
     found, told = runs(tmp_path / "run"), record(tmp_path)
-    assert [*found] == ["trial0", "trial1"]
-    assert len({id for run in found.values() for id in run["ids"]}) == 2, "a trial is one run"
-    for trial in told["trials"]:
-        run = found[f"trial{trial['id']}"]
-        assert run["group"] == {"run"}
-        assert run["learning_rate"] == trial["settings"]["learning_rate"]
-        ends = (4, 8)[: trial["rung"]]
-        assert [step for step, _ in run["lines"]] == [*range(2, ends[-1] + 1, 2)], "each line once, over all segments"
-        assert [step for step, names in run["lines"] if "score/nll" in names] == [*ends]
-        assert all({"train/loss", "train/learning_rate"} <= names for _, names in run["lines"])
-        assert [*(tmp_path / f"run/tensorboard/trial{trial['id']}").iterdir()]
-    assert not [*(tmp_path / "run/segments").glob("*/wandb")], "segments are no runs of a tracker"
+    assert [*found] == [str(segment["number"]) for segment in told["segments"]]
+    for segment in told["segments"]:
+        run = found[str(segment["number"])]
+        assert len(run["ids"]) == 1, "a resumed segment continues its run"
+        assert run["groups"] == {"run"}
+        assert f"run-{segment['number']}" in run["names"], "the name says which sweep and segment it is"
+        assert {*run["steps"]} == ({2, 4}, {6, 8})[segment["rung"]]
+        assert all(f"trial{id}" in run["agents"] for id in segment["trials"])
+        assert [*(tmp_path / f"run/segments/{segment['number']}/tensorboard").iterdir()]

@@ -344,7 +344,7 @@ def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: P
 
 
 def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_folder: Folder) -> None:
-    """Ranks and layers differ; a pack puts equal shapes side by side; every trial has a run of TensorBoard."""
+    """Ranks and layers differ; a pack puts equal shapes side by side; every segment has its curves in TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = new_folder()
@@ -370,13 +370,14 @@ def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_
         shapes = [str({**told["trials"][id]["settings"], "learning_rate": 0}) for id in segment["trials"]]
         assert shapes == sorted(shapes)
     best = told["trials"][told["best"]]
-    curves = EventAccumulator(str(folder / f"run/tensorboard/trial{best['id']}"))
-    curves.Reload()
-    assert [(e.step, pytest.approx(e.value)) for e in curves.Scalars("score/nll")] == [
-        (step, score) for step, score in zip((4, 8), best["scores"], strict=True)
-    ]
-    assert [e.step for e in curves.Scalars("train/loss")] == [2, 4, 6, 8]
-    assert "_hparams_/session_start_info" in curves.summary_metadata
+    trained = [each for each in told["segments"] if best["id"] in each["trials"]]
+    for segment, steps, score in zip(trained, ([2, 4], [6, 8]), best["scores"], strict=True):
+        curves = EventAccumulator(str(folder / f"run/segments/{segment['number']}/tensorboard"))
+        curves.Reload()
+        agent = f"agent{segment['trials'].index(best['id'])}"
+        assert [e.step for e in curves.Scalars(f"train/{agent}/loss")] == steps
+        last = curves.Scalars(f"eval/{agent}/nll")[-1]
+        assert (last.step, last.value) == (steps[-1], pytest.approx(score))
     assert math.isfinite(best["score"])
 
 

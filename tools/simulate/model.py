@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 from numpy.random import Generator
 from pydantic import Field, ValidationError
 
-from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.parsing import (

@@ -138,14 +138,30 @@ def _wait_for_end(family: int, pids: list[int]) -> bool:
     return bool(ready)
 
 
+#: Descriptors of the sockets that claim the ports that this process has given out last.
+_claims: list[int] = []
+_KEPT = 32
+
+
 def free_port() -> int:
-    """A port of this machine that nobody has right now, and that no outgoing connection will be given."""
+    """A port that nobody has right now, that no outgoing connection will be given, and that no other test has claimed.
+
+    The world of a test listens at its port seconds later. Of two worlds with one port, the processes of the one that
+    comes second join the other world, and wait there for each other.
+    """
+    while len(_claims) >= _KEPT:
+        os.close(_claims.pop(0))
     while True:
         # Linux gives out 32768 and above; the global generator may be seeded, in two workers alike.
         port = random.SystemRandom().randrange(16000, 32000)
+        # An abstract name, which is free again when this process and all that it has forked are gone.
+        claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(f"\0ci-llm-tests-{port}")
             probe.bind(("127.0.0.1", port))
+            _claims.append(claim.detach())
             return port
+        claim.close()
 
 
 def _become(request: dict[str, Any], rank: int, port: str) -> None:

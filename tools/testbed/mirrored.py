@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ci_llm.checkpoints.folders import committed
+from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.state_files import take_snapshot

@@ -208,7 +208,7 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(module, Crowd):
-            if min(inputs[0].sample_ids) >= 0 and not reads_again(module):  # below 0 it is no step: see layer_digest.py
+            if min(inputs[0].sample_ids) >= 0 and not reads_again(module):  # below 0 it is no step: see one_layer.py
                 witness.sees(list(inputs[0].sample_ids))
         elif isinstance(module, PreTrainedModel) and not torch.is_grad_enabled():
             witness.sees_evaluation()

@@ -26,11 +26,10 @@ class SaveRequest:
     """A checkpoint that is to be made.
 
     Attributes:
-        store: of the same folder on every process; only process 0 acquires its lease.
+        store: the store of the same folder on every process; only process 0 acquires its lease.
         entries: the state, on each process that writes; empty on the others.
-        info: of the manifest.
+        info: plain values for the manifest.
         keep: steps that pruning spares.
-        asynchronous: whether the save runs in a thread.
     """
 
     store: CheckpointStore
@@ -38,7 +37,6 @@ class SaveRequest:
     entries: Sequence[StateEntry]
     info: Mapping[str, object]
     keep: Collection[int]
-    asynchronous: bool
 
 
 class Backend(Protocol):
@@ -47,8 +45,16 @@ class Backend(Protocol):
     #: Whether every process writes; otherwise process 0 does.
     all_write: bool
 
+    def connect(self, *, asynchronous: bool) -> None:
+        """Open the connections that saves use, if they are not open. A collective at the first call.
+
+        Args:
+            asynchronous: whether saves run in a thread.
+        """
+        ...
+
     def prepare(self, request: SaveRequest) -> SaveTask | None:
-        """What this process has to do; None: nothing. A collective at the first call.
+        """What this process has to do, once it is connected; None for nothing.
 
         Raises:
             CheckpointError: the processes cannot save this state together; on every process.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,13 +33,8 @@ from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, PeerLost
 
-
-@dataclass
-class Part:
-    """What one process writes, and how many bytes of tensors that is."""
-
-    entries: list[StateEntry] = field(default_factory=list)
-    nbytes: int = 0
+#: What one process writes.
+Part: TypeAlias = "list[StateEntry]"
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
         CheckpointError: two keys of the state would share a file.
     """
     if count == 1:
-        return [Part(list(entries), sum(entry.nbytes for entry in entries))]
+        return [list(entries)]
     fair = sum(entry.nbytes for entry in entries) / count
     texts = [entry for entry in entries if not entry.tensors]
     whole = {entry.key: entry for entry in entries if entry.form == "tensors"}
@@ -86,14 +81,11 @@ def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
     pieces += [_Piece(key, t.nbytes, name, t) for key, tensors in spread.items() for name, t in tensors.items()]
 
     shares = _deal_out(pieces, count)
-    parts = [
-        Part([whole[piece.key] for piece in share if piece.tensor is None], sum(piece.nbytes for piece in share))
-        for share in shares
-    ]
-    parts[0].entries += texts
+    parts = [[whole[piece.key] for piece in share if piece.tensor is None] for share in shares]
+    parts[0] += texts
     for key in spread:
         _spread(key, shares, parts)
-    _require_own_files([entry for part in parts for entry in part.entries])
+    _require_own_files([entry for part in parts for entry in part])
     return parts
 
 
@@ -114,11 +106,11 @@ def _spread(key: str, shares: Sequence[Sequence[_Piece]], parts: Sequence[Part])
     where: dict[str, str] = {}
     for number, (part, tensors) in enumerate(held, start=1):
         shard = StateEntry.flat(f"{key}-{number:05d}-of-{len(held):05d}", tensors)
-        part.entries.append(shard)
+        part.append(shard)
         where |= dict.fromkeys(sorted(tensors), *shard.file_names)
     total = sum(tensor.nbytes for _, tensors in held for tensor in tensors.values())
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
-    parts[0].entries.append(StateEntry(index_name(key), "bytes", index.encode()))
+    parts[0].append(StateEntry(index_name(key), "bytes", index.encode()))
 
 
 def _require_own_files(entries: Sequence[StateEntry]) -> None:
@@ -131,7 +123,7 @@ def _require_own_files(entries: Sequence[StateEntry]) -> None:
 
 def outline(parts: Sequence[Part]) -> str:
     """A digest of which process writes which tensors, of which shapes, under which names."""
-    files = [sorted((entry.key, entry.form, _shapes(entry)) for entry in part.entries) for part in parts]
+    files = [sorted((entry.key, entry.form, _shapes(entry)) for entry in part) for part in parts]
     return digest([repr(files).encode()])
 
 
@@ -181,7 +173,7 @@ class PartWriter:
         if not self._is_compared:
             self._require_one_state(entries)
             self._is_compared = True
-        return self._parts[self._channel.index].entries
+        return self._parts[self._channel.index]
 
     def _require_one_state(self, entries: Sequence[StateEntry]) -> None:
         received = self._channel.exchange_result_of(lambda: dump_json(contents(entries)))
@@ -202,7 +194,7 @@ class PartWriter:
         """Write this process's part; on process 0 commit the whole as well.
 
         Args:
-            store: of the same folder on every process; only process 0 acquires its lease.
+            store: the store of the same folder on every process; only process 0 acquires its lease.
             take: the files of this process, ready to be written.
             commit: saves them in the store, beside those of the others; called on process 0 only.
 
@@ -319,8 +311,13 @@ class Backend:
         del processes  # the writers communicate on a channel of their own
         self._writer: PartWriter | None = None
 
+    def connect(self, *, asynchronous: bool) -> None:
+        del asynchronous  # the writers communicate in every save
+        self._writer = self._writer or PartWriter()
+
     def prepare(self, request: SaveRequest) -> SaveTask:
-        self._writer = writer = self._writer or PartWriter()
+        writer = self._writer
+        assert writer is not None, "connect comes first"
         own_entries = writer.share(request.entries)
         forms = {entry.key: entry.form for entry in request.entries}
 

@@ -20,9 +20,11 @@ class Backend:
         self._processes = processes
         self._results: SaveResultChannel | None = None
 
-    def prepare(self, request: SaveRequest) -> SaveTask | None:
-        if request.asynchronous and has_other_processes():
+    def connect(self, *, asynchronous: bool) -> None:
+        if asynchronous and has_other_processes():
             self._results = self._results or SaveResultChannel()
+
+    def prepare(self, request: SaveRequest) -> SaveTask | None:
         step, results = request.step, self._results
         if self._processes.process_index == 0:
             return SaveTask(request.entries, lambda take: self._save(request, take), lambda: self._send(step, False))

@@ -13,7 +13,7 @@ A module may decide between whole answers instead. It then defines beside it
     def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int    the number of the answer that wins
 
 Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the module has
-these names. "" is no answer. A log-probability is that of a whole text under `aggregate`, in nats: as a float, the
+these names. "" is not an answer. A log-probability is that of a whole text under `aggregate`, in nats: as a float, the
 probability of a long text is 0. `aggregate` also stands for the crowd wherever a likelihood is asked for; a vote has
 none.
 
@@ -40,14 +40,14 @@ class Learned:
 
     Attributes:
         weights: [K], at least 0, with the sum 1.
-        temperature: of the weighted mean of the agents' distributions; below 1 it is made sharper.
+        temperature: the temperature of the weighted mean of the agents' distributions; below 1 it is made sharper.
     """
 
     weights: tuple[float, ...]
     temperature: float = 1.0
 
     def only(self, agents: Sequence[bool]) -> Learned:
-        """The same of some of the agents."""
+        """The learned numbers of some of the agents."""
         kept = [weight for weight, is_kept in zip(self.weights, agents, strict=True) if is_kept]
         total = sum(kept)
         return replace(self, weights=tuple(w / total if total else 1 / len(kept) for w in kept))

@@ -19,7 +19,7 @@ def aggregate(log_probs: Tensor) -> Tensor:
 
 
 def aggregate_finite(log_probs: Tensor, finite: Tensor) -> Tensor:
-    """The same over the agents that `finite [K]` (bool) marks: [K, ...] -> [...].
+    """Log of the mean over the agents that `finite [K]` (bool) marks: [K, ...] -> [...].
 
     The others are masked out before anything is computed with their numbers.
     """

@@ -1,6 +1,7 @@
-"""The formats of data files, one per module of this package; the ending of a file selects it.
+"""The formats of data files; the ending of a file selects one.
 
-To add one, add a file `formats/<name>.py` that defines
+Those that a builder of `datasets` reads as they are stand here, each of the others in a module of this package. To add
+one, add a file `formats/<name>.py` that defines
 
     format = FileFormat(endings=(".ending",), read=...)
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import datasets
 from datasets import Dataset
@@ -44,14 +45,22 @@ def with_builder(builder: str, files: Sequence[Path], **options: Any) -> Dataset
     return datasets.load_dataset(builder, data_files=paths, split="train", **options)
 
 
+#: The formats whose rows a builder of `datasets` takes as they are. A line of a text file is a row.
+_BUILT: Final = {
+    "arrow": FileFormat((".arrow",), partial(with_builder, "arrow")),
+    "parquet": FileFormat((".parquet",), partial(with_builder, "parquet")),
+    "text": FileFormat((".txt",), partial(with_builder, "text")),
+}
+
+
 def find_format(file: Path) -> str | None:
     """The name of the format of a file, by its ending; None if there is none."""
     return _names().get(ending_of(file))
 
 
 def format_named(name: str) -> FileFormat:
-    """The format that the module `name` defines."""
-    found: FileFormat = load_plugin(__name__, name, "format")
+    """The format of this name."""
+    found: FileFormat = _BUILT.get(name) or load_plugin(__name__, name, "format")
     return found
 
 
@@ -64,9 +73,10 @@ def known_endings() -> str:
 @cache
 def _names() -> dict[str, str]:
     """The format of each ending; cached, because a folder may hold many thousand files."""
-    return {end: name for name in plugin_names(__name__, first="json") for end in format_named(name).endings}
+    names = sorted([*_BUILT, *plugin_names(__name__)], key=lambda name: (name != "json", name))
+    return {end: name for name in names for end in format_named(name).endings}
 
 
 def ending_of(file: Path) -> str:
-    """The last ending that is none of a compression, in lower case; empty if there is none."""
+    """The last ending that is not that of a compression, in lower case; empty if there is none."""
     return next((end.lower() for end in reversed(file.suffixes) if end not in COMPRESSED), "")

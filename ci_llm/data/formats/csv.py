@@ -18,7 +18,7 @@ from datasets import Dataset, Features, Value
 
 from ci_llm.data.formats import FileFormat, ending_of, with_builder
 
-#: What separates the columns where it is no comma.
+#: What separates the columns where it is not a comma.
 _SEPARATORS = (";", "\t", "|")
 
 

@@ -85,7 +85,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row, as JSON and as it is. A text in a list is a row with a column `text`, a list one with `messages`.
 
     Raises:
-        ValueError: the file is no UTF-8, is broken at a line and column, or holds something else than rows.
+        ValueError: the file is not UTF-8, is broken at a line and column, or holds something else than rows.
     """
     with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as lines:
         first = True
@@ -102,7 +102,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_incomplete(text: str) -> bool:
-    """Whether a value begins in this line and goes on in the next one."""
+    """Whether a value begins in this line and continues in the next one."""
     try:
         DECODER.decode(text)
     except json.JSONDecodeError as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.core.imports import load_plugin
+from ci_llm.core.run_folder import SEGMENTS
 from ci_llm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ class TrackerKind:
         """Arguments of the tracker's start.
 
         Args:
-            folder: the run's folder; a new run is named after it.
+            folder: the run's folder; a new run has `name_of(folder)`.
             resumed_from: the step this attempt resumes from; 0 for a fresh start.
-            run_id: what `run_id` returned in the previous attempt; None if there was none.
+            run_id: what `run_id` returned in the previous attempt; None without one.
         """
         return {}
 
@@ -52,8 +53,8 @@ class TrackerKind:
         """More arguments of the tracker's start, for a run that belongs to a group of runs."""
         return {}
 
-    def on_start(self, tracker: Any) -> None:
-        """Called once with Accelerate's tracker, before anything is logged."""
+    def on_start(self, tracker: Any, objective: str) -> None:
+        """Called once with Accelerate's tracker and what the run learns, before anything is logged."""
 
     def run_id(self, tracker: Any) -> str | None:
         """The id of this run, for the checkpoint; None if the tracker cannot find a run again."""
@@ -64,10 +65,23 @@ class TrackerKind:
         tracker.log(numbers, step=step)
 
     def show_hyperparameters(self, tracker: Any, values: Mapping[str, object]) -> None:
-        """Show the configuration of a fresh run."""
+        """Show the configuration of a run that is new to the tracker."""
+        plain = bool | int | float | str | None
         tracker.store_init_configuration(
-            {key: value if _is_plain(value) else str(value) for key, value in values.items()}
+            {key: value if isinstance(value, plain) else str(value) for key, value in values.items()}
         )
+
+
+def name_of(folder: Path) -> str:
+    """The name of a new run: that of its folder, and for a segment of a sweep that of the sweep before it."""
+    sweep = _sweep_of(folder)
+    return folder.name if sweep is None else f"{sweep}-{folder.name}"
+
+
+def _sweep_of(folder: Path) -> str | None:
+    """The name of the sweep that this run is a segment of; None for any other run."""
+    above = folder.resolve().parent
+    return above.parent.name if above.name == SEGMENTS else None
 
 
 def find_kind(name: str) -> TrackerKind:
@@ -78,10 +92,6 @@ def find_kind(name: str) -> TrackerKind:
     """
     kind: TrackerKind = load_plugin(__name__, name, "kind")
     return kind
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def require_installed(names: tuple[str, ...]) -> None:
@@ -103,13 +113,12 @@ class Trackers:
     """The trackers of one attempt, on the main process.
 
     Args:
-        accelerator: made with `log_with=names` and, for TensorBoard, `project_dir=folder`.
+        accelerator: its trackers are replaced.
         names: the key `report_to`.
-        folder: the run's folder; a new run is named after it.
+        folder: the run's folder. The segments of a sweep are a group of runs.
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
         saved_state: `state()` of the previous attempt.
-        hyperparameters: plain values; they are shown once, at a fresh start.
-        group: the group of runs that this run belongs to.
+        hyperparameters: plain values; they are shown once.
 
     Raises:
         ConfigError: a tracker is not installed or cannot start.
@@ -124,19 +133,21 @@ class Trackers:
         resumed_from: int,
         saved_state: Mapping[str, str],
         hyperparameters: Mapping[str, object],
-        group: str | None = None,
     ) -> None:
         require_installed(names)
-        known = {str(name): name for name in accelerator.log_with}
+        accelerator.project_configuration.logging_dir = str(folder)  # TensorBoard writes below it
+        sweep = _sweep_of(folder)
         self._trackers: dict[str, tuple[TrackerKind, Any]] = {}
         for name in names:
             kind = find_kind(name)
             settings = kind.settings(folder, resumed_from, saved_state.get(name))
-            if group is not None:
-                settings |= kind.in_group(group)
-            tracker = _start(accelerator, known[name], kind, settings)
+            if sweep is not None:
+                settings |= kind.in_group(sweep)
+            tracker = _start(accelerator, name, kind, settings)
+            kind.on_start(tracker, str(hyperparameters.get("objective", "sft")))
             self._trackers[name] = kind, tracker
-            if not resumed_from and name not in saved_state:
+            is_known = name in saved_state if kind.run_id(tracker) else resumed_from > 0
+            if not is_known:
                 kind.show_hyperparameters(tracker, hyperparameters)
         accelerator.trackers = [tracker for _, tracker in self._trackers.values()]
 
@@ -183,17 +194,15 @@ def _trainers_names(numbers: Mapping[str, int | float]) -> dict[str, int | float
     return renamed
 
 
-def _start(accelerator: Any, accelerators_name: Any, kind: TrackerKind, settings: dict[str, Any]) -> Any:
+def _start(accelerator: Any, name: str, kind: TrackerKind, settings: dict[str, Any]) -> Any:
     """Start one tracker. One at a time, because the project of Accelerate is the folder of TensorBoard."""
-    accelerator.log_with, accelerator.trackers = [accelerators_name], []
+    accelerator.log_with, accelerator.trackers = [name], []
     try:
-        accelerator.init_trackers(kind.project(), init_kwargs={str(accelerators_name): settings})
+        accelerator.init_trackers(kind.project(), init_kwargs={name: settings})
     except Exception as error:  # any error of the tracker's library means that the tracker cannot be used
         raise ConfigError(
-            f"{accelerators_name} cannot start: {error}",
+            f"{name} cannot start: {error}",
             where="report_to",
-            hint=f"set {accelerators_name} up, or leave it out of report_to",
+            hint=f"set {name} up, or leave it out of report_to",
         ) from error
-    tracker = accelerator.trackers[0]
-    kind.on_start(tracker)
-    return tracker
+    return accelerator.trackers[0]

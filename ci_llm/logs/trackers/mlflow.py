@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ci_llm.logs.trackers import TrackerKind
+from ci_llm.logs.trackers import TrackerKind, name_of
 
 
 class MLflow(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
-        return {"run_id": run_id} if run_id else {"run_name": folder.name}
+        return {"run_id": run_id} if run_id else {"run_name": name_of(folder)}
 
     def in_group(self, group: str) -> dict[str, Any]:
         return {"tags": {"group": group}}

@@ -8,23 +8,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.core.scores import METRICS, Measures, measures_of
 from ci_llm.logs.trackers import TrackerKind
 
 logger = logging.getLogger(__name__)
 
 #: The module of the thread that writes events.
 _WRITERS: Final = "tensorboard.summary.writer.event_file_writer"
-#: The tab CUSTOM SCALARS: group -> chart -> patterns of the curves in it, for any number of agents.
-LAYOUT: Final = {
-    "the crowd and its agents, while they train": {
-        "loss": ["Multiline", [r"train/agent\d+/loss$", r"train/task_loss$"]],
-        "gradient norm": ["Multiline", [r"train/agent\d+/grad_norm$"]],
-    },
-    "the crowd and its agents, on rows held out": {
-        "nll": ["Multiline", [r"eval/agent\d+/nll$", r"eval/crowd/nll$"]],
-        "exact match": ["Multiline", [r"eval/agent\d+/exact_match$", r"eval/crowd/exact_match$"]],
-    },
-}
+
+
+def layout(words: Measures) -> dict[str, Any]:
+    """The tab CUSTOM SCALARS: group -> chart -> patterns of the curves in it, for any number of agents."""
+    own = {METRICS[name].told: name for name in words.metrics}
+    named = {words.nll: "nll", words.right: "exact_match", **own}
+    return {
+        "the crowd and its agents, while they train": {
+            "loss": ["Multiline", [r"train/agent\d+/loss$", r"train/task_loss$"]],
+            "gradient norm": ["Multiline", [r"train/agent\d+/grad_norm$"]],
+        },
+        "the crowd and its agents, on rows held out": {
+            told: ["Multiline", [rf"eval/agent\d+/{name}$", rf"eval/crowd/{name}$"]] for told, name in named.items()
+        },
+    }
 
 
 class TensorBoard(TrackerKind):
@@ -34,9 +39,10 @@ class TensorBoard(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         return {"purge_step": resumed_from + 1 if resumed_from else 0}
 
-    def on_start(self, tracker: Any) -> None:
+    def on_start(self, tracker: Any, objective: str) -> None:
         _leave_errors_of_writers_to_their_callers()
-        tracker.writer.add_custom_scalars(LAYOUT)  # in every attempt: a resumed run may begin in a new folder
+        # In every attempt: a resumed run may begin in a new folder.
+        tracker.writer.add_custom_scalars(layout(measures_of(objective)))
 
     def show_hyperparameters(self, tracker: Any, values: Mapping[str, object]) -> None:
         # Accelerate's own method opens a second run beside the first.

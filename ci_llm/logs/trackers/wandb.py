@@ -6,18 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ci_llm.logs.trackers import TrackerKind
+from ci_llm.logs.trackers import TrackerKind, name_of
 
 
 class WeightsAndBiases(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
-        known = {"id": run_id, "resume": "allow"} if run_id else {"name": folder.name}
+        known = {"id": run_id, "resume": "allow"} if run_id else {"name": name_of(folder)}
         return {"dir": str(folder), **known}
 
     def in_group(self, group: str) -> dict[str, Any]:
         return {"group": os.environ.get("WANDB_RUN_GROUP", group)}
 
-    def on_start(self, tracker: Any) -> None:
+    def on_start(self, tracker: Any, objective: str) -> None:
         # W&B drops the values of a step that it has seen, such as a repeated one. So the axis is a metric.
         tracker.tracker.define_metric("step")
         tracker.tracker.define_metric("*", step_metric="step")

@@ -7,7 +7,7 @@ processes leave the states of their generators for its checkpoint, and exit afte
 
 In an elastic job, a process that has lost a peer in the middle of a step commits the boundary as well. Every process
 holds all agents, so any that is left can do it: the one that has the lease of the folder, or can take it over from the
-dead. Other jobs do not: the generators of the dead are lost, and the same number of processes goes on from the last
+dead. Other jobs do not: the generators of the dead are lost, and the same number of processes resumes from the last
 checkpoint bit for bit.
 """
 
@@ -52,7 +52,7 @@ def seconds_left(
     """Seconds until the step under way must be given up; 0 or less: now.
 
     Args:
-        now, began, killed_at: of one clock; when the step began, and when the process is expected to be killed.
+        now, began, killed_at: times of one clock; when the step began, and when the process is expected to be killed.
         steps_s, saves_s: measured durations.
     """
     latest = killed_at - upper_quantile(saves_s) - MARGIN_S
@@ -168,7 +168,7 @@ class EmergencySave:
                     logger.warning(f"step {step} is not saved: {error}")
                     break
                 time.sleep(_POLL_S)
-            except Exception as error:  # noqa: BLE001 - the run goes on from an older step
+            except Exception as error:  # noqa: BLE001 - the run resumes from an older step
                 logger.warning(f"step {step} could not be saved: {described(error)}")
                 break
 
@@ -228,7 +228,7 @@ class EmergencySave:
                 self._save(self._all_generators())
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
-        """Of every process at the boundary, by index; None where a process has not left them in time."""
+        """The generators of every process at the boundary, by index; None where a process has not left them in time."""
         step, own = self._boundary
         until = time.monotonic() + OTHERS_S
         found: list[dict[str, Any] | None] = [own]

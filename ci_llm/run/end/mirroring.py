@@ -122,7 +122,7 @@ class RunMirror:
         """Send what the run has saved last, before its status says how it ended.
 
         Args:
-            stop: why it was asked to stop; None: it is complete.
+            stop: why it was asked to stop; None if it is complete.
         """
         if stop is None:
             self.flush(AT_THE_END_S)

@@ -1,4 +1,4 @@
-"""The end of an attempt: when it must stop, how its interruption or failure is recorded, which command goes on.
+"""The end of an attempt: when it must stop, how its interruption or failure is recorded, which command resumes it.
 
 A process that fails writes the reason to a file first, and enters no collective after that.
 """
@@ -23,7 +23,7 @@ from ci_llm.cluster.deadline import MAX_RUNTIME, REASON, Deadline, Pace, Walltim
 from ci_llm.cluster.launch import Launch, shell_line
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job, requeue
 from ci_llm.cluster.starter import exit_code_told
-from ci_llm.config import Config, arguments_without
+from ci_llm.config import Config, arguments_without, as_python
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_folder import PEER_LOST, Failure, attempt_folder, attempts_without_progress, write_failure
 from ci_llm.core.run_status import RunStatus
@@ -78,7 +78,7 @@ class Attempt:
 
     Attributes:
         number: the same on every process.
-        began_at: the step from which it goes on.
+        began_at: the step from which it resumes.
     """
 
     number: int
@@ -95,9 +95,9 @@ class Attempt:
         return attempt_folder(self.config.run_folder, self.number)
 
     def interrupted(self, reason: str) -> Callable[[], str | None]:
-        """Say that the run was interrupted and how it goes on.
+        """Say that the run was interrupted and how to resume it.
 
-        The step that counts is the one from which the same command goes on. A step that was trained and not saved is
+        The step that counts is the one from which the same command resumes. A step that was trained and not saved is
         trained again.
 
         Returns:
@@ -158,7 +158,7 @@ def finish_save_in_flight(manager: CheckpointManager) -> None:
     """Wait for the save in flight. Its error is reported and no more: an attempt that ends must not lose its status."""
     try:
         manager.wait_until_finished()
-    except Exception as error:  # noqa: BLE001 - the run goes on from an older step
+    except Exception as error:  # noqa: BLE001 - the run resumes from an older step
         logger.warning(f"the save in flight has failed: {described(error)}")
 
 
@@ -198,24 +198,28 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
 
     Args:
         changes: for another run like it: a key with its new value, or None for a key that is left out.
+
+    Returns:
+        words for a shell; of a run that Python called, for Python wherever the command of this process will not do.
     """
-    command = [*(launch.launcher_command or _own_command(launch))]
+    if launch.called_at is not None and (changes is not None or hasattr(sys, "ps1")):
+        return _call_again(changes or {})
+    command = [*(launch.launcher_command or sys.orig_argv)]
     if changes is not None:
         if not _ends_with(command, launch.arguments):
-            command = _by_module(launch)
+            command = [sys.executable, "-m", "ci_llm", "train", *launch.arguments]
         program = command[: len(command) - len(launch.arguments)]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
         command = [*program, *arguments_without(launch.arguments, changes), *given]
     return shell_line(command)
 
 
-def _own_command(launch: Launch) -> list[str]:
-    """The command of this process; in a notebook or an interactive interpreter, one for a shell."""
-    return _by_module(launch) if hasattr(sys, "ps1") else sys.orig_argv
-
-
-def _by_module(launch: Launch) -> list[str]:
-    return [sys.executable, "-m", "ci_llm", "train", *launch.arguments]
+def _call_again(changes: Mapping[str, str | None]) -> str:
+    """The call of `ci_llm.train` that is like the one before; only `config` stands for another one as a whole."""
+    given = ", ".join(f"{key}={as_python(value)}" for key, value in changes.items() if value is not None)
+    if "config" in changes:
+        return f"ci_llm.train({given})"
+    return "the same call of ci_llm.train" + (f" with {given}" if given else "")
 
 
 def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:

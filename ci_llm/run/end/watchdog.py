@@ -101,7 +101,7 @@ class Watchdog:
     """Watches a run from its own thread; a context manager around everything that trains.
 
     Args:
-        heartbeat: of the main thread.
+        heartbeat: the heartbeat of the main thread.
         pace: until it has measured a step, a longer silence is allowed.
         step: returns the optimizer steps taken.
         stacks: made before the workers of the data loader, whose stacks it takes as well.
@@ -127,7 +127,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
-            # The nominal second, not a clock: time in which a whole machine was suspended is no silence.
+            # The nominal second, not a clock: time in which a whole machine was suspended is not silence.
             self._silence.advance(TICK_S)
             limit_s = self._silence.limit_s(step_measured=bool(self._pace.steps_s))
             if self._silence.seconds >= limit_s:

@@ -1,6 +1,6 @@
-"""The beginning of an attempt: the step from which it goes on, and what the run's folder asks of it.
+"""The beginning of an attempt: the step from which it resumes, and what the run's folder asks of it.
 
-The run's beginning is on record in beginning.json. After that, every attempt goes on from the newest step of the run. A
+The run's beginning is on record in beginning.json. After that, every attempt resumes from the newest step of the run. A
 supervisor, a queue and a person repeat the same command. So `resume_from_checkpoint`, `restart_from` and
 `overwrite_output_dir` are about the run and not about one attempt: each acts the first time it is given, and the record
 holds that it has acted. What earlier attempts and the supervisor ask of this attempt lies in the folder as well
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.folders import QUARANTINE, folders_of, is_named_checkpoint
+from ci_llm.checkpoints.layout import QUARANTINE, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import SUPERVISED
 from ci_llm.cluster.slurm import read_job
@@ -114,7 +114,7 @@ def _parsed(path: Path) -> Beginning:
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
-    """The record, as far as this attempt needs it: `latest` goes on from the run's own steps without one.
+    """The record, as far as this attempt needs it: `latest` resumes from the run's own steps without one.
 
     Raises:
         CheckpointError: the file is not of this program, and what this call means depends on it.
@@ -125,14 +125,14 @@ def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | N
         acts = config.restart_from is not None or config.overwrite_output_dir
         if _wanted(config) != LATEST or acts or not manager.all_steps():
             raise
-        logger.warning(f"{error.what} ({error.where}); the run goes on from its newest step, and it is written anew")
+        logger.warning(f"{error.what} ({error.where}); the run resumes from its newest step, and writes it again")
         return None
 
 
 def _is_recorded(run_folder: Path, beginning: Beginning) -> bool:
     try:
         return read_beginning(run_folder) == beginning
-    except CheckpointError:  # `known_beginning` has decided that the run goes on
+    except CheckpointError:  # `known_beginning` has decided that the run resumes
         return False
 
 
@@ -178,7 +178,7 @@ def find_start(
     """Where this attempt begins, from the configuration and the record of earlier attempts.
 
     Args:
-        known: the record in the folder; None: there is none.
+        known: the record in the folder; None if there is no record.
         at_most: the newest of the run's own steps that is trusted; None: any.
 
     Raises:
@@ -347,7 +347,7 @@ def require_same_step(processes: Processes, folder: Path, step: int | None) -> N
     if len({*found}) > 1:
         named = ", ".join("none" if step is None else f"step {step}" for step in found)
         raise LaunchError(
-            f"the processes find different checkpoints to go on from: {named}",
+            f"the processes find different checkpoints to resume from: {named}",
             where=str(folder.absolute()),
             hint="give an output_dir on a disk that all machines share, as an absolute path",
         )
@@ -382,7 +382,7 @@ class Requests:
             ends it by writing its status.
         bad_batches: steps that earlier attempts have skipped.
         beginning: how the run began; None: no attempt has recorded it.
-        changes: of the crowd, that earlier attempts have accepted.
+        changes: changes of the crowd that earlier attempts have accepted.
     """
 
     recovery: Recovery = field(default_factory=Recovery)

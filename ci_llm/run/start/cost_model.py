@@ -37,6 +37,7 @@ from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch
+from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
@@ -61,7 +62,7 @@ class Trace:
         base_parameters: numbers of the frozen base.
         base_bytes: what they take in the run's `model_dtype`, in one process.
         agent_parameters: trainable numbers of one agent.
-        agents_bytes: of all agents, see `agent_copies`.
+        agents_bytes: the bytes of all agents, see `agent_copies`.
         activation_bytes: the most that is allocated besides, at any moment of forward and backward.
         flops: floating-point operations, a multiplication and an addition being two.
     """
@@ -96,10 +97,10 @@ def trace(
     """Trace one micro-step of `rows` rows, each of `tokens` tokens of which `targets` are learned.
 
     Args:
-        processes: of the run, which share the layers of the base with `base_sharding`.
+        processes: the number of processes of the run, which share the layers of the base with `base_sharding`.
 
     Raises:
-        ModelError: the base is no causal language model, or `lora_target_modules` does not fit it.
+        ModelError: the base is not a causal language model, or `lora_target_modules` does not fit it.
         Untraceable: what the base does depends on numbers, which fake tensors do not have.
     """
     with _fake_tensors():
@@ -242,7 +243,7 @@ class _Ledger(TorchDispatchMode):
 
     Attributes:
         peak: bytes of all storages that lived at once, at the worst moment.
-        flops: of products of matrices and of attention.
+        flops: the operations of matrix products and of attention.
     """
 
     def __init__(self, not_counted: list[Tensor]) -> None:
@@ -317,12 +318,15 @@ def settle(
 
     Args:
         each: the rows of every agent, or of all.
-        before: the settings of the checkpoint that this run goes on from. It keeps what it began with.
-        shape: of a base that a call in Python has loaded; None: `model_name` says where it is.
+        before: the settings of the checkpoint that this run resumes from. It keeps what it began with.
+        shape: the shape of a base that a call in Python has loaded; None: `model_name` says where it is.
     """
     if config.kernels == AUTO:
         kernels = FAST if before is None else before.kernels
         config = config.model_copy(update={"kernels": FAST if kernels == AUTO else kernels})
+    if config.shared_prompts == AUTO:
+        shares = row_kind(config) == "pairs" if before is None else before.shared_prompts is True
+        config = config.model_copy(update={"shared_prompts": shares})
     for key in ("pass_per_agent", "use_gradient_checkpointing"):
         if getattr(config, key) != AUTO:
             continue

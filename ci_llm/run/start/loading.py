@@ -1,12 +1,16 @@
-"""The input of a run, which several runs of one process can share: the base, the rows as tokens, their order."""
+"""The input of a run: the base, the rows as tokens, their order, and what is counted in them before the run begins.
+
+Several runs of one process can share base and rows.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
 from ci_llm.base.quantized import stored_quantization
@@ -15,18 +19,17 @@ from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
-from ci_llm.data.labels import Label, are_numbers, class_names, labels_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.prompts import PromptForm, form_of
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.units import Label, are_numbers, class_names, labels_of
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized, require_class
 from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
-from ci_llm.run.start.counting import LEAST, eval_samples_of, num_tokens, tokens_of_evaluation
 from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.state import TrainState
 
@@ -38,7 +41,7 @@ class Loaded:
     """What takes long to load, and what runs of the same base and data can share, one after the other.
 
     Attributes:
-        rows, eval_rows: of every agent; those that share a data set have one object.
+        rows, eval_rows: those of every agent; agents that share a data set have one object.
         judged: pairs or rated rows to evaluate on, of every agent; empty for single rows.
         settled: what the rows say of keys that said auto.
     """
@@ -50,7 +53,7 @@ class Loaded:
     judged: list[TokenizedRows] = field(default_factory=list)
 
     def for_agents(self, count: int) -> Loaded:
-        """The same for so many agents, where it was loaded for one."""
+        """These parts for so many agents, where they were loaded for one."""
         if len(self.rows) == count:
             return self
         return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
@@ -60,7 +63,7 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
     """Load base and rows; logs what it found. A collective.
 
     Args:
-        before: the settings with which the run began, if it goes on.
+        before: the settings with which the run began, if it resumes.
         given: a base that is loaded already, by a call in Python.
 
     Raises:
@@ -194,7 +197,7 @@ def rows_and_plan(
 
     Args:
         rows: with which the run begins; those of every agent, if agents of the configuration have their own.
-        rows_per_step: of all agents, or of each.
+        rows_per_step: the rows per step of all agents, or of each.
 
     Raises:
         BadInput: a member descends from an agent that the configuration no longer has.
@@ -204,7 +207,7 @@ def rows_and_plan(
         origins = [each.origin for each in members.agents] if members else [*range(len(rows.each))]
         if max(origins) >= len(rows.each):
             raise BadInput(
-                f"a run that began with at least {max(origins) + 1} agents goes on with {len(rows.each)} in agents",
+                f"a run that began with at least {max(origins) + 1} agents resumes with {len(rows.each)} in agents",
                 where="agents",
                 hint="leave the entry of an agent that was stopped where it was: the others have their rows by place",
             )
@@ -272,7 +275,7 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
 
 
 def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str | None:
-    """What is to be said where something is chosen by rows of a split test; None where it is chosen by others."""
+    """A note for people if something is chosen by rows of the split test; else None."""
     if not any(rows.rows.are_of_test for rows in evaluated):
         return None
     return f"{chosen} is chosen on the rows of split test; eval_split, eval_dataset_name or val_set_size names others"
@@ -352,3 +355,51 @@ def require_both_classes(rows: TokenizedRows) -> None:
             where=f"{rows.rows.where}, label",
             hint="give rows of both kinds; answers that are all good are learned by objective=sft",
         )
+
+
+#: Rows of an evaluation at least, whatever it costs: fewer tell nothing.
+LEAST: Final = 50
+#: Training reads at least this many times what all evaluations read together.
+RATIO: Final = 3
+
+
+def steps_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
+    """The length of a run. Epochs are those of the agent with the most rows: all take their steps together.
+
+    It is that of a crowd that does not branch; `Members.total_steps` has the other.
+
+    Args:
+        num_rows: the number of rows of every agent that has its own, or of all.
+        rows_per_step: the rows per step of all agents, or of each; those of step 1 for good.
+    """
+    steps_per_epoch = max(-(-number // rows_per_step) for number in num_rows)
+    # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
+    by_epochs = math.ceil(round(config.epochs * steps_per_epoch, 6))
+    return config.max_train_steps or max(1, by_epochs)
+
+
+def _evaluations(config: Config, steps: int) -> int:
+    return -(-steps // config.eval_steps) if config.eval_steps else 1
+
+
+def eval_samples_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
+    """Rows of an evaluation, if all rows are of one length; for the arguments see `steps_of`."""
+    steps = steps_of(config, num_rows, rows_per_step)
+    read = steps * max(num_rows) // -(-max(num_rows) // rows_per_step)  # the last step of an epoch may be short
+    return max(LEAST, read // (RATIO * _evaluations(config, steps)))
+
+
+def tokens_of_evaluation(config: Config, each: Sequence[TokenizedRows], rows_per_step: int) -> int:
+    """Tokens that an evaluation may read; those that training reads are the mean of the agents.
+
+    Args:
+        each: the training rows of every agent.
+    """
+    steps = steps_of(config, [len(own) for own in each], rows_per_step)
+    read = sum(steps / -(-len(own) // rows_per_step) * own.num_tokens for own in each) / len(each)
+    return int(read) // (RATIO * _evaluations(config, steps))
+
+
+def num_tokens(each: Sequence[TokenizedRows]) -> int:
+    """Tokens of all data sets."""
+    return sum(rows.num_tokens for rows in {id(rows): rows for rows in each}.values())

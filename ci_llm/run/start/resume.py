@@ -2,7 +2,7 @@
 
 The log names a grade of exactness: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of
 the checkpoint, and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer
-steps; sums may round differently), or `state-exact` (the same state to go on from, on a device that may round
+steps; sums may round differently), or `state-exact` (the same state to resume from, on a device that may round
 differently each time). It adds which keys make it another run from here on, because rows, mathematics or the schedule
 are others.
 """
@@ -30,10 +30,11 @@ from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
-from ci_llm.core.numerics import PLAIN, differences
+from ci_llm.core.numerics import PLAIN, as_called_now, differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
+from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
@@ -94,12 +95,20 @@ STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
 _RECORDED: Final = frozenset(with_trait("recorded"))
 #: What of an environment is counted.
-_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "all_reduce")
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "shared_prompts", "all_reduce")
+
+
+#: Fingerprints that a resumed run must have, and what another one says.
+_OTHER_INPUTS: Final = {
+    "data": "the training rows are not those of the checkpoint: another data set, tokenizer, template or length,"
+    " or a release of ci-llm that reads them in another way",
+    "start": "the adapters of init_from are not those that agents were compared with: put those back",
+}
 
 
 @dataclass(frozen=True)
 class Source:
-    """The verified checkpoint from which a run goes on, and its folder."""
+    """The verified checkpoint from which a run resumes, and its folder."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -180,7 +189,7 @@ class RunCheckpoint:
     """What a checkpoint of one run holds, and the way back from it.
 
     Attributes:
-        rows: of the training; their fingerprint goes into the manifest.
+        rows: the rows of the training; their fingerprint goes into the manifest.
         tokenizer_files: name -> content.
         last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
@@ -208,10 +217,14 @@ class RunCheckpoint:
         """The state of the run as the manager wants it: keys name files.
 
         Args:
-            learning_rate: of the last step.
+            learning_rate: the learning rate of the last step.
             trackers: ids under which trackers know the run.
             generators: `determinism.capture()` of every process by index, None where it is not known; by default `save`
                 collects them.
+
+        Every micro-step sets the generators by a key, so an agent needs no state of them. They are exchanged all the
+        same: a process without a row in a step keeps those of the step before, and a callback may draw from them. It
+        costs about 16 kB a process in the one collective that a save needs anyway (tests/checkpoints/test_costs.py).
         """
         known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
         return {
@@ -256,6 +269,7 @@ class RunCheckpoint:
             "base": self.base.fingerprint,
             "base_rounded": self.base.rounded_fingerprint,
             "data": self.rows.fingerprint,
+            **fingerprint_of_start(self.crowd),
         }
 
     def environment(self, state: TrainState) -> dict[str, Any]:
@@ -267,6 +281,7 @@ class RunCheckpoint:
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
             "pass_per_agent": self.crowd.agents.pass_per_agent,
+            "shared_prompts": self.crowd.shares_prompts,
             "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
             # warn_only (`deterministic: auto`).
@@ -401,7 +416,7 @@ class RunCheckpoint:
         return bool(prints.get("base_rounded") == self.base.rounded_fingerprint)
 
     def _precisions(self, source: Source) -> tuple[str, str]:
-        """Of the base, in the checkpoint and here."""
+        """The precision of the base, in the checkpoint and here."""
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
         return meta["base_dtype"], self.crowd.meta(self.base.fingerprint)["base_dtype"]
 
@@ -410,14 +425,17 @@ class RunCheckpoint:
         return bool(prints["data"] == self.rows.fingerprint)
 
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
-        if not self._has_same_rows(source) and not self.config.allow_inexact_resume:
-            raise ForeignCheckpoint(
-                "the training rows are not those of the checkpoint: another data set, tokenizer, template or length,"
-                " or a release of ci-llm that reads them in another way",
-                where=str(source.folder),
-                hint=f"{other_ways(changes, self.config, self.processes.launch)};"
-                " allow_inexact_resume=true goes on with the new rows from this step",
-            )
+        """The rows, and what agents are compared with, of which older releases kept no fingerprint."""
+        prints: Any = source.checkpoint.manifest.info["fingerprints"]
+        now = self.fingerprints()
+        for key, what in _OTHER_INPUTS.items():
+            if prints.get(key, now.get(key)) != now.get(key) and not self.config.allow_inexact_resume:
+                raise ForeignCheckpoint(
+                    what,
+                    where=str(source.folder),
+                    hint=f"{other_ways(changes, self.config, self.processes.launch)};"
+                    " allow_inexact_resume=true goes on with the new ones from this step",
+                )
 
 
 def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
@@ -455,7 +473,7 @@ def _shown(changes: Sequence[Change], config: Config) -> list[str]:
     if any(c.kind == "schedule" for c in _bits_changing(changes, config)):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
     if _begins_moments_anew(changes):
-        lines.append("the moments of the optimizer begin anew")
+        lines.append("the moments of the optimizer begin again")
     return lines
 
 
@@ -466,7 +484,8 @@ def _begins_moments_anew(changes: Sequence[Change]) -> bool:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two environments, apart from determinism, which a grade of its own is about."""
-    before = {"pass_per_agent": False, "kernels": PLAIN, "all_reduce": "one", **before}  # what older releases did
+    older = {"pass_per_agent": False, "kernels": PLAIN, "shared_prompts": False, "all_reduce": "one"}
+    before = {**older, **as_called_now(before)}
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
     return odd + differences(before, now)
 

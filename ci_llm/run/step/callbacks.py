@@ -49,7 +49,7 @@ class TrainerControl:
     """What a callback can ask for.
 
     Attributes:
-        should_training_stop: save the step just taken and leave, as after a signal. The same call goes on later.
+        should_training_stop: save the step just taken and leave, as after a signal. The same call resumes later.
     """
 
     should_training_stop: bool = False

@@ -20,7 +20,7 @@ from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.scores import LEAST_ROWS
+from ci_llm.core.scores import LEAST_ROWS, measures
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
@@ -80,7 +80,7 @@ class Rounds:
 
     Attributes:
         batches: this process's share.
-        stop: the reason for which all have left; None: there is none.
+        stop: the reason for which all have left; None if all have stayed.
         out_of_memory: whether all have left because a batch did not fit.
     """
 
@@ -126,7 +126,7 @@ def validation_after(
     All processes take the main one's numbers: the last bit of a mean must not decide on one of them that a run ends.
 
     Args:
-        metrics: of the evaluation, by the names of metrics.jsonl.
+        metrics: the numbers of the evaluation, by the names of metrics.jsonl.
         threshold: `early_stopping_threshold`.
     """
     validation = state.validation
@@ -185,7 +185,7 @@ class Evaluator:
     """Scores agents and crowd; each process takes its share of the rows.
 
     Args:
-        rows: of the evaluation. Where agents have sets of their own, all answer each set, batch by batch as the agents
+        rows: to evaluate on. Where agents have sets of their own, all answer each set, batch by batch as the agents
             would alone whose set it is; the sets then score these agents, and all of them the crowd.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
@@ -265,8 +265,10 @@ class Evaluator:
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
-        """Scores of generated answers; None if any set of rows asks nothing, for free text, of heads, or if a stop was
-        asked for. A collective.
+        """Scores of generated answers. A collective.
+
+        None if a set of rows asks nothing, if answers are free text, if the agents have heads, or if a stop was asked
+        for.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
@@ -286,8 +288,9 @@ class Evaluator:
         return self._answers(step, micro_batch_size)
 
     def base(self, step: int, micro_batch_size: int, *, answers: bool) -> dict[str, float] | None:
-        """`base` of evaluation.json, by a pass without agents over the same rows; empty of heads, which a base has not;
-        None if a stop was asked for. A collective.
+        """`base` of evaluation.json, by a pass without agents over the same rows. A collective.
+
+        Empty if the agents have heads, since a base has none; None if a stop was asked for.
 
         Args:
             answers: whether answers are generated.
@@ -345,8 +348,9 @@ class Evaluator:
             )
 
     def example(self, step: int) -> Solved | None:
-        """The answer to one question, the same in every evaluation; None if there is none, of heads, or if a stop was
-        asked for. A collective.
+        """The answer to one question, the same one in every evaluation. A collective.
+
+        None if the rows ask nothing, if the agents have heads, or if a stop was asked for.
 
         Raises:
             OutOfMemory: on every process.
@@ -418,9 +422,10 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     rows = scores.right.shape[1]
     where = f"evaluate  step {step}{f', on {rows} rows' if rows < LEAST_ROWS else ''}:"
     if scores.judged is not None:
-        # Heads cost a row what they cost; next tokens are those of the better answers.
-        of_answers = ", of the better answers" if int(scores.tokens.max()) > 1 else ""
-        return f"{where} {scores.judged}; crowd nll {nll:.3f}{of_answers}"
+        if int(scores.tokens.max()) > 1:
+            return f"{where} {scores.judged}; crowd nll {nll:.3f}, of the better answers"
+        by = {scores.judged.key: {}, "measured_by": "heads", "judged_by": judged_by}
+        return f"{where} {scores.judged}; crowd {measures(by).loss} {nll:.3f}"
     if judged_by == "nll":
         return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
@@ -451,7 +456,7 @@ def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]
     """The scores as metrics: nats per target token, and the share of rows reproduced exactly.
 
     Args:
-        names: of the agents.
+        names: the names of the agents.
     """
     metrics = {}
     for name, exact, nll in zip([*names, "crowd"], scores.exact_match, scores.mean_nll, strict=True):

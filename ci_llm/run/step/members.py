@@ -7,7 +7,7 @@ builds the crowd of its checkpoint and makes the changes that follow at the same
 
 Anybody who may write to the run's folder may ask for a change: a request is a file in `requests/`, which the main
 process takes between two steps. What it decides is in `crowd_changes.json` before it acts, with the step, so that an
-attempt which goes on from an older checkpoint makes the change at the same step.
+attempt that resumes from an older checkpoint makes the change at the same step.
 """
 
 from __future__ import annotations
@@ -180,19 +180,19 @@ class Members:
 
     @property
     def trunk_steps(self) -> int | None:
-        """Steps of the one agent before it branches; None: it never does."""
+        """Steps of the one agent before it branches; None if it never branches."""
         return next((change.step for change in (*self.planned, *self.made) if change.verb == "branch"), None)
 
     @property
     def joined_at(self) -> int | None:
-        """Steps of the first agent before the others have joined it; None: they have not."""
+        """Steps of the first agent before the others have joined it; None if they have not joined."""
         return next((change.step for change in self.made if change.verb == "join"), None)
 
     def schedule_step(self, config: Config, step: int) -> int:
         """The place in the learning-rate schedule after `step` optimizer steps. One step of K branches counts as K.
 
         So the schedule spans the agent-steps. Over optimizer steps it would be near its end when the crowd branches.
-        When agents join, the schedule begins anew for all.
+        When agents join, the schedule starts again for all.
         """
         if (joined := self.joined_at) is not None:
             return max(0, step - joined)
@@ -218,7 +218,7 @@ class Members:
         return self.agent_steps + (step - self.since) * len(self.agents)
 
     def with_planned(self, changes: Sequence[CrowdChange]) -> Members:
-        """The same with more changes to come; those that it knows count once, and nobody joins who shall stay alone."""
+        """These members with more changes to come; known ones count once, and nobody joins who shall stay alone."""
         new = [change for change in changes if change not in (*self.planned, *self.made)]
         planned = sorted((*self.planned, *new), key=lambda change: change.step)
         if any(change.verb == "stay_alone" for change in planned):
@@ -226,7 +226,7 @@ class Members:
         return replace(self, planned=tuple(planned))
 
     def at_once(self, step: int) -> Members:
-        """The same with all that is planned at this step."""
+        """These members after all that is planned at this step."""
         return replace(self, planned=tuple(replace(change, step=step) for change in self.planned))
 
     def objection(self, change: CrowdChange, dropped: Collection[int] = ()) -> str | None:
@@ -357,7 +357,7 @@ class Decision:
 
     Attributes:
         step: the optimizer steps taken when it acts, or when it was refused.
-        refused: why it does not act; None: it does.
+        refused: why it does not act; None if it acts.
     """
 
     id: str
@@ -375,7 +375,7 @@ class Decision:
 
 @dataclass
 class RecordFailure:
-    """Why the disk takes no decision at present; None: it does."""
+    """Why the disk takes no decision at present; None if it takes them."""
 
     reason: str | None = None
 

@@ -126,7 +126,7 @@ class NonFiniteResponse:
 
         Args:
             state: after the step.
-            rows: of a step.
+            rows: the rows of a step.
 
         Returns:
             the state with the recovery state that follows.
@@ -166,7 +166,7 @@ class NonFiniteResponse:
                 self._record(after)
             return after
         first = state.step - in_a_row
-        # So many in a row are no accident of the rows: the weights are the cause, and later attempts try the batches.
+        # The rows are not the cause of so many in a row: the weights are, and later attempts try the batches.
         self._record(after.without_batches_from(first))
         raise NonFinite(
             f"no agent had a finite step {in_a_row} times in a row, from step {first + 1} on",

@@ -146,7 +146,7 @@ class RecoveryState:
         """Whether every agent was nonfinite at this step before, on the same rows.
 
         Args:
-            rows: of a step; they cost time, and are asked for only if the step was bad.
+            rows: the rows of a step; they cost time, and are asked for only if the step was bad.
         """
         known = [batch.rows for batch in self.bad_batches if batch.step == step]
         return bool(known) and tuple(rows(step)) in known

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ci_llm.core.scores import GREATER_IS_BETTER
+from ci_llm.core.scores import METRICS
 from ci_llm.errors import CheckpointError
 from ci_llm.run.step.members import Members, OldPlaces
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
@@ -66,7 +66,7 @@ class Validation:
         """How much better `value` is than the best so far; infinite for the first number, NaN for none."""
         if best is None:
             return float("inf") if value == value else value
-        return value - best.value if GREATER_IS_BETTER[self.metric] else best.value - value
+        return value - best.value if METRICS[self.metric].greater else best.value - value
 
     @property
     def best_step(self) -> int | None:
@@ -109,9 +109,9 @@ class Choice:
     """What `crowd: auto` has decided, and why.
 
     Attributes:
-        step: of the evaluation that decided.
+        step: the step of the evaluation that decided.
         training: nats per target token of the one agent on training rows.
-        validation: the same on validation rows.
+        validation: its nats per target token on validation rows.
         alone: whether the agent stays alone; otherwise the others join it.
     """
 
@@ -175,7 +175,7 @@ class TrainState:
 
     @property
     def names(self) -> list[str]:
-        """Of the agents, as metrics, the log and checkpoints have them."""
+        """The names of the agents, as metrics, the log and checkpoints have them."""
         return self.members.folders if self.members else [f"agent{k}" for k in range(len(self.skipped))]
 
     @property
@@ -191,7 +191,7 @@ class TrainState:
         return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
 
     def with_members(self, members: Members, sources: OldPlaces) -> TrainState:
-        """The state of a crowd whose agents are copies of these, or new; the search for its best step begins anew."""
+        """The state of a crowd whose agents are copies of these, or new; the search for its best step begins again."""
         before, new = self.recovery.agents, AgentRecovery()
         recovery = replace(self.recovery, agents=tuple(new if place is None else before[place] for place in sources))
         return replace(

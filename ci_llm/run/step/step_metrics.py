@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ci_llm.core.quantities import mean_of
 from ci_llm.core.run_status import RunStatus
 from ci_llm.run.step.members import OldPlaces
 
@@ -37,7 +38,7 @@ class StepMetrics:
     A loss is a mean over target tokens, so a long step weighs more than a short one. A norm is a mean over steps. The
     steps in which an agent was not finite do not count for that agent; the metrics say how many those are.
 
-    A checkpoint in the middle of an interval holds its sums, so that a run that goes on from there reports the means of
+    A checkpoint in the middle of an interval holds its sums, so that a run that resumes from there reports the means of
     the undisturbed run. The speed is that of the present attempt.
 
     Args:
@@ -60,7 +61,7 @@ class StepMetrics:
         self.restart_clock()
 
     def replace_agents(self, names: Sequence[str]) -> None:
-        """Go on with the agents of these names; who is new begins without any step."""
+        """Continue with the agents of these names; a new one begins without any step."""
         places = [self._names.index(name) if name in self._names else None for name in names]
         self._sums = [*(0.0 if at is None else self._sums[at] for at in places), self._sums[-1]]
         self._targets = [*(0 if at is None else self._targets[at] for at in places), self._targets[-1]]
@@ -111,8 +112,7 @@ class StepMetrics:
         if not self._trained:
             return {}
         *losses, diversity = map(_mean, self._sums, self._targets)
-        finite = [loss for loss in losses if math.isfinite(loss)] or losses
-        means = {"train/task_loss": sum(finite) / len(finite), "train/diversity": diversity}
+        means = {"train/task_loss": mean_of(losses), "train/diversity": diversity}
         for name, loss, total, count in zip(self._names, losses, *self._norms.tolist(), strict=True):
             means |= {f"train/{name}/loss": loss, f"train/{name}/grad_norm": _mean(total, count)}
             for metric, (total, count) in self._named.get(name, {}).items():
@@ -145,7 +145,7 @@ class StepMetrics:
         return {_KEY: {"steps": self._trained, **sums, **named}}
 
     def load(self, info: Mapping[str, Any]) -> None:
-        """Go on from the sums of a checkpoint, if its manifest holds any."""
+        """Continue the sums of a checkpoint, if its manifest holds any."""
         if saved := info.get(_KEY):
             self._trained = saved["steps"]
             self._named = {name: {**own} for name, own in saved.get("named", {}).items()}
@@ -174,11 +174,11 @@ class Learning:
 
     It warns of two things: the loss of an agent has risen above that of the first steps by more than batches differ, or
     an agent gets no gradient any more while its loss is not small. A learning rate that is too large is the usual cause
-    of both. The run goes on; the warning is in its status and in its results.
+    of both. The run continues; the warning is in its status and in its results.
 
     Attributes:
-        names: of the agents, for messages.
-        total_steps: of the whole run.
+        names: the names of the agents, for messages.
+        total_steps: the steps of the whole run.
         first_loss: nats per target at the beginning of the run, mean over agents; None until FIRST steps were seen.
         earlier: the warning of an earlier attempt; it holds until this attempt has seen enough steps.
     """
@@ -192,7 +192,7 @@ class Learning:
     _still: list[int] = field(default_factory=list)
 
     def replace_agents(self, names: Sequence[str], sources: OldPlaces) -> None:
-        """Go on with a crowd that has changed."""
+        """Continue with a crowd that has changed."""
         self.names = names
         self._recent = deque(
             tuple(math.nan if place is None else losses[place] for place in sources) for losses in self._recent
@@ -247,7 +247,7 @@ class Learning:
         """Warn once when the agents stop learning, and say when they learn again; the status holds what is true now.
 
         Args:
-            learning_rates: of the agents, in words.
+            learning_rates: the learning rates of the agents, in words.
         """
         before, warning = status.current.warning, self.warning()
         status.update(warning=warning, first_loss=self.first_loss)

@@ -35,10 +35,10 @@ class WholeStep:
 
     Args:
         step: its number.
-        micro_batches: of this process.
-        rows, plan: of all agents, or of each.
+        micro_batches: the micro-batches of this process.
+        rows, plan: those of all agents, or of each.
         limit: `max_seq_length`.
-        seed: of what is drawn.
+        seed: the seed of what is drawn.
         tick: called before every pass, as a sign of life.
     """
 
@@ -136,7 +136,7 @@ def _rows_before(plan: Plan, step: int) -> dict[int, int]:
 
 
 def _mismatched(batch: Batch, rows: TokenizedRows, before: dict[int, int], limit: int) -> Batch:
-    """The same prompts with the answers of the rows before them."""
+    """The prompts with the answers of the rows before them."""
     numbers = batch.sample_ids
     return pack([_unit(rows, one).with_answer_of(_unit(rows, before[one]), limit) for one in numbers], numbers)
 

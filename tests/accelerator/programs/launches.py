@@ -1,6 +1,7 @@
 """What a step of four agents starts on the device: one pass for all, a thin Qwen2 of 24 layers in bf16.
 
-`launches.py VOCABULARY ...` prints it as JSON for each of these vocabularies, with four rows and with eight.
+`launches.py VOCABULARY ... [each]` prints it as JSON for each of these vocabularies, with four rows and with eight. The
+word `each` takes a pass per agent, as `deterministic: true` does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.step import Ours
 from tools.testbed.accelerator.face import TRACE
 
 
-def step(vocabulary: int, rows: int, layers: int = 24) -> dict[str, Any]:
+def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) -> dict[str, Any]:
     """What one step starts on the device."""
     torch.manual_seed(0)
     shape = Qwen2Config(
@@ -35,8 +36,8 @@ def step(vocabulary: int, rows: int, layers: int = 24) -> dict[str, Any]:
         base = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     base.config.use_cache = False
     run = Ours(base)
-    if hasattr(run.crowd, "choose_attention"):
-        run.crowd.choose_attention()
+    run.crowd.agents.pass_per_agent = pass_per_agent
+    run.crowd.choose_attention()
     for batch in gsm8k.batches(None, rows, 2):
         TRACE.phase = f"{vocabulary} words, {rows} rows, {batch.sample_ids}"
         run.move(batch.pinned())
@@ -46,5 +47,6 @@ def step(vocabulary: int, rows: int, layers: int = 24) -> dict[str, Any]:
     return {"launches": own.total(), "waits": waits, "most": own.most_common(12)}
 
 
-found = {f"{words}/{rows}": step(int(words), rows) for words in sys.argv[1:] for rows in (4, 8)}
+numbers, each = [word for word in sys.argv[1:] if word != "each"], "each" in sys.argv
+found = {f"{words}/{rows}": step(int(words), rows, pass_per_agent=each) for words in numbers for rows in (4, 8)}
 print(f"\nlaunches {json.dumps(found)}")

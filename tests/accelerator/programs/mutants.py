@@ -12,7 +12,6 @@ import torch
 
 from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.state_files import StateEntry
-from tools.testbed.accelerator import face
 from tools.testbed.accelerator.__main__ import MUTANTS
 
 
@@ -25,7 +24,7 @@ def copied() -> bool:
 
 
 found = {"none": copied()}
-for name, method in MUTANTS.items():
-    with mock.patch.object(face.Stream, method, return_value=None):
+for name, (kind, method) in MUTANTS.items():
+    with mock.patch.object(kind, method, return_value=None):
         found[name] = copied()
 print(f"\nfound {json.dumps(found)}")

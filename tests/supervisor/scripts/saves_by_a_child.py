@@ -34,9 +34,9 @@ trainer.stdout.readline()
 living, looks = process_tree.living, 0
 
 
-def counted(session: int | None = None) -> list[psutil.Process]:
+def counted() -> list[psutil.Process]:
     global looks
-    found = living(session)
+    found = living()
     told = pathlib.Path("helper").read_text() if pathlib.Path("helper").exists() else ""
     looks += told in {str(process.pid) for process in found}
     if looks == 3:

@@ -32,8 +32,12 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
-#: Methods of a stream without which a save on a side stream is wrong, by the name of the mutant.
-MUTANTS = {"no_synchronize": "synchronize", "no_wait_event": "wait_event"}
+#: Methods without which a save on a side stream is wrong, by the name of the mutant.
+MUTANTS = {
+    "no_synchronize": (face.Stream, "synchronize"),
+    "no_wait_event": (face.Stream, "wait_event"),
+    "no_event": (face.Event, "record"),
+}
 
 
 def _name_phases() -> None:

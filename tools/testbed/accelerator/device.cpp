@@ -542,6 +542,11 @@ void copy_later(Tensor& self, const Tensor& source, StreamId stream) {
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_cuda() && source.is_cuda()) {
+    // As `copy_impl` in Copy.cpp: `baddbmm_` copies its own result to itself, which starts nothing.
+    if (self.is_alias_of(source) && self.storage_offset() == source.storage_offset() &&
+        self.sizes() == source.sizes() && self.strides() == source.strides() &&
+        self.scalar_type() == source.scalar_type())
+      return self;
     launch("aten::copy_", self.device());
     lend(self).copy_(lend(source));
     wrote(self);
@@ -571,6 +576,27 @@ bool equal(const Tensor& one, const Tensor& other) {
   launch("aten::equal", one.device());
   tell("wait", "torch.equal");
   return at::equal(lend(one), lend(other));
+}
+
+// RMSNorm, which CUDA computes by a kernel for each direction, and the CPU by others.
+using Optional = std::optional<Tensor>;
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, c10::IntArrayRef shape, const Optional& weight,
+                                    std::optional<double> epsilon) {
+  launch("aten::_fused_rms_norm", x.device());
+  const auto wide = lend(x).to(at::promote_types(x.scalar_type(), at::kFloat));
+  const auto scale = wide.square().mean(-1, true).add(epsilon.value()).rsqrt();
+  return {take((wide * scale * lend(*weight)).to(x.scalar_type()), x.device()), take(scale, x.device())};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, c10::IntArrayRef shape,
+                                             const Tensor& scale, const Optional& weight, std::array<bool, 2> mask) {
+  TORCH_CHECK(mask[0] && !mask[1], "only the gradient of the input is simulated");
+  launch("aten::_fused_rms_norm_backward", x.device());
+  const auto wide = lend(grad).to(scale.scalar_type()) * lend(*weight);
+  const auto normed = lend(x) * lend(scale);
+  const auto found = (wide - normed * (wide * normed).mean(-1, true)) * lend(scale);
+  return {take(found.to(x.scalar_type()), x.device()), Tensor()};
 }
 
 Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -623,6 +649,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("resize_", &resize_);
+  library.impl("_fused_rms_norm", &rms_norm);
+  library.impl("_fused_rms_norm_backward", &rms_norm_backward);
+  // A kernel of CUDA, beside which PyTorch also has it in parts.
+  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 }  // namespace simulated
 

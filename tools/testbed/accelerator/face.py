@@ -145,13 +145,24 @@ class DeviceContext:
 
 
 def kernel_of(query: Tensor, key: Tensor, mask: Tensor | None, capability: tuple[int, int]) -> str:
-    """The kernel that `scaled_dot_product_attention` of torch 2.13 takes by itself, by `sdp_utils.cpp`."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if half and capability[0] in (9, 10) and torch.backends.cuda.cudnn_sdp_enabled():
-        return "cudnn"
-    if half and mask is None and capability[0] >= 8:
-        return "flash"
-    return "math" if query.shape[1] != key.shape[1] or query.dtype == torch.float64 else "efficient"
+    """The kernel that `scaled_dot_product_attention` of torch 2.13 takes of those that are allowed, by `sdp_utils.cpp`.
+
+    Raises:
+        RuntimeError: there is none, as torch says it.
+    """
+    half, cuda = query.dtype in (torch.bfloat16, torch.float16), torch.backends.cuda
+    takes = {
+        "cudnn": half and capability[0] in (9, 10) and cuda.cudnn_sdp_enabled(),
+        "flash": half and mask is None and capability[0] >= 8 and cuda.flash_sdp_enabled(),
+        "efficient": query.shape[1] == key.shape[1]
+        and query.dtype != torch.float64
+        and cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    for kernel, is_taken in takes.items():
+        if is_taken:
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
 
 
 class _Attention(torch.autograd.Function):
@@ -233,14 +244,17 @@ def attention_of_rows(
     if cu_seq_q.dtype != torch.int32 or not cu_seq_q.is_cuda:
         raise RuntimeError("cu_seqlens_q must have dtype int32 and be on the device")
     TRACE.attended("varlen", str(query.dtype), masked=False)
-    bounds = _lent(cu_seq_q).tolist()
+    asked, read = (pairwise(_lent(ends).tolist()) for ends in (cu_seq_q, cu_seq_k))
+    rows = [*zip(asked, read, strict=True)]
     left = how.get("window_size", (-1, -1))[0]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat(
             [
-                _row_of(*(x[a:b].transpose(0, 1) for x in (q, k, v)), left, how.get("scale")).transpose(0, 1)
-                for a, b in pairwise(bounds)
+                _row_of(
+                    q[a:b].transpose(0, 1), *(x[c:d].transpose(0, 1) for x in (k, v)), left, how.get("scale")
+                ).transpose(0, 1)
+                for (a, b), (c, d) in rows
             ]
         )
 
@@ -249,8 +263,9 @@ def attention_of_rows(
 
 
 def _row_of(query: Tensor, key: Tensor, value: Tensor, left: int, scale: float | None) -> Tensor:
-    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril()
-    seen = seen if left < 0 else seen.triu(-left)
+    behind = key.shape[1] - query.shape[1]  # the last query stands at the last key
+    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(behind)
+    seen = seen if left < 0 else seen.triu(behind - left)
     return _SDPA(query, key, value, attn_mask=seen, scale=scale, enable_gqa=query.shape[0] != key.shape[0])
 
 

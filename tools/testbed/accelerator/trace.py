@@ -65,22 +65,22 @@ class Trace:
         if kind == "launch":
             self.launches[self.phase, what] += 1
             if what in WAITING:
-                self.waits[self.phase, f"the size of {what}", _place()] += 1
+                self.waits[self.phase, f"the size of {what}", place()] += 1
         elif kind == "wait":
-            self.waits[self.phase, what, _place()] += 1
+            self.waits[self.phase, what, place()] += 1
         elif kind == "mix":
-            self.mixes[what, _place()] += 1
+            self.mixes[what, place()] += 1
         elif kind == "race":
-            self.races[what, _place()] += 1
+            self.races[what, place()] += 1
         else:
             self._note_copy(kind, size)
 
     def _note_copy(self, kind: str, size: int) -> None:
         self.launches[self.phase, f"copy {kind[:3]}"] += 1
-        self.copies[self.phase, kind, _place()] += size
+        self.copies[self.phase, kind, place()] += size
         staged = kind == "h2d pageable async" and size <= STAGED_BYTES
         if "blocking" in kind or ("pageable" in kind and not staged):
-            self.waits[self.phase, f"copy {kind}", _place()] += 1
+            self.waits[self.phase, f"copy {kind}", place()] += 1
 
     def attended(self, kernel: str, dtype: str, masked: bool) -> None:
         """One call of attention."""
@@ -93,7 +93,7 @@ class Trace:
         file.write_text(json.dumps(lists | {"threads": sorted(self.threads)} | more))
 
 
-def _place() -> str:
+def place() -> str:
     """The line of ours that led here, and the library in between; else where the thread is."""
     frame, library = sys._getframe(2), ""
     while frame is not None:

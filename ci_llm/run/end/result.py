@@ -1,0 +1,294 @@
+"""The result of a run: as a value for a script, and for people as a table, a model card, next commands, report.html."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ci_llm.base.load import auto_class
+from ci_llm.cluster.launch import Launch, exit_code_after_stop, has_rounds
+from ci_llm.config import Config, default_file
+from ci_llm.config.foreign import NO_EFFECT
+from ci_llm.config.schema import with_trait
+from ci_llm.core.run_folder import PushRecord, keep_push
+from ci_llm.core.scores import measures
+from ci_llm.crowd.card import CardFacts, crowd_card, public_name
+from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.objectives import head_size
+from ci_llm.report.facts import read_metrics
+from ci_llm.report.page import curves_command, write_report
+from ci_llm.report.scores import agents_of, scores, table
+from ci_llm.run.end.shutdown import command_line, described
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped]
+
+    from ci_llm.checkpoints.manager import CheckpointManager
+    from ci_llm.checkpoints.store import CheckpointStore
+    from ci_llm.crowd.crowd import Crowd
+    from ci_llm.distributed.processes import Processes
+    from ci_llm.interrupts import Interrupts
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended; the same on every process. A run that fails is an exception and has none.
+
+    A notebook shows it as the report of the run.
+
+    Attributes:
+        status: "completed", or "interrupted": the same call resumes from what is saved.
+        step: optimizer steps taken.
+        folder: the folder of the run.
+        metrics: `evaluation.json`, the final evaluation; empty if the run was interrupted.
+        reason: why it was interrupted: "signal:SIGINT", "walltime", "callback", ...; None if it is completed.
+    """
+
+    status: Literal["completed", "interrupted"]
+    step: int
+    folder: Path
+    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    reason: str | None = None
+
+    @cached_property
+    def crowd(self) -> Crowd:
+        """The crowd of the final checkpoint, or of the newest one of an interrupted run; loaded at first use.
+
+        Raises:
+            CiLlmError: nothing is saved, or it is damaged.
+        """
+        from ci_llm.crowd.crowd import Crowd
+
+        return Crowd.from_pretrained(self.folder)
+
+    @property
+    def scores(self) -> pd.DataFrame:
+        """The final evaluation, a line for the untrained base, each agent, their mean, their vote and the crowd.
+
+        Columns: `exact_match`, the share of right answers, with the ends `low` and `high` of its 95 % interval; `nll`,
+        nats per token of the reference, or what a row costs heads; `learning_rate`. What was not measured is NaN; no
+        line if it was interrupted.
+        """
+        import pandas as pd
+
+        lines = [asdict(score) for score in scores(self.metrics)] if self.metrics else []
+        columns = ["who", "exact_match", "low", "high", "nll", "learning_rate"]
+        return pd.DataFrame(lines, columns=columns).set_index("who").astype(float)
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """`metrics.jsonl` of all attempts of the run, and the final evaluation: a line per step, a column per number.
+
+        Losses and NLL are in nats per token, unless the objective is another one, and `step_time_s` is in seconds. NaN
+        where a step has no such number.
+        """
+        import pandas as pd
+
+        found = read_metrics(self.folder)
+        lines = (found.with_last(self.metrics) if self.metrics else found).lines
+        table = pd.DataFrame(lines, columns=[*dict.fromkeys(key for line in lines for key in line)] or ["step"])
+        return table.groupby("step").last().apply(pd.to_numeric, errors="coerce")
+
+    @property
+    def best(self) -> Mapping[str, Any]:
+        """The best evaluation of the crowd: its `step`, the `value`, and the `metric` that it is of, nll in nats per
+        token or exact_match; empty if the run was interrupted, or never evaluated the crowd."""
+        found = self.metrics.get("best") or {}
+        return {**found["crowd"], "metric": found["metric"]} if found.get("crowd") else {}
+
+    def plot(self) -> Any:
+        """Draw the training loss and the loss of the crowd on rows that are held out, over the steps.
+
+        Returns:
+            the axes of Matplotlib.
+
+        Raises:
+            BadInput: Matplotlib is not installed.
+        """
+        try:
+            import matplotlib  # type: ignore[import-not-found,unused-ignore] # noqa: F401
+        except ImportError as error:
+            raise BadInput("Matplotlib is not installed", where="Result.plot", hint="pip install matplotlib") from error
+        names = {"train/task_loss": "training, mean of the agents", "eval/crowd/nll": "crowd, held out"}
+        curves = self.history.reindex(columns=[*names]).rename(columns=names).interpolate(limit_area="inside")
+        words = measures(self.metrics)
+        units = dict.fromkeys([words.trained, words.loss])
+        return curves.plot(xlabel="step", ylabel=" and ".join(units))
+
+    def _repr_html_(self) -> str:
+        """The report of the run, for a notebook; its scores where `write_report` is off."""
+        page = self.folder / "report.html"
+        if page.is_file():
+            inner = escape(page.read_text(encoding="utf-8"))
+            return f'<iframe srcdoc="{inner}" style="width:100%; height:600px; border:0"></iframe>'
+        return f"<p>{escape(repr(self))}</p>{self.scores.to_html(na_rep='', float_format='{:.4g}'.format)}"
+
+    def exit_code(self, config: Config) -> int:
+        """The exit code of a program that ends with this run."""
+        if self.status != "interrupted":
+            return 0
+        return exit_code_after_stop(self.reason or "", config.interrupted_exit_code)
+
+
+logger = logging.getLogger(__name__)
+
+
+def score_table(record: Mapping[str, Any], run: Path | str) -> str:
+    """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
+    lines = [*table(record, run)]
+    if record.get("choice"):
+        lines.append(f"crowd: auto, {record['choice']}")
+    if record.get("warning"):
+        lines.append(f"warning: while they trained, {record['warning']}")
+    return "\n".join(lines)
+
+
+def describe_not_finite(record: Mapping[str, Any]) -> str:
+    """What an `evaluation.json` says against the use of the adapters; empty if every agent has finite scores."""
+    bad = [k for k, loss in enumerate(record["nll"]["agents"]) if loss is None or not math.isfinite(loss)]
+    if not bad:
+        return ""
+    names = agents_of(record)
+    return (
+        f"the scores of {', '.join(names[k] for k in bad)} are not finite: these adapters cannot be used; a smaller"
+        " learning_rate, with overwrite_output_dir=true or another experiment_name, trains them again"
+    )
+
+
+def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:
+    """README.md of `final_checkpoint`."""
+    configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
+    facts = CardFacts(
+        base=crowd.base_name,
+        ranks=[config["r"] for config in configs],
+        trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
+        scores=score_table({**record, "data": [*map(public_name, record["data"])]}, "."),
+        notes=[_GOES_ON],
+        opened_with=auto_class(crowd.model.config).__name__,
+        num_labels=crowd.settings.outputs,
+        classes=crowd.classes,
+    )
+    return crowd_card(facts)
+
+
+_GOES_ON = (
+    "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and"
+    " trains on from there."
+)
+
+
+#: The keys that make a run longer which has taken its last step.
+MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
+
+
+def log_next_steps(
+    config: Config, launch: Launch, record: Mapping[str, Any], to_go_on: Mapping[str, str | None]
+) -> None:
+    """Say what to do after a completed run; `record` is its `evaluation.json`, the rest as for `next_steps`."""
+    if warning := describe_not_finite(record):
+        logger.warning(warning)
+        return
+    for line in next_steps(config, partial(command_line, launch), to_go_on):
+        logger.info(line)
+
+
+def next_steps(
+    config: Config,
+    command: Callable[[Mapping[str, str | None]], str],
+    to_go_on: Mapping[str, str | None] = MORE_STEPS,
+) -> list[str]:
+    """Lines for people: what to do after a completed run.
+
+    Args:
+        config: with the agents that the run ends with.
+        command: returns the command for a run like this one with changed keys; None leaves a key out.
+        to_go_on: the keys to change for this run to train on.
+    """
+    folder = config.run_folder
+    export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
+    is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
+    heads = head_size(config)
+    return [
+        f"ask        ci-llm {'score' if heads else 'chat'} {shlex.quote(str(folder))}",
+        f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
+        *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
+        *(
+            [f"elsewhere  {shlex.join(export)}   makes one PEFT adapter of all"]
+            if config.num_agents > 1 and not heads
+            else []
+        ),
+        f"longer     {command(to_go_on)}   goes on from here",
+        *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
+    ]
+
+
+#: Keys that say something about the rows of one data set, and nothing about another's.
+_ABOUT_OTHER_ROWS: Final = tuple(with_trait("one_data_set"))
+
+
+def _with_own_data(config: Config) -> dict[str, str | None]:
+    """The keys to change for a fresh run on the reader's own rows. The embedded base gives way to another, and with it
+    all that was typed: its learning rate would ruin a larger one."""
+    changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
+    if config.model_name == "embedded":
+        preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
+        changes |= dict.fromkeys(["config", *Config.model_fields, *NO_EFFECT])
+        changes |= {"config": str(preset)} if preset else {"model_name": "..."}
+    else:
+        defaults = Config()
+        for key in _ABOUT_OTHER_ROWS:
+            value, default = getattr(config, key), getattr(defaults, key)
+            changes[key] = None if value == default else str(default or "null")
+    return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
+
+
+def write_page(
+    config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager | CheckpointStore
+) -> None:
+    """Write report.html, as the last act of an attempt. It never fails the run.
+
+    A run that was told to end has a grace. The page is left out when a third of the grace is over: to leave in time is
+    worth more, and `ci-llm report RUN` writes the page later. It is left out between two elastic rounds as well, where
+    the others wait for this process.
+    """
+    told_at = interrupts.stop_requested_at
+    grace_s = min(config.grace_s, processes.launch.kill_delay_s)
+    if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
+        return
+    if not (config.write_report and processes.is_main_process and manager.holds_lease()):
+        return
+    try:
+        page = write_report(config.run_folder)
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, the work of the run is done
+        logger.warning(f"report.html was not written: {type(error).__name__}: {error}")
+    else:
+        logger.info(f"report     {page}")
+
+
+def push_result(config: Config, processes: Processes) -> None:
+    """Publish the final checkpoint, as `push_to_hub` asks for, unless it is known to be published. It never fails the
+    run, whose work is done; the next call of a run that is complete tries it again."""
+    if not (config.push_to_hub and processes.is_main_process):
+        return
+    from ci_llm.crowd.publishing import is_published, publish
+
+    try:
+        if is_published(config.run_folder, config.hub_model_id):
+            return
+        done = publish(config.run_folder, config.hub_model_id)
+    except Exception as error:  # noqa: BLE001 - as in `write_page`
+        what = error.what if isinstance(error, CiLlmError) else described(error)
+        to = config.hub_model_id or config.run_folder.resolve().name
+        again = shlex.join(["ci-llm", "push", str(config.run_folder), "--to", f"hub:{to}"])
+        logger.warning(f"hub       not published: {what}; the same call or {again} tries it again")
+        keep_push(config.run_folder, PushRecord(to, error=what))
+    else:
+        logger.info(f"hub       {done.url}, {'private' if done.private else 'public'}")

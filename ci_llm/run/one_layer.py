@@ -1,0 +1,248 @@
+"""One layer and the head of a run, computed by themselves: the digest that a resume compares, and the trial of kernels.
+
+The digest shows whether a machine gives the bits that another one gave. Names alone promise nothing: a library picks
+its kernels by what it finds, and may pick others under the same names. So one decoder layer and the head are computed,
+forward and backward, on fixed tokens and by the code that trains. A resumed run is called bitwise only where names and
+digest are both those of the checkpoint.
+
+The trial lets a run use each of the fast kernels that gives what the family's own code gives, on rows of the run. The
+same is computed plainly, and with each part of `ci_llm/lora/kernels.py`. Losses and gradients have to agree, else the
+part stays plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ci_llm.base.targets import layer_list, layer_numbers, text_model
+from ci_llm.checkpoints.manifest import digest
+from ci_llm.config import Config
+from ci_llm.core import determinism
+from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.numerics import FAST, LATER, PLAIN, as_called_now
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.data.agent_rows import AgentRows, TrainingRows, sampled
+from ci_llm.data.batches import AgentBatches, MicroBatch, pack
+from ci_llm.data.encoder import Example
+from ci_llm.distributed.processes import Processes
+from ci_llm.lora.kernels import PARTS
+from ci_llm.lora.layer import compute_dtype
+from ci_llm.lora.passes import describe_error, distance, tolerance
+
+MOST_TOKENS: Final = 512  # of the fixed rows: as many as show which kernels are taken
+WEIGHTS_UP_TO: Final = 0.05  # of the fixed agents: with B = 0 half of their products would be zero
+NOT_A_STEP: Final = -1  # keys what is drawn
+TRIAL_TOKENS: Final = 128  # of the rows of the trial
+TRIAL_TARGETS: Final = 8  # of a row: with a large vocabulary they are what costs
+
+
+def longest_lengths(rows: TrainingRows, count: int) -> list[int]:
+    """Tokens of each row of the longest micro-batch of `count` rows, by a sample; at most `MOST_TOKENS` in all."""
+    each = rows.each if isinstance(rows, AgentRows) else [rows]
+    lengths: list[int] = []
+    for length in sorted((len(row.input_ids) for row in sampled(each)), reverse=True)[:count]:
+        if sum(lengths) + min(length, MOST_TOKENS) <= MOST_TOKENS:
+            lengths.append(min(length, MOST_TOKENS))
+    return lengths
+
+
+Train = Callable[[list[MicroBatch]], Any]  # what it returns has `sums`, a tensor
+
+
+def layer_digest(crowd: Crowd, batch: MicroBatch, train: Train) -> str:
+    """xxh3-128 of what one decoder layer and the head give: outputs, losses, gradients of the agents.
+
+    Generators, weights, gradients and mode are afterwards as they were before. A base whose layers cannot be run by
+    themselves is run whole.
+
+    Args:
+        batch: see `fixed_batch`.
+        train: forward and backward on micro-batches, as the run does it.
+    """
+    try:
+        return _digest(crowd, batch, train, alone=True)
+    except Exception as error:  # noqa: BLE001 - families raise errors of every kind
+        describe_error(error)  # raises what says nothing about the base
+    return _digest(crowd, batch, train, alone=False)
+
+
+def fixed_batch(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> MicroBatch:
+    """Rows of these lengths with fixed tokens, all of them targets; the same for each agent that has its own.
+
+    Their numbers are below zero: no data set has them.
+    """
+    draw = determinism.generator_for(0, "fixed tokens")
+    vocabulary = crowd.model.get_input_embeddings().weight.shape[0]
+    ids = [torch.randint(0, vocabulary, (length,), generator=draw).numpy() for length in lengths]
+    rows = [Example(each, np.arange(len(each)) > 0) for each in ids]
+    batch = pack(rows, range(-len(rows), 0))
+    return AgentBatches((batch,) * crowd.num_agents) if own_rows else batch
+
+
+def _digest(crowd: Crowd, batch: MicroBatch, train: Train, *, alone: bool) -> str:
+    found: list[Any] = []
+    with (
+        _fixed(crowd, alone=alone) as (layer, trained),
+        layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output)),
+    ):
+        found += [train([batch.to(crowd.device)]).sums, [each.grad for each in trained]]
+        return digest(_bytes(each) for each in tree_leaves(found) if isinstance(each, Tensor))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@contextmanager
+def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """One layer, or the whole base, and the parameters in it that train, which have fixed numbers within the block."""
+    with one_layer(crowd) if alone else nullcontext(text_model(crowd.model)) as layer:
+        trained = [each for each in layer.parameters() if each.requires_grad]
+        with without_a_trace(crowd, trained):
+            yield layer, trained
+
+
+@contextmanager
+def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
+    """Leave the base its first layer with an adapter, and no other one."""
+    agents, model = crowd.agents, crowd.model
+    name, layers = layer_list(model)
+    layer = layers[min(layer_numbers(model, agents.layers).values())]
+    every, trunk = model.get_submodule(name), agents.trunk
+    model.set_submodule(name, nn.ModuleList([layer]))
+    agents.trunk = ()
+    try:
+        yield layer
+    finally:
+        model.set_submodule(name, every)
+        agents.trunk = trunk
+
+
+@contextmanager
+def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Give these parameters fixed numbers inside, and everything what it had afterwards."""
+    agents, training, generators = crowd.agents, crowd.training, determinism.capture()
+    kept, key, draw = [each.detach().clone() for each in trained], agents.dropout.micro_step, torch.Generator()
+    draw.manual_seed(0)
+    try:
+        with torch.no_grad():
+            for each in trained:
+                each.copy_(torch.empty(each.shape).uniform_(-WEIGHTS_UP_TO, WEIGHTS_UP_TO, generator=draw))
+        yield
+    finally:
+        with torch.no_grad():
+            for each, numbers in zip(trained, kept, strict=True):
+                each.copy_(numbers)
+        agents.take_gradients_away()
+        agents.dropout.micro_step = key
+        crowd.train(training)
+        determinism.restore(generators)
+
+
+Found = list[Tensor] | str  # losses and gradients, or why there are none
+
+
+def choose(
+    crowd: Crowd,
+    lengths: Sequence[int],
+    train: Train,
+    processes: Processes,
+    *,
+    own_rows: bool,
+    parts: Sequence[str] = PARTS,
+) -> list[str]:
+    """Let the crowd compute fast what every process found to be the same; returns what to tell. A collective.
+
+    Args:
+        lengths: tokens of rows of the run; as many as fit into `TRIAL_TOKENS` are taken.
+        train: forward and backward on micro-batches, as the run does it.
+        own_rows: every agent has rows of its own.
+        parts: those to try.
+    """
+    batch, said = _rows(crowd, lengths, own_rows=own_rows), []
+
+    def attempt(parts: Sequence[str]) -> Found:
+        found, ran_out = unless_out_of_memory(partial(_computed, crowd, batch, train, parts))
+        processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
+        return ran_out or "out of memory" if found is None else found
+
+    plain = attempt(())
+    with processes.autocast():
+        limit = tolerance(crowd.model.dtype, compute_dtype(crowd.model.get_input_embeddings().weight))
+    taken: list[str] = []
+    for part in parts if not isinstance(plain, str) else ():
+        reason = _difference(attempt([part]), plain, limit)
+        if not any(reasons := processes.gather_object(reason)):
+            taken.append(part)
+        else:
+            said.append(f"{part} stays plain: {next(filter(None, reasons))}")
+    reasons = processes.gather_object(plain if isinstance(plain, str) else _difference(attempt(taken), plain, limit))
+    if any(reasons):
+        taken, said = [], [f"everything stays plain: {next(filter(None, reasons))}"]
+    crowd.compute_fast(taken)
+    return said
+
+
+def kernels_of(config: Config, crowd: Crowd) -> str:
+    """What a checkpoint records: plain, fast, or fast without some parts."""
+    if config.kernels == PLAIN:
+        return PLAIN
+    left = [part for part in PARTS if part not in crowd.fast]
+    return FAST if not left else f"{FAST} without {', '.join(left)}"
+
+
+def parts_of(recorded: Mapping[str, Any]) -> Sequence[str]:
+    """The parts that a run may have, by what its checkpoint records ({}: it begins): an older one had not all."""
+    kernels, later = as_called_now(recorded).get("kernels", PLAIN), {part for parts in LATER.values() for part in parts}
+    return [part for part in PARTS if part not in later or part not in kernels]
+
+
+def _difference(found: Found, plain: Found, limit: float) -> str | None:
+    """Why what was found does not count as what the plain pass gives; None if it counts."""
+    if isinstance(found, str) or isinstance(plain, str):
+        return found if isinstance(found, str) else "nothing to compare with"
+    gap = max(distance(own, wanted) for own, wanted in zip(found, plain, strict=True))
+    return None if gap <= limit else f"it changes losses or gradients by {gap:.1e}"
+
+
+def _rows(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> MicroBatch:
+    """Rows of about these lengths with fixed tokens, of which the last ones are targets."""
+    draw, rows, left = determinism.generator_for(0, "rows of a trial"), [], TRIAL_TOKENS
+    vocabulary = crowd.model.get_input_embeddings().weight.shape[0]
+    for length in sorted(lengths):
+        length = max(2, min(length, left))
+        ids = torch.randint(0, vocabulary, (length,), generator=draw).numpy()
+        rows.append(Example(ids, np.arange(length) >= max(1, length - TRIAL_TARGETS)))
+        if (left := left - length) < 2:
+            break
+    batch = pack(rows, range(-len(rows), 0))
+    return AgentBatches((batch,) * crowd.num_agents) if own_rows else batch
+
+
+def _computed(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str]) -> Found:
+    """Losses and gradients with these parts computed fast."""
+    reason = ""
+    for alone in (True, False):
+        try:
+            return _of_layer(crowd, batch, train, parts, alone=alone)
+        except Exception as error:  # noqa: BLE001 - families raise errors of every kind
+            reason = describe_error(error)  # raises what says nothing about the base
+    return reason
+
+
+def _of_layer(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str], *, alone: bool) -> list[Tensor]:
+    with _fixed(crowd, alone=alone) as (_, trained):
+        try:
+            crowd.compute_fast(parts)
+            sums = train([batch.to(crowd.device)]).sums[: crowd.num_agents]
+            return [sums, *(each.grad.clone() for each in trained if each.grad is not None)]
+        finally:
+            crowd.compute_fast(())

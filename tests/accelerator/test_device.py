@@ -1,0 +1,99 @@
+"""What a run takes of a GPU: kernels of attention, fp64, memory; and checks that see a device that errs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accelerator.conftest import Simulated
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+TURING, AMPERE, HOPPER = ("7", "5"), ("8", "0"), ("9", "0")
+
+
+def found_by(simulated: Simulated, program: str, *words: str, options: tuple[str, ...] = ()) -> Any:
+    """What a program printed behind "found"."""
+    ran = simulated(options=[*options, "--program", str(PROGRAMS / program), *words])
+    return json.loads(ran.said.rpartition("\nfound ")[2].splitlines()[0])
+
+
+@pytest.mark.parametrize("capability", [TURING, AMPERE, HOPPER])
+def test_attention_never_takes_the_kernel_that_holds_all_scores_or_one_that_plans(
+    simulated: Simulated, capability: tuple[str, str]
+) -> None:
+    """Neither with grouped heads nor with a window, in any dtype; fp64 has plain products alone."""
+    found = found_by(simulated, "attention.py", options=("--capability", *capability))
+    has_varlen = capability != TURING
+    assert len(found) == (16 if has_varlen else 12)  # Turing has no bf16
+    for case, taken in found.items():
+        half = case.startswith(("bf16", "fp16"))
+        way = "varlen" if half and has_varlen else "rows"
+        fused = ["efficient"]
+        if half and has_varlen:  # flash has no masks, which windows are
+            fused = ["efficient", "flash"] if "window" in case else ["flash"]
+        fallback = [] if case.startswith("fp64") else fused
+        kernels = ["varlen"] if way == "varlen" else fallback
+        assert taken == {"way": way, "kernels": kernels, "fallback": fallback}, case
+
+
+def test_the_estimate_of_a_preset_is_what_the_preset_says(simulated: Simulated) -> None:
+    told = {
+        preset.name: float(said[1])
+        for preset in sorted((ROOT / "configs").glob("*.yaml"))
+        if (said := re.search(r"dry run estimates ([\d.]+) GB", preset.read_text()))
+    }
+    assert len(told) == 5
+    assert found_by(simulated, "estimates.py", *told) == pytest.approx(told, rel=0.1)
+
+
+def test_each_check_sees_a_device_that_errs(simulated: Simulated) -> None:
+    found = found_by(simulated, "checks.py")
+    wanted = {
+        "autocast": "not every agent has moved",
+        "attention": "differs from plain products",
+        "determinism": "other bits the second time",
+        "copies": "1 of 1048576 numbers come back changed",
+        "checkpoint": "tensors come back changed",
+        "memory": "cannot be",
+    }
+    assert found.keys() == wanted.keys()
+    for name, (well, mutant) in found.items():
+        assert not well.startswith("refused"), name
+        assert mutant.startswith("refused: "), name
+        assert wanted[name] in mutant, name
+
+
+def test_only_sums_norms_and_comparisons_are_computed_in_fp64(simulated: Simulated) -> None:
+    """A card for games computes fp64 at a 64th of its speed, and other makers' devices have none."""
+    words = simulated.training("max_train_steps=2", "mixed_precision=bf16", "dropconnect_p=0.1")
+    assert [place for place in found_by(simulated, "wide.py", *words) if "<" not in place] == [
+        "crowd/scoring.py:_score_batch",
+        "crowd/scoring.py:joined",
+        "distributed/ballot.py:encode",
+        "lora/adapters.py:clip",
+        "lora/attention.py:distance",
+        "lora/passes.py:distance",
+        "run/loop.py:compute_gradients",
+        "run/one_layer.py:_bytes",
+        "run/one_layer.py:_of_layer",
+        "run/step/nonfinite.py:nonfinite_here",
+        "run/step/step_metrics.py:add",
+        "run/step/step_metrics.py:restart",
+    ]
+
+
+def test_a_pass_per_agent_starts_no_more_for_more_rows(simulated: Simulated) -> None:
+    """`deterministic: true` takes it."""
+    ran = simulated(options=["--program", str(PROGRAMS / "launches.py"), "32000", "each"])
+    started = {
+        name: each["launches"]
+        for name, each in json.loads(ran.said.partition("\nlaunches ")[2].splitlines()[0]).items()
+    }
+    assert started["32000/4"] == started["32000/8"] <= 9200  # counted: 9,166

@@ -1,0 +1,113 @@
+"""The files of a state: what they cannot hold, and what is not one of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ci_llm.checkpoints.state_files import (
+    StateEntry,
+    from_bytes,
+    index_name,
+    read_safetensors,
+    read_snapshot,
+    take_snapshot,
+    to_bytes,
+)
+from ci_llm.errors import CheckpointError, DamagedCheckpoint
+
+
+class Stateful:
+    """An object that has a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+
+class Shard(Tensor):
+    """One process's part of a tensor, as DTensor and ShardedTensor are."""
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def read(files: dict[str, bytes], form: str = "tree", key: str = "a") -> Any:
+    return read_snapshot({key: form}, files)[key]
+
+
+def files_of(state: Any) -> dict[str, bytes]:
+    return {name: b"".join(image.parts) for name, image in take_snapshot(state).files.items()}
+
+
+def test_the_address_of_what_cannot_be_saved_leads_into_the_state_of_an_object() -> None:
+    with pytest.raises(CheckpointError, match=r"inner\.rows\[1\]: a set has no plain form"):
+        take_snapshot({"a": {"inner": Stateful({"rows": [1, {2}]})}})
+
+
+def test_a_shard_is_refused_with_the_way_to_the_whole() -> None:
+    with pytest.raises(CheckpointError, match=r"one shard of a distributed tensor.*full_tensor\(\)"):
+        take_snapshot({"a": torch.zeros(2).as_subclass(Shard)})
+
+
+def test_tensors_whose_addresses_are_alike_keep_apart() -> None:
+    state = {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1), "n": 1}, "__metadata__": torch.full((1,), 2.0)}}
+    back = read(files_of(state))
+    assert [back["b.c"].item(), back["b"]["c"].item(), back["__metadata__"].item()] == [1.0, 0.0, 2.0]
+
+
+def test_a_dict_of_tensors_has_the_widest_first_and_knows_its_bytes() -> None:
+    entry = StateEntry.flat("a", {"narrow": torch.ones(3, dtype=torch.int8), "wide": torch.ones(2)})
+    assert [tensor.element_size() for tensor in entry.tensors] == [4, 1]
+    assert entry.nbytes == 11
+
+
+def test_a_tree_whose_tensors_lie_in_several_files_is_read_by_its_index() -> None:
+    tree = {"a.json": json.dumps({"x": {"$tensor": "x"}, "y": [{"$tensor": "y"}, 3]}).encode()}
+    shards = {
+        "a-0.safetensors": files_of({"s": {"x": torch.ones(2)}})["s.safetensors"],
+        "a-1.safetensors": files_of({"s": {"y": torch.zeros(1), "z": torch.zeros(9)}})["s.safetensors"],
+    }
+    index = {"weight_map": {"x": "a-0.safetensors", "y": "a-1.safetensors"}}
+    back = read({**tree, **shards, index_name("a"): json.dumps(index).encode()})
+    assert (back["x"].tolist(), back["y"][0].tolist(), back["y"][1]) == ([1.0, 1.0], [0.0], 3)
+    with pytest.raises(DamagedCheckpoint, match="the index does not say where its tensors are") as damage:
+        read({**tree, **shards, index_name("a"): b"{}"})
+    assert damage.value.where == "key 'a'"
+
+
+WITHOUT_X = files_of({"a": {"y": torch.ones(1)}})["a.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("form", "files", "told"),
+    [
+        ("pickle", {}, "unknown form 'pickle'"),
+        ("plain", {}, "a.json"),
+        ("plain", {"a.json": b"{"}, "Expecting"),
+        ("tensors", {"a.safetensors": b"short"}, "header"),
+        ("tree", {"a.json": b'{"$tensor": "x"}', "a.safetensors": WITHOUT_X}, "'x'"),
+    ],
+)
+def test_files_without_the_form_of_the_manifest_are_damage(form: str, files: dict[str, bytes], told: str) -> None:
+    with pytest.raises(DamagedCheckpoint, match=f"'a' cannot be read: .*{told}"):
+        read(files, form)
+
+
+def test_a_header_that_promises_more_than_the_file_holds_is_an_error() -> None:
+    data = files_of({"a": {"w": torch.ones(4)}})["a.safetensors"]
+    assert read_safetensors(data)["w"].tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match="not fully covered"):
+        read_safetensors(data[:-4])
+
+
+@pytest.mark.parametrize("value", [{"w": torch.ones(2)}, {"n": (1, 2)}, {"w": torch.ones(2), "n": [1]}, 3])
+def test_a_message_comes_back(value: Any) -> None:
+    back = from_bytes(to_bytes(value))
+    assert repr(back) == repr(value)

@@ -1,0 +1,103 @@
+"""How far a number can be trusted, on answers whose figures are known by hand."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ci_llm.crowd.aggregators import Learned
+from ci_llm.crowd.answers import Calibration, Logistic
+from ci_llm.crowd.judging import auroc, calibration_error
+from ci_llm.evaluation.evaluate import failed_rows, sureness_lines
+from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_record
+
+#: Right with the probability that the first signal is.
+IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
+
+
+def row(confidence: float, right: bool, agents: list[bool], signal: float | None = None) -> dict[str, Any]:
+    found = [math.log(confidence) if signal is None else signal, 0.0, 0.0, 0.0, 0.0]
+    return {
+        "confidence": confidence,
+        "correct": right,
+        "agents_correct": agents,
+        "signals": found,
+        "agents_signals": [found] * len(agents),
+    }
+
+
+def test_the_chance_that_a_right_answer_is_surer() -> None:
+    assert auroc([0.9, 0.8, 0.1], [True, True, False]) == 1
+    assert auroc([0.9, 0.1, 0.1], [False, True, True]) == 0
+    assert auroc([0.5, 0.5], [True, False]) == 0.5
+    assert auroc([0.9, 0.5, 0.5], [True, True, False]) == 0.75
+    assert auroc([0.9, 0.5], [True, True]) is None
+
+
+def test_the_calibration_error_is_the_distance_of_bins() -> None:
+    assert calibration_error([1.0, 1.0, 0.0], [True, True, False]) == 0
+    assert calibration_error([0.75] * 4, [True, True, True, False]) == 0
+    assert calibration_error([0.95, 0.95, 0.15, 0.15], [True, False, True, False]) == pytest.approx(0.4)
+
+
+def test_true_probabilities_have_an_error_by_chance() -> None:
+    p = np.random.default_rng(1).random(400)
+    assert honest_error(p) == honest_error(p)
+    assert 0.01 < honest_error(p) < 0.1
+    assert honest_error(np.repeat(p, 25)) < honest_error(p) / 3, "it falls with the number of answers"
+    assert honest_error([1.0, 0.0]) == 0
+
+
+def test_the_surest_answers_are_kept() -> None:
+    assert at_coverage([0.9, 0.8, 0.7, 0.6, 0.1], [True, True, True, False, False]) == 0.75
+    assert at_coverage([0.1], [True]) == 1
+
+
+def test_the_record_of_answers() -> None:
+    rows = [row(0.9, True, [True, False]), row(0.2, False, [False, False])]
+    plain = sureness_record(rows, None, "probability", abstain_below=0.5)
+    assert (plain["by"], plain["auroc"], plain["exact_match_at_coverage"]) == ("confidence", 1, 0.5)
+    assert (plain["rows"], plain["right"]) == (2, 1)
+    assert plain["abstention"] == {"below": 0.5, "answered": 0.5, "exact_match": 1}
+    assert sureness_record(rows, None, "probability", abstain_below=0.95)["abstention"]["exact_match"] is None
+
+
+@pytest.mark.parametrize(("right", "wrong", "shown"), [(2, 1, False), (10, 9, False), (9, 10, False), (10, 10, True)])
+def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool) -> None:
+    """`AUROC 1.000` was said of three rows."""
+    rows = [row(0.9, True, [True])] * right + [row(0.2, False, [False])] * wrong
+    record = {"sureness": sureness_record(rows, None, "probability")}
+    [line] = sureness_lines(SimpleNamespace(record=record, calibrated=None))  # type: ignore[arg-type]
+    assert line.startswith(f"confidence, {right} right and {wrong} wrong: ")
+    assert ("1.000 AUROC of wrong answers" in line) == shown
+    assert ("no AUROC below 10 of each" in line) != shown
+
+
+def test_long_answers_are_ranked_by_what_their_confidence_no_longer_shows() -> None:
+    """The confidence of each is 0 as it was written; the surest were simply the first of the file."""
+    wrong = [row(0.0, False, [False], signal=-30.0 - number) for number in range(3)]
+    right = [row(0.0, True, [True], signal=-20.0 - number) for number in range(7)]
+    found = sureness_record([*wrong, *right], None, "probability")
+    assert (found["auroc"], found["exact_match_at_coverage"]) == (1, 7 / 8)
+    assert failed_rows([wrong[1], right[0], wrong[2], wrong[0]]) == wrong
+
+
+def test_escalation_is_priced_from_answers_that_are_there() -> None:
+    surer = Logistic((1.0, 0, 0, 0, 0), 0.0)
+    made = Calibration(Learned((0.5, 0.5)), IDENTITY, 1, surer, (0.0, 0.5, 1.0), "probability", 4, "here")
+    rows = [
+        row(0.9, True, [False, False], signal=-5),
+        row(0.9, True, [False, False], signal=5),
+        row(0.9, False, [False, True], signal=5),
+        row(0.9, True, [False, True], signal=5),
+    ]
+    found = sureness_record(rows, made, "probability", agents_per_prompt=1.5, names=["agent0", "agent4"])
+    assert found["by"] == "probability_right"
+    assert found["escalation"] == {"agent": "agent4", "below": 0.25, "agents_per_prompt": 1.5, "exact_match": 0.75}
+    other = sureness_record(rows, made, "logit", agents_per_prompt=3)
+    assert other["by"] == "confidence", "the calibration is of another aggregator"
+    assert other["escalation"]["agents_per_prompt"] == 3

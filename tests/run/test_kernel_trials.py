@@ -1,0 +1,162 @@
+"""Fast kernels are used where a trial finds them right; a run keeps what it began with, and says what it takes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.cli.main import main
+from ci_llm.config import Config
+from ci_llm.core import numerics
+from ci_llm.core.numerics import as_called_now
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.lora import kernels
+from ci_llm.lora.kernels import PARTS
+from ci_llm.run import context
+from ci_llm.run.one_layer import choose, kernels_of, parts_of
+from tests.run.test_one_layer import assert_same, crowd_on, everything, trains
+from tests.support import small_run
+
+ALONE: Any = SimpleNamespace(follow=lambda: None, gather_object=lambda value: [value], autocast=nullcontext)
+LENGTHS = (9, 17, 5)
+
+
+def tried(crowd: Crowd, processes: Any = ALONE, train: Any = None, *, own_rows: bool = False) -> list[str]:
+    return choose(crowd, LENGTHS, train or trains(crowd), processes, own_rows=own_rows)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("llama", []),
+        ("gemma2", ["norms stays plain: it changes losses or gradients by"]),  # they weigh by 1 + w
+        ("cohere", ["rotation stays plain: it changes losses or gradients by"]),  # it rotates pairs of neighbours
+        ("gpt_neox", ["rotation stays plain: RuntimeError"]),  # it rotates a part of a head
+    ],
+)
+def test_a_part_that_a_family_computes_otherwise_stays_plain(family: str, told: list[str]) -> None:
+    crowd = crowd_on(family, layers=None)
+    said = tried(crowd)
+    assert [line[: len(start)] for line, start in zip(said, told, strict=True)] == told
+    left = [line.partition(" ")[0] for line in told]
+    assert crowd.fast == tuple(part for part in PARTS if part not in left)
+    assert kernels_of(Config(), crowd) == (f"fast without {', '.join(left)}" if left else "fast")
+    assert kernels_of(Config(kernels="plain"), crowd) == "plain"
+
+
+def test_a_gradient_alone_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.SwiGlu, "backward", lambda _, grad: (grad * 0.2, grad * 0.3))
+    crowd = crowd_on()
+    assert [line[:17] for line in tried(crowd)] == ["gate stays plain:"]
+    assert "gate" not in crowd.fast
+
+
+def test_a_process_that_finds_a_part_wrong_speaks_for_all() -> None:
+    answers = iter([None, "it ran out of memory"] + [None] * 9)
+    peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
+    crowd = crowd_on()
+    assert tried(crowd, peers) == ["norms stays plain: it ran out of memory"]
+    assert crowd.fast == tuple(part for part in PARTS if part != "norms")
+
+
+def test_parts_that_do_not_fit_together_are_all_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([None] * len(PARTS) + ["another peer's reason"])
+    peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
+    crowd = crowd_on()
+    assert tried(crowd, peers) == ["everything stays plain: another peer's reason"]
+    assert crowd.fast == ()
+
+
+def test_a_trial_without_memory_leaves_everything_plain() -> None:
+    def fail(_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    crowd = crowd_on()
+    assert tried(crowd, train=fail) == ["everything stays plain: CUDA out of memory"]
+    assert crowd.fast == ()
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_a_trial_leaves_no_trace(own_rows: bool) -> None:
+    crowd = crowd_on(dropout=0.1, dropconnect=0.1)
+    tried(crowd, own_rows=own_rows)
+    before, fast = everything(crowd), crowd.fast
+    tried(crowd, own_rows=own_rows)
+    assert_same(before, everything(crowd))
+    assert crowd.fast == fast
+
+
+@pytest.mark.parametrize(("version", "missing"), [("2", ["products", "attention"]), ("3", ["attention"])])
+def test_an_older_run_has_no_newer_parts(version: str, missing: list[str]) -> None:
+    older = {"kernels": "fast without norms", "settings": {"numerics": version}}
+    assert parts_of(older) == [part for part in PARTS if part not in missing] == parts_of(as_called_now(older))
+    assert as_called_now(older)["kernels"] == ", ".join(["fast without norms", *missing])
+    assert parts_of({}) == [*PARTS] == parts_of({"kernels": "plain", "settings": {"numerics": "1"}})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads_as_they_were")
+@pytest.mark.parametrize(("version", "missing"), [(2, 2), (3, 1)])
+def test_an_older_run_resumes_bitwise(
+    version: int, missing: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*small_run.WORDS, f"output_dir={tmp_path / 'run'}", "lr_scheduler_type=constant"]
+    with monkeypatch.context() as older:
+        older.setattr(context, "parts_of", lambda _: PARTS[:-missing])
+        older.setattr(context, "kernels_of", lambda *_: "fast")
+        older.setitem(numerics.NUMERICS, "fast", version)
+        assert main(["train", *words, "max_train_steps=2"]) == 0
+    for steps in (4, 6):
+        capsys.readouterr()
+        assert main(["train", *words, f"max_train_steps={steps}"]) == 0
+        assert "exactness: bitwise" in capsys.readouterr().out
+    found: Any = read_manifest(tmp_path / "run" / "checkpoint_step_6").info["surroundings"]
+    assert (found["kernels"], found["settings"]["numerics"]) == (f"fast without {', '.join(PARTS[-missing:])}", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_another_route_is_no_bitwise_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older release padded the rows of some bases that this one packs."""
+    words = [*small_run.WORDS, f"output_dir={tmp_path / 'run'}", "lr_scheduler_type=constant"]
+    with monkeypatch.context() as older:
+        older.setattr(Crowd, "choose_route", lambda crowd: setattr(crowd, "route", "padded"))
+        assert main(["train", *words, "max_train_steps=2"]) == 0
+    capsys.readouterr()
+    assert main(["train", *words, "max_train_steps=4"]) == 0
+    assert "exactness: sample-exact (the same names, and other bits in a layer)" in capsys.readouterr().out
+    assert main(["train", *words, "max_train_steps=6"]) == 0
+    assert "exactness: bitwise" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_run_keeps_its_kernels_and_others_are_no_bitwise_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(steps: int, *words: str) -> str:
+        run = f"output_dir={tmp_path / 'run'}"
+        assert main(["train", *small_run.WORDS, f"max_train_steps={steps}", run, *words]) == 0
+        return capsys.readouterr().out
+
+    def recorded(step: int) -> tuple[Any, Any]:
+        found: Any = read_manifest(tmp_path / "run" / f"checkpoint_step_{step}").info["surroundings"]
+        return found["kernels"], found["settings"]["numerics"]
+
+    assert "exactness" not in train(2, "kernels=plain", "lr_scheduler_type=constant")
+    assert recorded(2) == ("plain", "1")
+    assert "exactness: bitwise" in train(4, "lr_scheduler_type=constant")
+    assert recorded(4) == ("plain", "1")
+    said = train(6, "kernels=fast", "lr_scheduler_type=constant")
+    assert "exactness: sample-exact (kernels plain -> fast; numerics 1 -> 4; other bits in a layer)" in said
+    assert recorded(6) == ("fast", "4")
+    assert "exactness: bitwise" in train(8, "lr_scheduler_type=constant")

@@ -1,0 +1,217 @@
+"""The digest of a layer: the same whenever it is taken, another one where anything is computed otherwise, no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ci_llm.core import determinism
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.agent_rows import AgentRows
+from ci_llm.data.batches import AgentBatches, MicroBatch
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.run import one_layer as module
+from ci_llm.run.one_layer import MOST_TOKENS, fixed_batch, layer_digest, longest_lengths
+from tools.testbed.tiny import FAMILIES, base, example
+
+LENGTHS = (9, 17, 5)
+#: Layers of these cannot be taken one at a time, or they cannot have agents.
+NO_DECODERS = {"bert"}
+
+
+def crowd_on(family: str = "llama", layers: int | None = 3, **settings: Any) -> Crowd:
+    crowd = Crowd(base(family, torch.float32, layers=layers), LoraSettings(num_agents=2, rank=2, **settings), "toy")
+    crowd.choose_route()
+    return crowd
+
+
+def trains(crowd: Crowd) -> Callable[[list[MicroBatch]], Any]:
+    """As `compute_gradients` of the loop does it."""
+
+    def train(batches: list[MicroBatch]) -> Any:
+        crowd.train()
+        crowd.agents.begin_step(-1)
+        determinism.seed_everything("a key")
+        crowd.agents.begin_micro_step(-1, 0, 0)
+        loss = Objective()(crowd(batches[0]), batches[0], -1)
+        loss.total.backward()
+        return SimpleNamespace(sums=loss.task)
+
+    return train
+
+
+def digest_of(crowd: Crowd, lengths: tuple[int, ...] = LENGTHS, *, own_rows: bool = False) -> str:
+    return layer_digest(crowd, fixed_batch(crowd, lengths, own_rows=own_rows), trains(crowd))
+
+
+def everything(crowd: Crowd) -> dict[str, Any]:
+    """What a digest must leave as it was."""
+    agents = crowd.agents
+    return {
+        "weights": agents.weights.clone(),
+        "gradients": agents.gradients.clone(),
+        "grads": [each.grad for each in (*agents.rows, *crowd.parameters())],
+        "modes": [each.training for each in crowd.modules()],
+        "modules": [name for name, _ in crowd.named_modules()],
+        "hooks": sum(len(each._forward_hooks) for each in crowd.modules()),
+        "trunk": id(agents.trunk),
+        "micro-step": agents.dropout.micro_step,
+        "generators": determinism.capture(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def tensors_alive() -> int:
+    # By type: `isinstance` reads `__class__`, and torch's deprecated objects warn about that.
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False])
+def test_it_leaves_no_trace(training: bool) -> None:
+    crowd = crowd_on(dropout=0.1)
+    crowd.train(training)
+    digest_of(crowd)  # the masks of a step have their memory from the first one on
+    gc.collect()
+    before, tensors = everything(crowd), tensors_alive()
+    digest_of(crowd)
+    gc.collect()
+    assert tensors_alive() <= tensors + sum(isinstance(each, Tensor) for each in before.values())
+    assert_same(before, everything(crowd))
+
+
+def test_a_pass_that_fails_leaves_no_trace_either() -> None:
+    crowd = crowd_on()
+    before = everything(crowd)
+
+    def fail(_: object) -> Any:
+        trains(crowd)([fixed_batch(crowd, LENGTHS, own_rows=False)])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        layer_digest(crowd, fixed_batch(crowd, LENGTHS, own_rows=False), fail)
+    assert_same(before, everything(crowd))
+
+
+def test_it_does_not_depend_on_what_the_agents_have_learned_nor_on_what_was_drawn() -> None:
+    crowd = crowd_on(dropout=0.1, dropconnect=0.1)
+    found = digest_of(crowd)
+    crowd.agents.weights.normal_()
+    torch.rand(7)
+    assert digest_of(crowd) == found
+
+
+CHANGES: dict[str, Callable[[Crowd], object]] = {
+    "the numbers of a product": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.mlp.up_proj.base_layer")),
+    "the numbers of a norm": lambda crowd: nudge(crowd.get_submodule("model.model.layers.0.input_layernorm")),
+    "the numbers of the head": lambda crowd: nudge(crowd.model.get_output_embeddings()),
+}
+
+
+@torch.no_grad()
+def nudge(layer: Any) -> None:
+    """The last bits of all numbers. Those of a single one may round away, which depends on the processor."""
+    layer.weight.mul_(1 + 2**-20)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_rounding_of_anything_shows(change: str) -> None:
+    crowd = crowd_on()
+    found = digest_of(crowd)
+    CHANGES[change](crowd)
+    assert digest_of(crowd) != found
+
+
+def test_another_rounding_in_the_backward_pass_alone_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = crowd_on()
+    found = digest_of(crowd)
+    backward = module.Crowd.forward
+
+    def forward(self: Crowd, batch: Any) -> Any:
+        output = backward(self, batch)
+        output.states.register_hook(lambda grad: grad * (1 + 2**-20))
+        return output
+
+    monkeypatch.setattr(Crowd, "forward", forward)
+    assert digest_of(crowd) != found
+
+
+def test_rows_of_other_lengths_and_of_each_agent_its_own_have_another_digest() -> None:
+    crowd = crowd_on()
+    assert len({digest_of(crowd), digest_of(crowd, (9, 17)), digest_of(crowd, (17, 9, 5))}) == 3
+    assert isinstance(fixed_batch(crowd, LENGTHS, own_rows=True), AgentBatches)
+    assert digest_of(crowd, own_rows=True) == digest_of(crowd, own_rows=True)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_DECODERS])
+def test_one_layer_of_every_family_is_taken_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = crowd_on(family, layers=None)
+    ways: list[bool] = []
+    taken = module._digest
+
+    def noted(*given: Any, alone: bool) -> str:
+        ways.append(alone)
+        return taken(*given, alone=alone)
+
+    monkeypatch.setattr(module, "_digest", noted)
+    assert digest_of(crowd) == digest_of(crowd)
+    assert ways == [True, True]
+
+
+def test_it_costs_one_layer_and_the_first_that_agents_adapt() -> None:
+    crowd = Crowd(base(dtype=torch.float32, layers=3), LoraSettings(num_agents=2, rank=2, layers=(1, 2)), "toy")
+    passed: list[int] = []
+    for number, layer in enumerate(crowd.model.model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: passed.append(number))
+    trunk = crowd.agents.trunk
+    digest_of(crowd)
+    assert passed == [1]
+    assert trunk is crowd.agents.trunk is not None
+
+
+def test_a_base_whose_layers_cannot_be_run_alone_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = crowd_on()
+    before = everything(crowd)
+
+    def refuse(_: Crowd) -> Any:
+        raise IndexError("layer 1 is not there")
+
+    monkeypatch.setattr(module, "one_layer", refuse)
+    found = digest_of(crowd)
+    assert_same(before, everything(crowd))
+    nudge(crowd.get_submodule("model.model.layers.2.mlp.up_proj.base_layer"))
+    assert digest_of(crowd) != found
+
+
+def test_the_fixed_rows_are_as_long_as_those_of_the_longest_micro_batch() -> None:
+    def rows(*lengths: int) -> Any:
+        return [example(length) for length in lengths]
+
+    assert longest_lengths(rows(5, 30, 7, 20), 3) == [30, 20, 7]
+    assert longest_lengths(rows(5), 3) == [5]
+    assert longest_lengths(rows(2000), 3) == [MOST_TOKENS]
+    assert longest_lengths(rows(300, 300, 200), 3) == [300, 200]
+    own = copy.copy(AgentRows.__new__(AgentRows))
+    object.__setattr__(own, "each", (rows(5, 9), rows(40, 8)))
+    assert longest_lengths(own, 2) == [40, 9]

@@ -1,0 +1,34 @@
+"""What a preset takes on a GPU, by the estimate of the dry run at its longest rows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from transformers import AutoConfig
+
+from ci_llm.config import load_config
+from ci_llm.distributed.precision import Speed, chosen
+from ci_llm.dry_run.context import KNOWN
+from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
+from ci_llm.run.start.cost_model import agent_copies, trace
+from tests.support.children import ROOT
+
+PRESETS: Final = ROOT / "configs"
+SHARED_BY: Final = 4  # processes of a preset whose base is in shards
+
+
+def gigabytes(preset: str, traced_on: torch.device) -> float:
+    """Of one process, with one pass for all agents, and with recomputed layers where the preset says auto."""
+    config = load_config(PRESETS / preset)
+    auto = chosen(config, Speed(True, "the hardware that it names has bf16")) | {"pass_per_agent": False}
+    if config.use_gradient_checkpointing == "auto":
+        auto["use_gradient_checkpointing"] = True
+    config = config.model_copy(update=auto)
+    shape, tokens = AutoConfig.for_model(**KNOWN[config.model_name]), config.max_seq_length
+    sizes = {"rows": config.batch_size, "tokens": tokens, "targets": tokens // 2}
+    processes = SHARED_BY if config.base_sharding == "layers" else 1
+    found = trace(config, shape, traced_on, **sizes, processes=processes)
+    # On a GPU the copy that a checkpoint is written from lies in the memory of the host.
+    on_gpu = agent_copies(config, torch.device("cuda")) / agent_copies(config, traced_on)
+    return (found.device_bytes + CUDA_CONTEXT_BYTES - found.agents_bytes * (1 - on_gpu)) / 1e9
