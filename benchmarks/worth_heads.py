@@ -18,7 +18,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,9 +32,11 @@ from ci_llm.evaluation.loading import Choice, Request
 
 K, ROWS_PER_STEP = 4, 16
 Row = dict[str, str]
+Line = dict[str, Any]
+Arm = tuple[dict[str, str], int]
 
 #: By arm the keys of its run, beside those that all have; `steps` times as many as asked for.
-ARMS: Final[Mapping[str, tuple[dict[str, str], int]]] = {
+ARMS: Final[Mapping[str, Arm]] = {
     "heads": ({"objective": "classification", "num_agents": str(K)}, 1),
     "text": ({"objective": "sft", "num_agents": str(K)}, 1),
     "heads, one agent of 4x the steps": ({"objective": "classification", "num_agents": "1"}, K),
@@ -87,26 +89,37 @@ def measured(run: Path, data: Path, **how: Any) -> dict[str, Any]:
     }
 
 
-def run(arm: str, call: argparse.Namespace, seed: int) -> dict[str, Any]:
+def common_keys(call: argparse.Namespace, seed: int, steps: int, train_on: Path, held_out: Path) -> dict[str, str]:
+    """The keys of every run."""
+    return {
+        "model_name": str(call.base.resolve()), "model_dtype": "auto", "mixed_precision": "auto", "seed": str(seed),
+        "batch_size": str(ROWS_PER_STEP), "lora_rank": "16", "lora_alpha": "32", "learning_rate": call.rate,
+        "max_train_steps": str(steps), "dataset_name": str(train_on), "max_train_samples": "null",
+        "eval_dataset_name": str(held_out), "eval_samples": "8", "generation_eval_samples": "0",
+        "num_workers": "0", "progress_bar": "false", "save_interval_seconds": "120", "save_total_limit": "1",
+        **dict(word.split("=", 1) for word in call.keys),
+    }  # fmt: skip
+
+
+def trained(folder: Path, arm: str, keys: Mapping[str, str]) -> Path:
+    """The folder of an arm's run, which is trained or resumed if it has not ended."""
+    place = folder / arm.replace(" ", "_").replace(",", "")
+    place.mkdir(parents=True, exist_ok=True)
+    defaults = folder / "defaults.yaml"
+    defaults.touch()
+    train(keys, place, defaults)
+    return place
+
+
+def run(arm: str, call: argparse.Namespace, seed: int) -> Line:
     """Train and judge an arm with one seed: its line of the results."""
     (keys, factor), began, heads = ARMS[arm], time.monotonic(), arm.startswith("heads")
     folder = call.folder.resolve() / f"{call.rows}_{seed}"
     rows = drawn(call.dataset, call.classes, call.rows, call.held_out, seed)
     found = files(rows, folder / "rows", heads=heads)
     names = ",".join(sorted({row["answer"] for row in rows["train"]}))
-    common = {
-        "model_name": str(call.base.resolve()), "model_dtype": "auto", "mixed_precision": "auto", "seed": str(seed),
-        "batch_size": str(ROWS_PER_STEP), "lora_rank": "16", "lora_alpha": "32", "learning_rate": call.rate,
-        "max_train_steps": str(call.steps * factor), "dataset_name": str(found["train"]), "max_train_samples": "null",
-        "eval_dataset_name": str(found["calibration"]), "eval_samples": "8", "generation_eval_samples": "0",
-        "num_workers": "0", "progress_bar": "false", "save_interval_seconds": "120", "save_total_limit": "1",
-        **({"label_names": f"[{names}]"} if heads else {}), **dict(word.split("=", 1) for word in call.keys),
-    }  # fmt: skip
-    place = folder / arm.replace(" ", "_").replace(",", "")
-    place.mkdir(parents=True, exist_ok=True)
-    defaults = folder / "defaults.yaml"
-    defaults.touch()
-    train(common | keys, place, defaults)
+    keys = common_keys(call, seed, call.steps * factor, found["train"], found["calibration"]) | keys
+    place = trained(folder, arm, keys | ({"label_names": f"[{names}]"} if heads else {}))
     trained_s = time.monotonic() - began
     before = measured(place, found["test"], heads=True) if heads else {}
     measured(place, found["calibration"], heads=heads, calibrate=True)
@@ -117,7 +130,7 @@ def run(arm: str, call: argparse.Namespace, seed: int) -> dict[str, Any]:
     return about | {"before": before, "calibrated": after} | seconds | {"machine": surroundings()}
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def table(lines: Sequence[Line]) -> Iterator[str]:
     """In markdown, a line for each arm and seed."""
     titles = ("accuracy: agents", "crowd", "NLL: agents", "crowd", "calibration error", "right of the surest 80 %")
     yield f"| | seed | {' | '.join(titles)} |"
@@ -131,13 +144,13 @@ def table(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 yield f"| {line['arm']}, {kind} | {line['seed']} | {shown} |"
 
 
-def main() -> None:
-    """Runs what is not done yet, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(about: str, arms: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of a call that trains these arms."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", type=Path, required=True, help="a folder with train.jsonl and test.jsonl")
     parser.add_argument("--base", type=Path, required=True, help="a folder of Transformers")
     parser.add_argument("--folder", type=Path, required=True, help="of rows, runs and results")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS], help="default: all, in their order")
+    parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="default: all, in their order")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--classes", type=int, default=8, help="the most frequent ones (default: 8)")
     parser.add_argument("--rows", type=int, default=512, help="training rows (default: 512)")
@@ -145,19 +158,28 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=400, help="rows, half to calibrate on (default: 400)")
     parser.add_argument("--rate", default="1e-3", help="learning rate of all arms (default: 1e-3)")
     parser.add_argument("--keys", nargs="*", default=[], metavar="key=value", help="of all runs, beside those")
-    call = parser.parse_args()
-    torch.set_num_threads(1)
-    file = call.folder / "worth_heads.jsonl"
+    return parser
+
+
+def results(
+    file: Path, call: argparse.Namespace, arms: Mapping[str, Arm], run: Callable[[str, argparse.Namespace, int], Line]
+) -> list[Line]:
+    """The lines of all arms and seeds that were asked for; what `file` does not have is run."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
-    asked = [(arm, seed) for seed in call.seeds for arm in call.arms]
-    for arm, seed in asked:
-        about = {"arm": arm, "seed": seed, "rows": call.rows, "steps": call.steps * ARMS[arm][1], "keys": call.keys}
-        if any(about == {key: line[key] for key in about} for line in lines):
-            continue
-        print(f"{arm}, seed {seed}", flush=True)
-        lines.append(run(arm, call, seed))
-        write_bytes(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
-    print(*table(lines), sep="\n")
+    for arm, seed in [(arm, seed) for seed in call.seeds for arm in call.arms]:
+        about = {"arm": arm, "seed": seed, "rows": call.rows, "steps": call.steps * arms[arm][1], "keys": call.keys}
+        if not any(about == {key: line[key] for key in about} for line in lines):
+            print(f"{arm}, seed {seed}", flush=True)
+            lines.append(run(arm, call, seed))
+            write_bytes(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return lines
+
+
+def main() -> None:
+    """Runs what is not done yet, and prints the table."""
+    call = options(__doc__ or "", [*ARMS]).parse_args()
+    torch.set_num_threads(1)
+    print(*table(results(call.folder / "worth_heads.jsonl", call, ARMS, run)), sep="\n")
 
 
 if __name__ == "__main__":
