@@ -277,6 +277,42 @@ def test_who_uses_the_result_finds_the_final_checkpoint_first(run: Run) -> None:
     assert [find_checkpoint(folder) for folder in (step, final)] == [step, final]
 
 
+def test_a_final_checkpoint_is_made_by_the_writer_alone(run: Run) -> None:
+    run.open().acquire_lease()
+    with pytest.raises(WriterBusy):
+        run.open().finish()
+
+
+def test_a_step_that_finds_no_folder_of_its_own_keeps_the_final_checkpoint_that_holds_it(run: Run) -> None:
+    disk = FullDisk()
+    disk.full = False
+    store = run.open(disk=disk)
+    store.save(1, files(1))
+    store.finish({"README.md": b"one"})
+    store.delete(1)
+    disk.full = True
+    result = store.finish({"README.md": b"two"})
+    assert (result.step, result.saved, result.cause is None) == (1, False, False)
+    assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
+    assert store.all_steps() == [1]
+
+
+def test_a_final_checkpoint_that_cannot_be_replaced_is_back_where_it_was(run: Run) -> None:
+    for lives in itertools.count():
+        disk = FailingDisk(10**9, errno.EIO)
+        store = run.open(disk=disk)
+        store.save(1, files(1))
+        assert store.finish({"README.md": b"one"}).saved
+        disk.lives = disk.changes + lives
+        result = store.finish({"README.md": b"two"})
+        readme = (run.directory / "final_checkpoint" / "README.md").read_bytes()
+        assert readme == (b"two" if result.saved else b"one"), lives
+        store.close()
+        if disk.changes <= disk.lives:
+            break
+    assert lives > 6
+
+
 class BreakingDisk(FailingDisk):
     """Fails change number `lives`, and every one after it until `lives` is set higher."""
 

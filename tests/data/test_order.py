@@ -38,6 +38,7 @@ def test_the_order_is_pinned() -> None:
     """A change of these numbers changes the order of every run that is under way: checkpoints would lie."""
     assert [permute(at, 10, seed=42, epoch=0) for at in range(10)] == [0, 4, 9, 3, 6, 2, 8, 7, 5, 1]
     assert [permute(at, 10, seed=42, epoch=1) for at in range(10)] == [6, 7, 2, 5, 8, 0, 4, 1, 3, 9]
+    assert [permute(at, 8, seed=42, epoch=0) for at in range(8)] == [3, 5, 6, 4, 7, 0, 1, 2]
     assert Plan(7473, 8, seed=42).rows(10**6) == PINNED
 
 
@@ -101,6 +102,7 @@ def test_samples_seen_counts_what_the_steps_took(num_rows: int, global_batch_siz
 def test_epochs_start_at_whole_numbers() -> None:
     plan = Plan(10, 4, seed=0)
     assert [plan.epoch(step) for step in range(5)] == [0.0, 0.4, 0.8, 1.0, 1.4]
+    assert plan.epochs(4) == [1.4], "one plan for all agents"
 
 
 @steady
