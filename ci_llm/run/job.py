@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -163,18 +163,16 @@ def run_among(
         result = _run_to_end(run, start, requests)
         return result
     finally:
-        log.finish_trackers()  # while the folder is still leased to this attempt
-        try:
-            if run is not None:
-                try:
-                    run.mirror.end(result.status if result else None, sys.exc_info()[1])
-                finally:
-                    end_by(run.last_act)  # training.log takes its line only while the folder is leased
-            manager.close()
-        finally:
-            log.close()
+        ended_by = sys.exc_info()[1]
+        with ExitStack() as ending:  # runs these from the last to the first, all of them, whatever one of them raises
             if run is not None and loaded is not None:
-                run.crowd.detach()
+                ending.callback(run.crowd.detach)
+            ending.callback(log.close)
+            ending.callback(manager.close)
+            if run is not None:
+                ending.callback(end_by, run.last_act)  # training.log takes its line only while the folder is leased
+                ending.callback(run.mirror.end, result.status if result else None, ended_by)
+            ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
 
 
 def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:

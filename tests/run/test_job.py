@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core import numerics
@@ -30,7 +32,9 @@ from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
+from ci_llm.logs.run_log import RunLog
 from ci_llm.run import job, loop
+from ci_llm.run.end.mirroring import RunMirror
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -219,6 +223,25 @@ def test_a_push_that_is_broken_off_costs_no_second_evaluation(
     said = capsys.readouterr().out
     assert "complete at step 2" in said
     assert "hub       https://there" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [(RunLog, "finish_trackers"), (RunMirror, "end")])
+def test_a_call_that_is_broken_off_at_its_very_end_gives_folder_and_log_back(
+    last: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook the process lives on after a second Ctrl-C, and its next call takes the folder."""
+
+    def broken_off(*_: object) -> None:
+        monkeypatch.undo()  # once
+        raise KeyboardInterrupt
+
+    handlers = logging.getLogger("ci_llm").handlers[:]
+    monkeypatch.setattr(*last, broken_off)
+    assert train(tmp_path, "max_train_steps=1") == 130
+    with CheckpointManager(tmp_path, writer_timeout=60.0) as manager:
+        manager.acquire_lease()
+    assert logging.getLogger("ci_llm").handlers == handlers
 
 
 def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
