@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import add_verb, make_parser, print_json
+from ci_llm.cli.command import add_verb, make_parser, print_json, run_verb
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -69,16 +69,14 @@ _EXIT_CODES = """
 exit codes: 0 success; 1 a checkpoint is damaged, or two differ; 2 bad call"""
 
 
-def run_verb(words: Sequence[str]) -> int:
+def checkpoints(words: Sequence[str]) -> int:
     """Run `ci-llm checkpoints ARGUMENTS` and return the exit code.
 
     Raises:
         BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
         SystemExit: with 0, after `--help`.
     """
-    call = _parser().parse_args(words)
-    done: int = call.run_verb(call)
-    return done
+    return run_verb(_parser(), words)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -173,8 +171,8 @@ def _verify(call: argparse.Namespace) -> int:
                 foreseen[str(folder)] = foretold(surroundings)
             if not call.json:
                 print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
-    if not call.json:
-        print(*dict.fromkeys(foreseen.values()), sep="\n")
+    for line in dict.fromkeys(foreseen.values()) if not call.json else ():
+        print(line)
     verified = [str(folder) for folder in folders if str(folder) not in damage]
     return _verdict(verified, damage, as_json=call.json, exactness=foreseen)
 
@@ -184,8 +182,8 @@ def _verify_mirror(call: argparse.Namespace) -> int:
     current = [entry for entry in entries_of(call.path, read_all=True) if entry.line == "current"]
     damage = {entry.name: entry.damage for entry in current if entry.damage is not None}
     verified = [entry.name for entry in current if entry.damage is None]
-    if not call.json:
-        print(*(f"{name}: verified\n" for name in verified), sep="", end="")
+    for name in verified if not call.json else ():
+        print(f"{name}: verified")
     return _verdict(verified, damage, as_json=call.json)
 
 

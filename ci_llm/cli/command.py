@@ -128,6 +128,13 @@ def add_verb(
     return parser
 
 
+def run_verb(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the verb that the words name; returns the exit code."""
+    call = parser.parse_args(words)
+    code: int = call.run_verb(call)
+    return code
+
+
 _LOGGER = logging.getLogger(__name__)
 
 _STARTED: Final = "CI_LLM_STARTED"  # of cluster/launch.py, which a command that only helps does without

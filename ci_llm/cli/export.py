@@ -101,7 +101,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0.5,0.5") from None
 
 
 #: The options of a distillation, and the names of their values.

@@ -54,7 +54,7 @@ COMMANDS: Final = {
     "watch": "ci_llm.cli.status:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
     "agents": "ci_llm.cli.agents:agents",
-    "checkpoints": "ci_llm.cli.checkpoints:run_verb",
+    "checkpoints": "ci_llm.cli.checkpoints:checkpoints",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
     "serve": "ci_llm.cli.serve:serve",
