@@ -418,7 +418,7 @@ def known_record(reading: SweepReading) -> Record | None:
     if record is not None:
         require_same_sweep(record, reading, folder)
     elif (folder / BEGINNING).exists():
-        what = "this folder holds a run, and no sweep"
+        what = "this folder holds a run and not a sweep"
         raise BadInput(what, where=str(folder), hint="experiment_name=NAME, or another output_dir, for the sweep")
     return record
 

@@ -250,7 +250,7 @@ def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
     (tmp_path / "sweep.json").write_text("{}")
     for words in ([], ["overwrite_output_dir=true"]):
         assert train(tmp_path, *words) == 2
-        assert "this folder holds a sweep, and no run" in capsys.readouterr().err
+        assert "this folder holds a sweep and not a run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 

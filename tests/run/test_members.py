@@ -213,9 +213,9 @@ def test_the_state_of_a_run_carries_its_members_through_a_checkpoint() -> None:
     assert state.skipped == (1, 3, 4, 1)
     assert state.validation == Validation(step=2)  # the best step is one of the present crowd
     again = replace(state, validation=state.validation.after(9, 0.7, [0.8] * 4))
-    assert again.said_of_best == "; best of this crowd", "it is worse than what was best before the change"
-    assert TrainState(step=2, validation=best).said_of_best == "; best yet"
-    assert TrainState(step=3, validation=best).said_of_best == ""
+    assert again.best_note == "; best of this crowd", "it is worse than what was best before the change"
+    assert TrainState(step=2, validation=best).best_note == "; best yet"
+    assert TrainState(step=3, validation=best).best_note == ""
     known = load_json(dump_json(state.to_dict()))
     assert isinstance(known, dict)
     assert TrainState.from_dict(known) == state

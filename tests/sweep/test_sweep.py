@@ -311,7 +311,7 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     (folder / "run").mkdir()
     (folder / "run/beginning.json").write_text("{}")
     assert call(server, folder, arguments=[*dry, *words()]) == [2]
-    assert "this folder holds a run, and no sweep" in (folder / "log").read_text()
+    assert "this folder holds a run and not a sweep" in (folder / "log").read_text()
     assert not (folder / LOADED).exists()
 
 
