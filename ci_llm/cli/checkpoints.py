@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ci_llm.checkpoints.catalog import CatalogEntry
 
 
-PUSH_S = 24 * 3600.0
+PUSH_S = 24 * 3600.0  # the longest that a push may take
+LINES_SHOWN = 20  # differences that `diff` prints
 
 
 def path_or_url(text: str) -> Path | str:
@@ -26,23 +27,8 @@ def path_or_url(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-def located(run: str) -> str:
-    """The path of a RUN, or a local copy of the checkpoint that a URL names; for a run its final one, if there is one.
-
-    Raises:
-        BadInput: it is not the URL of a mirror. CheckpointError: there is no checkpoint that verifies.
-    """
-    from ci_llm.core.remote import is_url
-
-    if not is_url(run):
-        return run
-    from ci_llm.mirror.filling import local_copy
-
-    return str(local_copy(run, "RUN", final_first=True))
-
-
 def entries_of(url: str, *, read_all: bool) -> list[CatalogEntry]:
-    """The checkpoints of a mirror; of a URL that names one, that one."""
+    """The checkpoints of a mirror, or the one that the URL names."""
     from ci_llm.mirror.filling import open_mirror
     from ci_llm.mirror.reader import list_mirror
 
@@ -52,8 +38,6 @@ def entries_of(url: str, *, read_all: bool) -> list[CatalogEntry]:
     found = list_mirror(reader, head, read_all=read_all)
     return [entry for entry in found if name in (None, entry.name)]
 
-
-LINES_SHOWN = 20
 
 _DESCRIPTION = "List checkpoints, compare them, remove old ones, move them to and from a mirror, import PEFT adapters."
 _EXAMPLES = {
@@ -87,9 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
         return add_verb(verbs, name, run, does, _EXAMPLES[name])
 
-    listing = verb(
-        "list", _list, "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
-    )
+    does = "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
+    listing = verb("list", _list, does)
     listing.add_argument("run", type=path_or_url, metavar="RUN", help="the output_dir of a run, or a mirror's URL")
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
     verifying = verb("verify", _verify, "compare every byte of a checkpoint, or of all of a run, with its digest")
@@ -134,7 +117,8 @@ def _list(call: argparse.Namespace) -> int:
         return 0
     print(f"{'step':>8}  {'written':<19}  {'bytes':>15}  {'attempt':>7}  {'state':<9}  {'line':<10}  folder")
     for entry in entries:
-        state = "damaged" if entry.damage else "unread" if call.quick else "verified"
+        state = "unread" if call.quick else "verified"
+        state = "damaged" if entry.damage else state
         written = "" if entry.wall_time is None else time.strftime("%F %T", time.localtime(entry.wall_time))
         size = "" if entry.nbytes is None else f"{entry.nbytes:,}"
         step, attempt = ("?" if value is None else value for value in (entry.step, entry.attempt))

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import add_json, make_parser, print_json, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
@@ -47,12 +46,12 @@ def evaluate_run(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     _check(call)
-    from ci_llm.cli.asking import require_run
+    from ci_llm.cli.asking import find_run
     from ci_llm.core.remote import go_offline_if_unreachable
 
     if is_url(call.run):
-        call.run, call.output = located(call.run), call.output or Path("predictions.jsonl")
-    require_run(call.run, call.base_model)
+        call.output = call.output or Path("predictions.jsonl")  # not beside the local copy
+    call.run = find_run(call.run, call.base_model)
     if call.data:
         go_offline_if_unreachable(call.data)
     request = _request(call)

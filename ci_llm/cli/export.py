@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.asking import require_run
-from ci_llm.cli.checkpoints import located
+from ci_llm.cli.asking import find_run
 from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
@@ -45,8 +44,7 @@ def export(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     merge = _checked(call)
-    call.run = located(call.run)
-    require_run(call.run, call.base_model, takes_base=False)
+    call.run = find_run(call.run, call.base_model, takes_base=False)
     from ci_llm.crowd.exporting import prepare
 
     with whole_checkpoint(call.run):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.errors import ConfigError
 
@@ -55,8 +54,7 @@ def generate(words: Sequence[str]) -> int:
     if call.tokens and not call.json:
         raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
     choices = asking.choices_of(call)
-    call.run = located(call.run)
-    asking.require_run(call.run, call.base_model)
+    call.run = asking.find_run(call.run, call.base_model)
     prompts = list(_prompts(call))
     if call.agents and call.agents_per_prompt is not None:
         what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
@@ -122,7 +120,7 @@ def _best_of(call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str
         raise ConfigError(what, where="command line", hint=hint)
     if odd := [name for name in ("--agents", "--tokens", "--agents-per-prompt") if _is_given(call, name)]:
         raise ConfigError(f"{odd[0]} is about one answer", where="command line", hint="leave it out with --best-of")
-    asking.require_run(call.reward, None, takes_base=False)
+    call.reward = asking.find_run(call.reward, None, takes_base=False)
     choices = {"temperature": 1.0, "seed": 0, **choices, "do_sample": True}
     crowd, _ = asking.open_run(call.run, call.base_model)
     judge, _ = asking.open_run(call.reward, None)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.errors import ConfigError
 
@@ -38,8 +37,7 @@ def score(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     _check(call)
-    call.run = located(call.run)
-    asking.require_run(call.run, call.base_model, takes_base=False)
+    call.run = asking.find_run(call.run, call.base_model, takes_base=False)
     texts, answers = _texts(call)
     crowd, _ = asking.open_run(call.run, call.base_model)
     how: dict[str, Any] = {"spreads": call.spreads, "abstain_below": call.abstain_below, "batch_size": call.batch_size}
