@@ -80,7 +80,7 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
     """The prompts of the call; each is text or a chat.
 
     Raises:
-        BadInput: there is none, or there are two sources.
+        BadInput: there is no prompt, or there are two sources.
     """
     prompts: list[str] = call.prompts
     if bool(prompts) == (call.file is not None):
@@ -114,7 +114,7 @@ def _asked(
 
 
 def _best_of(call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any]) -> int:
-    """Draw several answers to each prompt, and print the one that the rewards of another run find best."""
+    """Draw several answers to each prompt, and print the one with the best reward by another run."""
     if call.best_of is None or call.reward is None or call.best_of < 2:
         what, hint = "--best-of N, at least 2, and --reward RUN2 go together", "--best-of 4 --reward RUN2"
         raise ConfigError(what, where="command line", hint=hint)

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`ci-llm COMMAND ...`; returns the exit code.
 
     Args:
-        arguments: None if this process is the command and ends with it.
+        arguments: the words of the command line; None: those of this process, which ends with the command.
     """
     if arguments is None:
         ends_with_process()

@@ -77,7 +77,7 @@ def _check(call: argparse.Namespace) -> None:
 
 
 def _texts(call: argparse.Namespace) -> tuple[list[Any], list[str] | None]:
-    """The texts of the call; where rows have a prompt and its answer, the prompts, and the answers."""
+    """(texts, None), or for rows with a prompt and its answer (prompts, answers)."""
     from ci_llm.data.prompts import prompts_of_file, prompts_of_lines, texts_of_rows
 
     if call.file in (None, "-") and call.texts not in ([], ["-"]):
