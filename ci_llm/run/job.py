@@ -204,7 +204,8 @@ def _run_to_end(run: Run, start: beginning.Start, requests: beginning.Requests) 
     start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
     conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
-    if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
+    record = run.processes.on_main(conclusion) if run.is_finished else None
+    if record is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         push_result(run.config, run.processes)
         if run.logs_next_steps:

@@ -172,7 +172,7 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [([], ["optimizer=ivon", "learning_rate=1"]), (["optimizer=ivon"], [])])
-def test_with_another_optimizer_the_moments_begin_anew(
+def test_with_another_optimizer_the_moments_begin_again(
     before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is refused, unless that is wanted."""
@@ -208,7 +208,7 @@ def test_the_second_call_tries_a_push_again_that_failed(
 def test_a_push_that_is_broken_off_costs_no_second_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a job ends before its upload does, each attempt would have evaluated anew."""
+    """Where a job ends before its upload does, each attempt would have evaluated again."""
 
     def broken_off(*_: object) -> None:
         raise KeyboardInterrupt

@@ -356,7 +356,7 @@ def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_
         "sampler": "tpe",
         "report_to": "tensorboard",
         "eval_steps": 2,
-        "num_workers": 1,  # forked anew for every segment
+        "num_workers": 1,  # forked again for every segment
         "mixed_precision": "auto",
         "model_dtype": "auto",
     }

@@ -54,11 +54,7 @@ class RunMirror:
     """The mirror of one run, if it has one."""
 
     def __init__(
-        self,
-        config: Config,
-        manager: CheckpointManager,
-        processes: Processes,
-        interrupts: Interrupts,
+        self, config: Config, manager: CheckpointManager, processes: Processes, interrupts: Interrupts
     ) -> None:
         self._config, self._manager, self._interrupts = config, manager, interrupts
         self._launch: Launch = processes.launch
