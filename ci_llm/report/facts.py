@@ -399,7 +399,7 @@ class RunFacts:
 
     @property
     def what_evaluated(self) -> str:
-        """What the scores are of, for people; empty without an evaluation."""
+        """How, and on which rows, the scores were measured, for people; empty without an evaluation."""
         if self.evaluation is None:
             return ""
         since = f", after step {self.evaluation['last_step']}: the run has gone on since" if self.has_gone_on else ""

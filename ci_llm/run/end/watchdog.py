@@ -64,7 +64,7 @@ class Heartbeat:
 
 
 class SilenceTimer:
-    """How long a heartbeat has been silent. Time in which the process was stopped does not count: looks are added up.
+    """Measures the silence of a heartbeat by adding up looks, so that time in a stopped process does not count.
 
     Args:
         timeout_s: the limit on silence; None: learned.

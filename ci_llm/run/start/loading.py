@@ -53,7 +53,7 @@ class Loaded:
     judged: list[TokenizedRows] = field(default_factory=list)
 
     def for_agents(self, count: int) -> Loaded:
-        """The same for `count` agents, if it was loaded for one."""
+        """Base and rows for `count` agents, if they were loaded for one."""
         if len(self.rows) == count:
             return self
         return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})

@@ -29,7 +29,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Validation:
-    """What the evaluations have shown so far: part of the state of a run, the same on every process.
+    """The results of the evaluations so far: a part of the state of a run, the same on every process.
 
     Attributes:
         metric: what is compared: "nll" or "exact_match".
