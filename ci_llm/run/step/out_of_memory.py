@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def in_parts(rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
-    """The micro-batches divided into ones of at most `size` rows (of each agent that has its own), in the same order."""
+    """The micro-batches divided into ones of at most `size` rows (of each agent that has its own), in order."""
     if all(batch.num_units <= size for batch in micro_batches):
         return micro_batches
     if isinstance(rows, AgentRows):
