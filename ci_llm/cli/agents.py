@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import add_verb, agent_number, make_parser, print_json
+from ci_llm.cli.command import add_verb, agent_number, make_parser, print_json, run_verb
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
-    from ci_llm.run.step.members import CrowdRequest, Decision
+    from ci_llm.run.step.members import CrowdRequest
 
 _DESCRIPTION: Final = """Stop or clone an agent of a run. A running job does so after the step under way, on all its
 processes; a run that was interrupted does so after its first step. K is the number of the agent, as in agent2."""
@@ -32,9 +32,7 @@ def agents(words: Sequence[str]) -> int:
         CheckpointError: the request cannot be written.
         SystemExit: with 0, after `--help`.
     """
-    call = _parser().parse_args(words)
-    done: int = call.run_verb(call)
-    return done
+    return run_verb(_parser(), words)
 
 
 def _ask(call: argparse.Namespace) -> int:
@@ -50,9 +48,10 @@ def _ask(call: argparse.Namespace) -> int:
             hint="a larger max_train_steps trains on; ci-llm export writes single agents",
         )
     request = ask(call.run, call.verb, call.agent, own)
-    decision = _wait(call.run, request, call.wait if status.status == "running" else 0.0)
-    _tell(call, decision, is_running=status.status == "running")
-    return 1 if decision is not None and decision.refused else 0
+    is_running = status.status == "running"
+    decided = _wait(call.run, request, call.wait if is_running else 0.0)
+    _tell(call, decided, is_running=is_running)
+    return 1 if decided is not None and decided.refused else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,28 +86,28 @@ def _settings(words: Sequence[str]) -> dict[str, object]:
     return settings_of_clone(entries)
 
 
-def _wait(run: Path, request: CrowdRequest, patience_s: float) -> Decision | None:
-    """What the run decided; None if it has not decided yet."""
+def _wait(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
+    """The request as the run has decided it; None if it has not yet."""
     from ci_llm.run.step.members import read_record
 
     until = time.monotonic() + patience_s
     while True:
-        for decision in read_record(run):
-            if decision.id == request.id:
-                return decision
+        for decided in read_record(run):
+            if decided.id == request.id:
+                return decided
         if time.monotonic() >= until:
             return None
         time.sleep(_POLL_S)
 
 
-def _tell(call: argparse.Namespace, decision: Decision | None, *, is_running: bool) -> None:
+def _tell(call: argparse.Namespace, decided: CrowdRequest | None, *, is_running: bool) -> None:
     if call.json:
-        told = None if decision is None else {"step": decision.step, "refused": decision.refused}
+        told = None if decided is None else {"step": decided.step, "refused": decided.refused}
         print_json({"verb": call.verb, "agent": call.agent, "decision": told})
-    elif decision is None:
+    elif decided is None:
         when = "after the step under way" if is_running else "after its first step, once it goes on"
         print(f"asked to {call.verb} agent{call.agent}: the run does so {when}; its log tells")
-    elif decision.refused is not None:
-        print(f"refused: {decision.refused}")
+    elif decided.refused is not None:
+        print(f"refused: {decided.refused}")
     else:
-        print(f"{call.verb} agent{call.agent}: done after step {decision.step}")
+        print(f"{call.verb} agent{call.agent}: done after step {decided.step}")

@@ -29,7 +29,7 @@ _GAP = 3
 
 
 def how_sure(answer: Answer) -> str:
-    """One line: how probably the answer is right, its probability, how many agents give it, how much they disagree."""
+    """A line about an answer: how probably it is right, its probability, and how far the agents agree."""
     parts = [] if answer.probability_right is None else [f"right with probability {answer.probability_right:.2f}"]
     parts.append(f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)")
     count = len(answer.agents)
@@ -43,7 +43,7 @@ def how_sure(answer: Answer) -> str:
 
 
 def given(answer: Answer) -> str:
-    """The crowd's answer; a word in its place if the crowd abstains."""
+    """The crowd's answer, or a note in its place if the crowd abstains."""
     return "[no answer: it is too unsure]" if answer.abstained else answer.answer
 
 
@@ -51,7 +51,7 @@ def beside(answer: Answer, names: Sequence[str]) -> str:
     """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below.
 
     Args:
-        names: the names of the agents, `Crowd.names`: a crowd that has changed has gaps.
+        names: the names of the agents.
     """
     named = {"crowd": answer.answer} | dict(zip(names, answer.agents, strict=True))
     columns = [[name, *text.splitlines()] for name, text in named.items()]
@@ -80,7 +80,7 @@ SAMPLING: Final = ("temperature", "top_p", "top_k", "seed")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The run, and how tokens are chosen."""
+    """Add the arguments for the run, and for how tokens are chosen."""
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     option = parser.add_argument
     option("--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens per answer (256)")
@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def choices_of(call: argparse.Namespace) -> dict[str, Any]:
-    """How prompts are answered, by the names of `Crowd.generate`; tokens are drawn if an option says how.
+    """The arguments of `Crowd.generate`; tokens are drawn if an option says how.
 
     Raises:
         BadInput: a value is out of range.
@@ -114,7 +114,7 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
 
 
 def _require_in_range(call: argparse.Namespace, *, is_drawn: bool) -> None:
-    """Refuse what `GenerationOptions` would, by the names of options, and before torch is imported."""
+    """Refuse values that `GenerationOptions` would refuse: before torch is imported, and by the names of options."""
     aggregators = plugin_names("ci_llm.crowd.aggregators", first="probability")
     given = {name: value for name, value in vars(call).items() if value is not None}
     cost = given.get("agents_per_prompt")
@@ -139,31 +139,37 @@ def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:
     return tuple(text.replace(r"\n", "\n").replace(r"\t", "\t") for text in call.stop)
 
 
-def require_run(path: str, base_model: str | None, *, takes_base: bool = True) -> None:
-    """Refuse what can be seen to hold no crowd, and find out whether the hub can be asked for its base.
+def find_run(path: str, base_model: str | None, *, takes_base: bool = True) -> str:
+    """The path or hub id of a RUN. A mirror's URL gives a local copy of its final checkpoint, or of the step named.
 
-    Nothing heavy is loaded: refusals are quick, and the libraries read at their import that they are offline.
+    Refuses what obviously holds no crowd, and sets libraries offline if the hub cannot be reached. Nothing heavy is
+    loaded, so that a refusal is quick, and libraries are set offline before their import.
 
     Args:
         takes_base: whether a base alone will do.
 
     Raises:
         BadInput: there is no such folder, it holds no crowd, or its run has no checkpoint yet.
+        CheckpointError: no checkpoint of the mirror verifies.
     """
     from ci_llm.checkpoints.layout import committed
-    from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, may_be_repository
+    from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, is_url, may_be_on_hub, may_be_repository
     from ci_llm.core.run_status import last_status
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
+    if is_url(path):
+        from ci_llm.mirror.filling import local_copy
+
+        path = str(local_copy(path, "RUN", final_first=True))
     if reason := go_offline_if_unreachable(path):
         note(f"the hub is unreachable: {OFFLINE} is set, and only its local cache is used ({reason})")
     if may_be_repository(path):
-        return
+        return path
     place = Path(path)
     if not place.is_dir():
         named = may_be_on_hub(path) or path == "embedded" or path.lower().endswith(".gguf")
         if takes_base and named and is_base(path):
-            return
+            return path
         hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
         hint += "; or a base: its folder, hub id or GGUF file" if takes_base else ""
         what = "this is not a folder" if place.exists() else "there is no such folder"
@@ -173,6 +179,7 @@ def require_run(path: str, base_model: str | None, *, takes_base: bool = True) -
     if not (takes_base and is_base(path)):
         require_checkpoint(place, path)
     go_offline_if_base_unreachable(path, base_model)
+    return path
 
 
 def _no_checkpoint_yet(run: str) -> BadInput:
@@ -187,20 +194,21 @@ def _no_checkpoint_yet(run: str) -> BadInput:
 
 
 def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
-    """The crowd of a run or a checkpoint, and its agents' names for people; what is noteworthy goes to stderr.
+    """The crowd of a run or a checkpoint, and its agents' names for people; notes go to stderr.
 
-    A base alone is a crowd without names. Of a run it is the newest crowd that is whole, as a resume would take it;
-    nothing is moved.
+    A base alone is a crowd without names. A run has several checkpoints: the final one is taken, or the newest one that
+    is whole, as by a resume. Nothing is moved.
 
     Raises:
-        BadInput: there is none, all are damaged, or its base is not found.
+        BadInput: there is no checkpoint, all are damaged, or the base is not found.
     """
     from ci_llm.checkpoints.layout import committed
     from ci_llm.core.remote import may_be_repository
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
     folders: list[Path | str] = [path]
-    if not (alone := is_base(path)) and not may_be_repository(path):
+    alone = is_base(path)
+    if not alone and not may_be_repository(path):
         first = require_checkpoint(Path(path), path, final_first=True)
         folders = [first, *(folder for _, folder in committed(Path(path)) if folder != first)]
     note(f"{folders[0]}: loading..." if sys.stderr.isatty() else None)
@@ -247,7 +255,7 @@ def note(line: str | None) -> None:
 
 
 def _note_if_unfinished(folder: Path) -> None:
-    """Say so if the run of this checkpoint has not ended: the answers are those of an early crowd."""
+    """Print a note if the run of this checkpoint is not complete: the answers are those of an early crowd."""
     from ci_llm.core.run_status import last_status, read_status
 
     if last_status(folder.parent) is not None:
@@ -271,5 +279,5 @@ def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
 
 
 def words_of(prompt: Any) -> str:
-    """A prompt in one line; of a chat, what was said last."""
+    """A prompt as text: the last message of a chat."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))

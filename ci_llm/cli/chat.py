@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cli import asking
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
 
@@ -51,8 +50,7 @@ def chat(words: Sequence[str]) -> int:
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)
     choices, stops = asking.choices_of(call), asking.stop_strings(call)
-    call.run = located(call.run)
-    asking.require_run(call.run, call.base_model)
+    call.run = asking.find_run(call.run, call.base_model)
     crowd, names = asking.open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(crowd, choices, stops, call.system, names=names, shows_sureness=at_terminal)
@@ -68,7 +66,7 @@ def chat(words: Sequence[str]) -> int:
 
 
 def _take(conversation: Conversation, line: str, *, at_terminal: bool) -> None:
-    """One line: a command or a message. At a terminal an error is shown, and the conversation goes on."""
+    """Take a line: a command or a message. At a terminal an error is shown, and the conversation continues."""
     try:
         if line.startswith("/"):
             conversation.command(line)
@@ -85,8 +83,8 @@ def _take(conversation: Conversation, line: str, *, at_terminal: bool) -> None:
 
 
 def _typed_lines() -> Iterator[str]:
-    """What is typed, line by line, with the history of readline; Ctrl-C drops a line, Ctrl-D ends."""
-    with contextlib.suppress(ImportError):  # Windows has none
+    """The lines that are typed, with the history of readline; Ctrl-C drops a line, Ctrl-D ends."""
+    with contextlib.suppress(ImportError):  # Windows does not have it
         import readline  # noqa: F401 - `input` uses it once it is loaded
     while True:
         try:
@@ -134,7 +132,7 @@ class Conversation:
 
     @property
     def kind(self) -> str:
-        """What a message is for this crowd."""
+        """A line for people: whether a message is a text, a single question, or a turn of a conversation."""
         if self._prompter.form == "text":
             return "Trained on plain text: each message is continued, and none is remembered."
         if not self._prompter.tells_turns_apart:
@@ -142,8 +140,10 @@ class Conversation:
         return "A conversation: earlier turns are remembered."
 
     def say(self, message: str) -> None:
-        """Answer a message, piece by piece on standard output; an answer that Ctrl-C stops is remembered as far as it
-        came."""
+        """Answer a message, piece by piece on standard output.
+
+        If Ctrl-C stops the answer, the pieces so far are remembered.
+        """
         prompt, choices = self._prompt(message), dict(self._choices)
         if choices.get("do_sample"):
             choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
@@ -167,10 +167,10 @@ class Conversation:
             print(asking.how_sure(stream.result))
 
     def command(self, line: str) -> None:
-        """Do what a line that begins with / says.
+        """Run the command in a line that begins with /.
 
         Raises:
-            BadInput: there is no such command, or what follows it is wrong.
+            BadInput: there is no such command, or its argument is wrong.
         """
         name, *rest = line.split()
         commands: dict[str, Callable[..., None]] = {
@@ -183,7 +183,7 @@ class Conversation:
         if name not in commands:
             raise ConfigError(f"there is no command {name}", hint=f"one of: {', '.join(commands)}")
         if rest and name != "/seed":
-            raise ConfigError(f"{name} takes nothing behind it", hint=name)
+            raise ConfigError(f"{name} takes no argument", hint=name)
         commands[name](*rest)
 
     def _prompt(self, message: str) -> Any:
@@ -211,7 +211,7 @@ class Conversation:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
         choices = {name: value for name, value in choices.items() if name != "agents_per_prompt"}
-        [answer] = answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices))
+        answer = next(answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices)))
         print(asking.beside(answer, self._names))
         print(asking.how_sure(answer))
 
@@ -224,10 +224,11 @@ class Conversation:
             self._choices = {name: value for name, value in self._choices.items() if name not in ("seed", "do_sample")}
             print("[each token is the most probable one]")
             return
+        words = " ".join(given)
         try:
-            [seed] = map(int, given)
+            seed = int(words)
         except ValueError as error:
-            raise ConfigError(f"a seed is one whole number, not {' '.join(given)}", hint="/seed 7") from error
+            raise ConfigError(f"a seed is one whole number, not {words}", hint="/seed 7") from error
         self._choices |= {"do_sample": True, "seed": seed}
         print(f"[tokens are drawn with seed {seed}]")
 

@@ -9,14 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import add_verb, make_parser, print_json
+from ci_llm.cli.command import add_verb, make_parser, print_json, run_verb
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 if TYPE_CHECKING:
     from ci_llm.checkpoints.catalog import CatalogEntry
 
 
-PUSH_S = 24 * 3600.0
+PUSH_S = 24 * 3600.0  # the longest that a push may take
+LINES_SHOWN = 20  # differences that `diff` prints
 
 
 def path_or_url(text: str) -> Path | str:
@@ -26,23 +27,8 @@ def path_or_url(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-def located(run: str) -> str:
-    """The path of a RUN, or a local copy of the checkpoint that a URL names; for a run its final one, if there is one.
-
-    Raises:
-        BadInput: it is not the URL of a mirror. CheckpointError: there is no checkpoint that verifies.
-    """
-    from ci_llm.core.remote import is_url
-
-    if not is_url(run):
-        return run
-    from ci_llm.mirror.filling import local_copy
-
-    return str(local_copy(run, "RUN", final_first=True))
-
-
 def entries_of(url: str, *, read_all: bool) -> list[CatalogEntry]:
-    """The checkpoints of a mirror; of a URL that names one, that one."""
+    """The checkpoints of a mirror, or the one that the URL names."""
     from ci_llm.mirror.filling import open_mirror
     from ci_llm.mirror.reader import list_mirror
 
@@ -52,8 +38,6 @@ def entries_of(url: str, *, read_all: bool) -> list[CatalogEntry]:
     found = list_mirror(reader, head, read_all=read_all)
     return [entry for entry in found if name in (None, entry.name)]
 
-
-LINES_SHOWN = 20
 
 _DESCRIPTION = "List checkpoints, compare them, remove old ones, move them to and from a mirror, import PEFT adapters."
 _EXAMPLES = {
@@ -69,16 +53,14 @@ _EXIT_CODES = """
 exit codes: 0 success; 1 a checkpoint is damaged, or two differ; 2 bad call"""
 
 
-def run_verb(words: Sequence[str]) -> int:
+def checkpoints(words: Sequence[str]) -> int:
     """Run `ci-llm checkpoints ARGUMENTS` and return the exit code.
 
     Raises:
         BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
         SystemExit: with 0, after `--help`.
     """
-    call = _parser().parse_args(words)
-    done: int = call.run_verb(call)
-    return done
+    return run_verb(_parser(), words)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,9 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
         return add_verb(verbs, name, run, does, _EXAMPLES[name])
 
-    listing = verb(
-        "list", _list, "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
-    )
+    does = "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
+    listing = verb("list", _list, does)
     listing.add_argument("run", type=path_or_url, metavar="RUN", help="the output_dir of a run, or a mirror's URL")
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
     verifying = verb("verify", _verify, "compare every byte of a checkpoint, or of all of a run, with its digest")
@@ -136,7 +117,8 @@ def _list(call: argparse.Namespace) -> int:
         return 0
     print(f"{'step':>8}  {'written':<19}  {'bytes':>15}  {'attempt':>7}  {'state':<9}  {'line':<10}  folder")
     for entry in entries:
-        state = "damaged" if entry.damage else "unread" if call.quick else "verified"
+        state = "unread" if call.quick else "verified"
+        state = "damaged" if entry.damage else state
         written = "" if entry.wall_time is None else time.strftime("%F %T", time.localtime(entry.wall_time))
         size = "" if entry.nbytes is None else f"{entry.nbytes:,}"
         step, attempt = ("?" if value is None else value for value in (entry.step, entry.attempt))
@@ -173,8 +155,8 @@ def _verify(call: argparse.Namespace) -> int:
                 foreseen[str(folder)] = foretold(surroundings)
             if not call.json:
                 print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
-    if not call.json:
-        print(*dict.fromkeys(foreseen.values()), sep="\n")
+    for line in dict.fromkeys(foreseen.values()) if not call.json else ():
+        print(line)
     verified = [str(folder) for folder in folders if str(folder) not in damage]
     return _verdict(verified, damage, as_json=call.json, exactness=foreseen)
 
@@ -184,8 +166,8 @@ def _verify_mirror(call: argparse.Namespace) -> int:
     current = [entry for entry in entries_of(call.path, read_all=True) if entry.line == "current"]
     damage = {entry.name: entry.damage for entry in current if entry.damage is not None}
     verified = [entry.name for entry in current if entry.damage is None]
-    if not call.json:
-        print(*(f"{name}: verified\n" for name in verified), sep="", end="")
+    for name in verified if not call.json else ():
+        print(f"{name}: verified")
     return _verdict(verified, damage, as_json=call.json)
 
 

@@ -1,7 +1,4 @@
-"""The frame of every command: a parser with the project's own errors; one message and an exit code for every error.
-
-Closed or failing standard files are handled here as well.
-"""
+"""The frame of every command: the parser, one message and an exit code for every error, failing standard files."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 
 class Parser(HelpfulParser):
-    """Argparse's parser for the words behind `ci-llm COMMAND`; every command takes `--debug`.
+    """Argparse's parser for the words after `ci-llm COMMAND`; every command takes `--debug`.
 
-    Options may stand anywhere among the other words, also between two of a list (argparse by itself takes a list in one
-    piece). They may be typed with underscores, as those of Transformers are; help shows hyphens alone.
+    Options may stand anywhere among the other words, also between two words of a list, which argparse by itself takes
+    in one piece. They may be typed with underscores, like those of Transformers; help shows hyphens only.
 
     Raises:
         ConfigError: from `parse_args`, for a wrong call.
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._subparsers is not None:  # which cannot be mixed: the words after a verb are those of its own parser
+        if self._subparsers is not None:  # argparse cannot intermix them; the parser of the verb takes the words
             return super().parse_args(args, namespace)
         self.shorten_for(args or ())  # before argparse keeps the line of usage
         return self.parse_intermixed_args(self._respelt(args or ()), namespace)
@@ -85,22 +82,18 @@ def make_parser(command: str, description: str, examples: str, common: Collectio
 
 
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The option that every command with a result has."""
+    """Add `--json`, which every command with a result has."""
     parser.add_argument("--json", action="store_true", help=f"one JSON object, for scripts{more}")
 
 
 def print_json(value: object) -> None:
-    """What a command prints with `--json`."""
+    """Print the result of a command with `--json`."""
     print(json.dumps(value, indent=2))
 
 
 @contextlib.contextmanager
 def whole_checkpoint(run: str) -> Iterator[None]:
-    """A damaged checkpoint is a bad call where another one can be given.
-
-    Raises:
-        BadInput: instead of DamagedCheckpoint.
-    """
+    """Turn DamagedCheckpoint into BadInput within the block: the caller can give another checkpoint."""
     try:
         yield
     except DamagedCheckpoint as damage:
@@ -114,10 +107,10 @@ def add_verb(
     """The parser of a verb such as `list` of `ci-llm checkpoints`; it has `--json`.
 
     Args:
-        verbs: what `add_subparsers` of the command's parser returned.
-        run: takes what was parsed, which has it as `run_verb`, and returns the exit code.
-        does: for the list of verbs, and with `more` for the verb's own help.
-        example: what is typed.
+        verbs: the result of `add_subparsers` of the command's parser.
+        run: takes the parsed words and returns the exit code; see `run_verb`.
+        does: the description in the list of verbs, and with `more` in the verb's own help.
+        example: a call.
     """
     description = f"{does[0].upper()}{does[1:]}.{more}"
     parser: argparse.ArgumentParser = verbs.add_parser(
@@ -128,16 +121,23 @@ def add_verb(
     return parser
 
 
+def run_verb(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the verb that the words name; returns the exit code."""
+    call = parser.parse_args(words)
+    code: int = call.run_verb(call)
+    return code
+
+
 _LOGGER = logging.getLogger(__name__)
 
-_STARTED: Final = "CI_LLM_STARTED"  # of cluster/launch.py, which a command that only helps does without
+_STARTED: Final = "CI_LLM_STARTED"  # as in cluster/launch.py, which is not imported for help alone
 
 
 def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Run a command; an error with a hint becomes a short explanation on stderr and its exit code.
 
     Args:
-        debug: show the traceback of such an error, and log what is meant for developers.
+        debug: show the traceback of such an error, and the log lines for developers.
     """
     code = _run_guarded(command, debug=debug)
     if _STARTED in os.environ:
@@ -154,7 +154,7 @@ def _run_guarded(command: Callable[[], int], *, debug: bool) -> int:
         _enable_debug_log()
     try:
         code = _exit_code_of(command)
-        sys.stdout.flush()  # here, where a closed pipe can still be told from another failure
+        sys.stdout.flush()  # here a closed pipe can still be distinguished from another failure
         return code
     except KeyboardInterrupt:  # the second Ctrl-C: no explanation is needed
         return ABORTED_EXIT_CODE
@@ -218,14 +218,14 @@ def _prepare_standard_files() -> None:
 
 
 def _stdout_reader_is_gone() -> bool:
-    """Whether the reader of standard output has closed it, as `| head` does; another pipe may have broken instead."""
+    """Whether the reader of standard output has closed it, as `| head` does; else another pipe has broken."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # poll reports an error even if no event is asked for
     return bool(poll.poll(0))
 
 
 def _stdout_fails() -> bool:
-    """Whether standard output refuses to be written, as on a full disk; another file may have failed instead."""
+    """Whether standard output cannot be written, as on a full disk; else another file has failed."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # an unbuffered stream has nothing to flush
@@ -235,7 +235,7 @@ def _stdout_fails() -> bool:
 
 
 def print_line(line: str) -> None:
-    """Print a line at once; a terminal that is gone must not end a run."""
+    """Print a line at once. A terminal that is gone raises nothing, because it must not end a run."""
     try:
         print(line, flush=True)
     except OSError:
@@ -250,7 +250,7 @@ def _discard_output() -> None:
 
 
 def print_error(error: CiLlmError) -> None:
-    """Print an error to stderr: in full on the main process, as one line on the others, whose error may differ."""
+    """Print an error to stderr: in full on the main process, in one line on the others, which may have another one."""
     from ci_llm.cluster.launch import own_process_index
 
     number = own_process_index()

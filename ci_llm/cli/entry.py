@@ -14,7 +14,7 @@ BAD_CALL: Final = 2
 def run_command(command: str, words: list[str]) -> int:
     """Call the function `command` of `ci_llm.cli.main` with the words of the command line; returns its exit code.
 
-    The process ends with it: signals that arrive while the interpreter exits do not change the code.
+    The process must end after it: signals that arrive while the interpreter exits do not change the code.
     """
     try:
         importlib.import_module("ci_llm.interrupts").ends_with_process()
@@ -33,7 +33,7 @@ def run_command(command: str, words: list[str]) -> int:
 
 
 def _is_missing_here(error: ModuleNotFoundError) -> bool:
-    """Whether a file of this package imports what is missing; if other code does, that is a failure of the run."""
+    """Whether this package imports the missing one; an import in other code is a failure of the run."""
     *_, (importer, _) = traceback.walk_tb(error.__traceback__)
     ours = str(importer.f_globals.get("__name__")).startswith("ci_llm.")
     return ours and not str(error.name).startswith("ci_llm")

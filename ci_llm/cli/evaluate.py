@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import add_json, make_parser, print_json, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
@@ -47,12 +46,12 @@ def evaluate_run(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     _check(call)
-    from ci_llm.cli.asking import require_run
+    from ci_llm.cli.asking import find_run
     from ci_llm.core.remote import go_offline_if_unreachable
 
     if is_url(call.run):
-        call.run, call.output = located(call.run), call.output or Path("predictions.jsonl")
-    require_run(call.run, call.base_model)
+        call.output = call.output or Path("predictions.jsonl")  # not beside the local copy
+    call.run = find_run(call.run, call.base_model)
     if call.data:
         go_offline_if_unreachable(call.data)
     request = _request(call)
@@ -74,43 +73,30 @@ def evaluate_run(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("ci-llm evaluate", _DOES, _EXAMPLES, _COMMON)
-    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    parser.add_argument(
-        "keys", nargs="*", default=[], metavar="key=value", help="a key of the configuration; --help all lists them"
-    )
-    parser.add_argument("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
-    parser.add_argument("--split", metavar="S", help="the split of the data set")
-    parser.add_argument("--max-samples", type=int, metavar="N", help="at most N rows, evenly spread")
-    parser.add_argument("--metric", metavar="M", help="exact_match (default; free text: NLL alone) or string_match")
-    parser.add_argument(
-        "--batch-size", type=int, metavar="B", help="questions at a time; default: the run's batch_size"
-    )
-    parser.add_argument("--output", type=Path, metavar="F", help="the predictions file; default: RUN/predictions.jsonl")
-    parser.add_argument("--overwrite", action="store_true", help="begin the predictions file again")
-    parser.add_argument(
-        "--failed",
-        type=int,
-        nargs="?",
-        const=_LISTED_FAILURES,
-        metavar="N",
-        help=f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first",
-    )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="fit on these rows how probably an answer is right",
-    )
-    parser.add_argument("--abstain-below", type=float, metavar="P", help="score the answers of at least probability P")
-    parser.add_argument(
-        "--agents-per-prompt", type=float, default=1.6, metavar="N", help="score asking one agent first, at this price"
-    )
-    parser.add_argument("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
+    option = parser.add_argument
+    option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
+    about = "a key of the configuration; --help all lists them"
+    option("keys", nargs="*", default=[], metavar="key=value", help=about)
+    option("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
+    option("--split", metavar="S", help="the split of the data set")
+    option("--max-samples", type=int, metavar="N", help="at most N rows, evenly spread")
+    option("--metric", metavar="M", help="exact_match (default; free text: NLL alone) or string_match")
+    option("--batch-size", type=int, metavar="B", help="questions at a time; default: the run's batch_size")
+    option("--output", type=Path, metavar="F", help="the predictions file; default: RUN/predictions.jsonl")
+    option("--overwrite", action="store_true", help="begin the predictions file again")
+    about = f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first"
+    option("--failed", type=int, nargs="?", const=_LISTED_FAILURES, metavar="N", help=about)
+    option("--calibrate", action="store_true", help="fit on these rows how probably an answer is right")
+    option("--abstain-below", type=float, metavar="P", help="score the answers of at least probability P")
+    about = "score asking one agent first, at this price"
+    option("--agents-per-prompt", type=float, default=1.6, metavar="N", help=about)
+    option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     add_json(parser)
     return parser
 
 
 def _check(call: argparse.Namespace) -> None:
-    """Refuse at once what needs no library to be seen."""
+    """Refuse a wrong call before any library is loaded."""
     from ci_llm.crowd.metrics import METRICS
 
     problems = [
@@ -148,7 +134,7 @@ def _request(call: argparse.Namespace) -> Request:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """What is done so far, on stderr: a bar on a terminal, elsewhere a line for every tenth."""
+    """Show the progress on stderr: by a bar on a terminal, else by a line for every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -1,20 +1,19 @@
-"""The agents of a run for use elsewhere: `ci-llm export` writes a folder, `ci-llm push` publishes them on the hub.
+"""`ci-llm export` writes the agents of a run for other programs; `ci-llm push` publishes them on the hub.
 
 An export is a PEFT folder for each agent, one adapter made of all, an adapter for llama.cpp, or a model with an adapter
-in its base. The hub is that of Hugging Face.
+merged into its base.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.asking import require_run
-from ci_llm.cli.checkpoints import located
+from ci_llm.cli.asking import find_run
 from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
@@ -45,8 +44,7 @@ def export(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     merge = _checked(call)
-    call.run = located(call.run)
-    require_run(call.run, call.base_model, takes_base=False)
+    call.run = find_run(call.run, call.base_model, takes_base=False)
     from ci_llm.crowd.exporting import prepare
 
     with whole_checkpoint(call.run):
@@ -101,7 +99,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0.5,0.5") from None
 
 
 #: The options of a distillation, and the names of their values.
@@ -116,7 +117,7 @@ _DISTILLING = {
 
 
 def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
-    """The merge that is asked for; what a call alone says to be wrong is refused before anything is loaded."""
+    """The merge that is asked for; a wrong call is refused before anything is loaded."""
     if call.to.exists() or call.to.is_symlink():
         raise ModelError("this path exists already", where=f"--to {call.to}", hint="give a path that does not exist")
     if call.format == "gguf" and call.into_base:
@@ -126,19 +127,19 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
         raise BadInput(
             "only a merged base has a dtype of its own", where="--dtype", hint="--into-base, or leave it out"
         )
-    told = {value: given for name, value in _DISTILLING.items() if (given := getattr(call, name)) is not None}
-    if told and call.merge != DISTILLED:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name, value in _DISTILLING.items() if value in told)
-        raise BadInput("only a distillation takes this", where=options, hint=f"--merge {DISTILLED}")
+    distilling, merging = _given(call, _DISTILLING), _given(call, ("weights", "rank"))
+    if distilling and call.merge != DISTILLED:
+        raise BadInput("only a distillation takes this", where=distilling, hint=f"--merge {DISTILLED}")
     if call.merge == DISTILLED and call.agent is None:
-        if odd := [f"--{name}" for name in ("weights", "rank") if getattr(call, name) is not None]:
-            raise BadInput("a distillation does not take this", where=", ".join(odd), hint="ci-llm export --help")
+        if merging:
+            raise BadInput("a distillation does not take this", where=merging, hint="ci-llm export --help")
         if call.prompts is not None and not call.prompts.is_file():
             raise BadInput("there is no such file", where=f"--prompts {call.prompts}", hint="one prompt per line")
-        return Distillation(**told)
+        values = {value: getattr(call, name) for name, value in _DISTILLING.items()}
+        return Distillation(**{name: value for name, value in values.items() if value is not None})
     if call.merge is None:
-        if odd := [f"--{name}" for name in ("weights", "rank") if getattr(call, name) is not None]:
-            raise BadInput("only a merge takes this", where=", ".join(odd), hint="--merge svd, or one of --help")
+        if merging:
+            raise BadInput("only a merge takes this", where=merging, hint="--merge svd, or one of --help")
         if (call.into_base or call.format == "gguf") and call.agent is None:
             what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
             where = "--into-base" if call.into_base else "--format gguf"
@@ -149,6 +150,11 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
             "a merge is made of all agents", where=f"--agent {call.agent}", hint="leave --agent or --merge out"
         )
     return merge_of(call.merge, call.weights, call.rank)
+
+
+def _given(call: argparse.Namespace, names: Iterable[str]) -> str:
+    """Those of these options that were given, joined; empty if none was."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(call, name) is not None)
 
 
 def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
@@ -181,7 +187,7 @@ def _written(prepared: Export, call: argparse.Namespace) -> str:
 
 
 def _served(prepared: Export, call: argparse.Namespace) -> list[str]:
-    """Lines of shell by which vLLM serves what was written, and a crowd answers by its agents there."""
+    """Shell commands: vLLM serves what was written, and `ci-llm serve` makes a crowd of the agents there."""
     from ci_llm.crowd.card import vllm_line
 
     folder, names = call.to.absolute(), prepared.saved.names

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.errors import ConfigError
 
@@ -55,8 +54,7 @@ def generate(words: Sequence[str]) -> int:
     if call.tokens and not call.json:
         raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
     choices = asking.choices_of(call)
-    call.run = located(call.run)
-    asking.require_run(call.run, call.base_model)
+    call.run = asking.find_run(call.run, call.base_model)
     prompts = list(_prompts(call))
     if call.agents and call.agents_per_prompt is not None:
         what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
@@ -82,7 +80,7 @@ def _prompts(call: argparse.Namespace) -> Iterator[Any]:
     """The prompts of the call; each is text or a chat.
 
     Raises:
-        BadInput: there is none, or there are two sources.
+        BadInput: there is no prompt, or there are two sources.
     """
     prompts: list[str] = call.prompts
     if bool(prompts) == (call.file is not None):
@@ -116,13 +114,13 @@ def _asked(
 
 
 def _best_of(call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any]) -> int:
-    """Draw several answers to each prompt, and print the one that the rewards of another run find best."""
+    """Draw several answers to each prompt, and print the one with the best reward by another run."""
     if call.best_of is None or call.reward is None or call.best_of < 2:
         what, hint = "--best-of N, at least 2, and --reward RUN2 go together", "--best-of 4 --reward RUN2"
         raise ConfigError(what, where="command line", hint=hint)
     if odd := [name for name in ("--agents", "--tokens", "--agents-per-prompt") if _is_given(call, name)]:
         raise ConfigError(f"{odd[0]} is about one answer", where="command line", hint="leave it out with --best-of")
-    asking.require_run(call.reward, None, takes_base=False)
+    call.reward = asking.find_run(call.reward, None, takes_base=False)
     choices = {"temperature": 1.0, "seed": 0, **choices, "do_sample": True}
     crowd, _ = asking.open_run(call.run, call.base_model)
     judge, _ = asking.open_run(call.reward, None)

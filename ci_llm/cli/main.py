@@ -54,7 +54,7 @@ COMMANDS: Final = {
     "watch": "ci_llm.cli.status:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
     "agents": "ci_llm.cli.agents:agents",
-    "checkpoints": "ci_llm.cli.checkpoints:run_verb",
+    "checkpoints": "ci_llm.cli.checkpoints:checkpoints",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
     "serve": "ci_llm.cli.serve:serve",
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`ci-llm COMMAND ...`; returns the exit code.
 
     Args:
-        arguments: None if this process is the command and ends with it.
+        arguments: the words of the command line; None: those of this process, which ends with the command.
     """
     if arguments is None:
         ends_with_process()

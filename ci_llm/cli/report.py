@@ -30,7 +30,7 @@ _COMPARE_EXAMPLE = (
 
 
 def report_run(words: Sequence[str]) -> int:
-    """Write `RUN/report.html` and say where it lies.
+    """Write `RUN/report.html` and print its path.
 
     Raises:
         BadInput: the call is wrong, there is no run, or a file of it is damaged.
@@ -88,7 +88,7 @@ def compare_runs(words: Sequence[str]) -> int:
 
 
 def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: bool) -> int:
-    """What a comparison says about the folder of a sweep; returns the exit code."""
+    """Print the trials of a sweep; returns the exit code."""
     from ci_llm.report.compare import trials_as_text
 
     if not is_alone:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.errors import ConfigError
 
@@ -38,8 +37,7 @@ def score(words: Sequence[str]) -> int:
     """
     call = _parser().parse_args(words)
     _check(call)
-    call.run = located(call.run)
-    asking.require_run(call.run, call.base_model, takes_base=False)
+    call.run = asking.find_run(call.run, call.base_model, takes_base=False)
     texts, answers = _texts(call)
     crowd, _ = asking.open_run(call.run, call.base_model)
     how: dict[str, Any] = {"spreads": call.spreads, "abstain_below": call.abstain_below, "batch_size": call.batch_size}
@@ -79,7 +77,7 @@ def _check(call: argparse.Namespace) -> None:
 
 
 def _texts(call: argparse.Namespace) -> tuple[list[Any], list[str] | None]:
-    """The texts of the call; where rows have a prompt and its answer, the prompts, and the answers."""
+    """(texts, None), or for rows with a prompt and its answer (prompts, answers)."""
     from ci_llm.data.prompts import prompts_of_file, prompts_of_lines, texts_of_rows
 
     if call.file in (None, "-") and call.texts not in ([], ["-"]):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ci_llm.cli import asking
-from ci_llm.cli.checkpoints import located
 from ci_llm.cli.command import make_parser
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput
@@ -36,12 +35,12 @@ def serve(words: Sequence[str]) -> int:
     """
     options = _options(words)
     _require_libraries()
-    options = replace(options, run=located(options.run))
+    run = asking.find_run(options.run, options.base_model, takes_base=options.engine is None)
+    options = replace(options, run=run)
     if options.host not in LOCAL and not options.key:
         asking.note(f"warning: everybody who reaches {options.host}:{options.port} may ask: --api-key KEY, or {_KEY}")
     with importing():
         from ci_llm.serve.start import of_run, run_until_signal
-    asking.require_run(options.run, options.base_model, takes_base=options.engine is None)
     if options.engine is not None:
         from ci_llm.serve.remote import of_engine
 
@@ -55,7 +54,7 @@ def serve(words: Sequence[str]) -> int:
 
 
 def _options(words: Sequence[str]) -> Options:
-    """The options of a call. What can be refused is, before torch is imported."""
+    """The options of a call; a wrong one is refused before torch is imported."""
     parser = make_parser("ci-llm serve", _DESCRIPTION, _EXAMPLES, _COMMON)
     parser.set_defaults(**asdict(Options()))
     option = parser.add_argument

@@ -30,7 +30,7 @@ arguments of train.py it is the run that they would train.
 exit codes: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call
 example: ci-llm status ci_llm_output/mine"""
 
-_TAIL_BYTES: Final = 256 << 10  # the last lines of metrics.jsonl are enough here
+_TAIL_BYTES: Final = 256 << 10  # of metrics.jsonl, of which the last lines are enough here
 
 
 def status(words: list[str]) -> int:
@@ -54,7 +54,7 @@ def status(words: list[str]) -> int:
 
 
 def named_run(words: list[str]) -> Path:
-    """The folder of the run that the words name: itself, or that which train.py would train with them."""
+    """The folder of the run that the words name: a folder, or the run that train.py would train with these words."""
     if len(words) == 1 and "=" not in words[0] and not words[0].startswith("-"):
         return Path(words[0])
     from ci_llm.cli.train import read_configuration
@@ -94,10 +94,10 @@ def watch(words: list[str]) -> int:
 
 
 def _print_once(scene: Scene) -> int:
-    """One picture of the runs that are there.
+    """Print one picture of the runs.
 
     Raises:
-        BadInput: there are none.
+        BadInput: there are no runs.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`ci-llm supervise` and safe_train.py: from a command line to a target, its supervisor, and an exit code."""
+"""`ci-llm supervise` and safe_train.py: find the target of a command line, and supervise it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A script that imports the command line of this project starts its trainer, as train.py does.
+#: A script that imports the command line of this project, as train.py does: it starts this project's trainer.
 _OWN_ENTRY: Final = re.compile(r"^\s*(?:from|import) ci_llm\.cli\b", re.MULTILINE)
 
 
@@ -58,7 +58,7 @@ def _supervise(options: Options) -> int:
 
     interrupts = Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce)
     with interrupts:
-        # A command that makes steps itself needs the variables of the batch script.
+        # A command that starts SLURM steps itself needs the variables of the batch script.
         makes_steps = {"srun", "mpirun", "mpiexec"} & {Path(word).name for word in options.command}
         code = None if makes_steps else start_again(1, read_launch(), interrupts, print_line)
         if code is not None:
@@ -118,7 +118,7 @@ def _target(options: Options) -> Target:
 
 
 def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:
-    """The error for these options. If Hydra's two name a file that exists, its hint names that file."""
+    """The error for these options. If those of Hydra name a file that exists, the hint names that file."""
     meant = Path(options.config_path or "", f"{options.config_name}.yaml")
     file = f"--config {meant if meant.is_file() else 'FILE'}"
     return ConfigError(
@@ -129,7 +129,7 @@ def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigE
 
 
 def _script(options: Options) -> Path:
-    """The script to run where no command is given. Called from a folder without a train.py, it is the project's own."""
+    """The script to run without a command; in a folder without a train.py that of the project."""
     if options.command or options.train_script != DEFAULT_SCRIPT or options.external_script_options():
         return options.train_script
     from ci_llm.config import default_file  # here, because it loads the whole configuration
@@ -146,13 +146,10 @@ def is_own_script(script: Path) -> bool:
 
 
 def own_words(command: Sequence[str], verb: str = "train") -> list[str] | None:
-    """Return the words that a command gives to this project's trainer, behind whatever launcher.
+    """The words that a command gives to this project's trainer, whatever its launcher; None for another program.
 
     Args:
         verb: the command of `ci-llm` that is looked for.
-
-    Returns:
-        None if the command starts something else.
     """
     for place, word in enumerate(command):
         rest = list(command[place + 1 :])

@@ -1,4 +1,4 @@
-"""`ci-llm sweep`: reads spaces and configuration, hands over to the sweep, and shows how its trials stand."""
+"""`ci-llm sweep`: reads spaces and configuration, runs the sweep, and shows the ranking of its trials."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
 
 
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
-    """The dry run of a pack that trains as many steps as all segments together."""
+    """The dry run of a full pack that trains as many steps as all segments together."""
     from ci_llm.dry_run.plan import dry_run
     from ci_llm.sweep.runner import SweepRunner, as_one_run, described, known_sweep
 

@@ -1,6 +1,6 @@
-"""`ci-llm train` and its dry run, `ci-llm check`: the signals, the launcher, the configuration, then the run.
+"""`ci-llm train`, and its dry run `ci-llm check`: signals, configuration and launcher, and then the run.
 
-`start` does the first of these for every command that trains.
+`ci-llm sweep` starts by `start` as well.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def start(
     lines: Sequence[str] = (),
     require: Callable[[Config], None] | None = None,
 ) -> Launch:
-    """Heed the signals that the configuration names, read the launcher, and say on the main process what is loading.
+    """Handle the signals of the configuration, read the launcher, and print the first line on the main process.
 
-    If the command asks for processes that no launcher has started, it runs as those, and ends with them. In a batch
-    script of SLURM it does so as a step.
+    If the command asks for processes that no launcher has started, it starts them, and ends when they have ended. In a
+    batch script of SLURM they are a step of the job.
 
     Args:
-        what: is loading, for the first line: "run".
+        what: the thing that is loading, for the first line: "run".
         words: the words of the command line.
-        lines: where the values of `config` come from, if that is to be said here.
+        lines: lines about where the values of `config` come from, to be printed here.
         require: refuses the configuration before the first line.
 
     Returns:

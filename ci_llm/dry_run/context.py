@@ -1,4 +1,4 @@
-"""The context that the checks of a dry run share: configuration, architecture, parts that passed, a scratch folder."""
+"""The context that the checks of a dry run share: configuration, results of earlier checks, a scratch folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ci_llm.run.start.cost_model import Trace
 
 
 class Inapplicable(Exception):
-    """There is nothing to check here, such as a GPU where there is none; the message says what was not checked."""
+    """A check has nothing to check here, such as a GPU on a machine without one; the message says what."""
 
 
 _FIGURES: Final = (
@@ -52,8 +52,8 @@ class Shape:
     """An architecture, and its source.
 
     Attributes:
-        from_hub: the name is a hub id, so that missing weights can be downloaded.
-        offline: why the hub gave nothing for this name; `config` then comes from `KNOWN`.
+        from_hub: whether the name is a hub id, so that missing weights can be downloaded.
+        offline: the error of the hub, if `config` comes from `KNOWN` because of it.
     """
 
     config: PreTrainedConfig
@@ -62,15 +62,15 @@ class Shape:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that a row can have; None where the family has no limit."""
+        """The most tokens of a row; None if the family has no limit."""
         return positions_of(self.config)
 
 
 def find_shape(model_name: str) -> Shape:
-    """The architecture called `model_name`, even without its weights; of a known one also without the hub.
+    """The architecture called `model_name`, without its weights; a known one is found without the hub as well.
 
     Raises:
-        ModelError: nothing is known of it, or it is not a causal language model.
+        ModelError: the architecture is not found, or is not a causal language model.
     """
     from_hub = model_name != "embedded" and not Path(model_name).exists()
     try:
@@ -109,9 +109,9 @@ UNSEEN: Final = 512
 
 @dataclass
 class CheckContext:
-    """What a check finds from the checks before it, and leaves to those after it.
+    """The values that checks leave to later checks.
 
-    An attribute without a default exists once the check that sets it has passed; a check that reads it needs that one.
+    An attribute without a default exists once the check that sets it has passed; checks that read it need that check.
     """
 
     config: Config
@@ -143,8 +143,10 @@ class CheckContext:
 
     @property
     def num_rows(self) -> list[int]:
-        """Rows to train on: of all agents, or of each that has its own. Those that are left out later count, and a long
-        text counts as the blocks of those that were looked at."""
+        """Rows to train on: of all agents, or of each that has its own.
+
+        Rows that are left out later count. A text counts as its blocks, by the mean of the texts that were tokenised.
+        """
         found = [len(rows) for rows in self.rows]
         for number, seen in enumerate(self.examples):
             found[number] = found[number] * max(len(seen), len(seen.rows)) // len(seen.rows)
@@ -157,12 +159,12 @@ class CheckContext:
 
     @property
     def micro_batch(self) -> int:
-        """Rows that the real run puts through the base at once, on each process."""
+        """Rows that the real run computes at once on each process."""
         return min(self.config.batch_size, -(-self.rows_per_step // self.processes.num_processes))
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens per row to expect of the longest micro-batch."""
+        """Tokens per row to expect in the longest micro-batch."""
         return self.lengths.longest_in_batch(self.micro_batch)
 
     @property

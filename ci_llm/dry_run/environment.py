@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
 def environment(context: CheckContext) -> str:
-    """Libraries, device, trackers, and the time this run has."""
+    """Libraries, device and trackers are there, and the time limit of the run can be read."""
     require_installed(context.config.report_to)
     find_deadline(context.config.max_runtime, None)
     device = f"{processor()}, no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
@@ -40,7 +40,7 @@ def environment(context: CheckContext) -> str:
 
 
 def disk(context: CheckContext) -> str:
-    """The folder of the run can be written; a file can be made durable and renamed beside it."""
+    """The folder of the run can be written, and a file on its disk can be synced and renamed."""
     folder = context.config.run_folder
     check_folder(folder)
     if not context.launch.is_main_process:
@@ -62,7 +62,7 @@ def disk(context: CheckContext) -> str:
 
 
 def mirror(context: CheckContext) -> str:
-    """The store of the mirror answers, and takes, gives, conditionally replaces and removes an object."""
+    """The store of the mirror writes, reads, conditionally replaces and removes an object."""
     if (url := context.config.mirror) is None:
         raise Inapplicable("no mirror is configured")
     if context.launch.is_main_process:
@@ -71,7 +71,7 @@ def mirror(context: CheckContext) -> str:
 
 
 def scratch_parent(folder: Path) -> Path:
-    """Where the scratch folder may lie: beside the folder of the run, on the same disk."""
+    """The folder for the scratch folder: beside that of the run if possible, on the same disk."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if nearest != folder.absolute():
         return nearest

@@ -1,4 +1,4 @@
-"""Checks of what only a GPU does: each path is tried on the device at toy size before a run relies on it.
+"""Checks of what only a GPU does: each computation is tried on the device at toy size before a run relies on it.
 
 A check computes a result on the device and compares it with another way to the same result: full precision, a second
 computation, the original of a copy. It works on a CPU as well, where the tests call it.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +23,8 @@ from ci_llm.core.determinism import generator_for
 from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.core.quantities import size
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.batches import Batch
+from ci_llm.data.batches import Batch, pack
+from ci_llm.data.encoder import Example
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.dry_run.context import CheckContext, Inapplicable
@@ -33,7 +34,7 @@ from ci_llm.lora.attention import HALVES, Trial, Way, bound_of
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.setup import set_determinism
 
-LENGTHS: Final = (17, 400, 64)  # tokens of the toy rows; a long one takes another kernel than short ones
+LENGTHS: Final = (17, 400, 64)  # tokens of the toy rows; a long row takes other kernels than a short one
 SCALE: Final = 2.0**8  # of a loss in fp16
 HALF_TOLERANCE: Final = 0.05  # of a gradient in half precision, relative to its norm
 PROBE_BYTES: Final = 64 << 20
@@ -62,7 +63,7 @@ class Toy:
 
     @classmethod
     def on(cls, device: torch.device) -> Toy:
-        """A new toy on this device; each check makes its own, so that none sees what another one broke."""
+        """A new toy on this device. Every check makes its own one, so that a failure of one check spoils no other."""
         base = load_base("embedded", "fp32", device)
         settings = LoraSettings(num_agents=2, rank=4, alpha=8, seed=0)
         crowd = Crowd(base.model, settings, base.name).train()
@@ -72,7 +73,7 @@ class Toy:
         return cls(crowd, _random_batch(vocabulary).to(device))
 
     def gradients(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[K, P] of the mean loss, in full precision, or under autocast to `dtype`; fp16 with a loss scale."""
+        """[K, P] gradients of the mean loss, in full precision or under autocast to `dtype`; fp16 has a loss scale."""
         scale = SCALE if dtype == torch.float16 else 1.0
         self.crowd.agents.begin_step(0)
         with torch.autocast(self.batch.input_ids.device.type, dtype=dtype, enabled=dtype is not None):
@@ -86,19 +87,9 @@ class Toy:
 
 
 def _random_batch(vocabulary: int) -> Batch:
-    bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-    ids = torch.randint(0, vocabulary, (bounds[-1],), generator=generator_for(0, "gpu check rows"))
-    learned = torch.cat([torch.arange(start, end - 1) for start, end in pairwise(bounds)])
-    return Batch(
-        input_ids=ids,
-        position_ids=torch.cat([torch.arange(length) for length in LENGTHS]),
-        bounds=tuple(bounds),
-        predict_from=learned,
-        targets=ids[learned + 1],
-        target_rows=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1),
-        last_tokens=torch.tensor(bounds[1:]) - 1,
-        sample_ids=tuple(range(len(LENGTHS))),
-    )
+    ids = torch.randint(0, vocabulary, (sum(LENGTHS),), generator=generator_for(0, "gpu check rows"))
+    rows = [Example(own.numpy(), np.arange(len(own)) > 0) for own in ids.split(LENGTHS)]
+    return pack(rows, range(len(rows)))
 
 
 def autocast(device: torch.device) -> str:
@@ -127,8 +118,10 @@ def autocast(device: torch.device) -> str:
 
 
 def attention(device: torch.device) -> str:
-    """The kernels of attention over packed rows, in every precision that a run may have: forward and backward, windows
-    and grouped heads, as plain products give."""
+    """Kernels of attention over packed rows agree with plain products, in every precision that a run may have.
+
+    Forward and backward, with windows and with grouped heads.
+    """
     found = []
     for name in ("fp32", "bf16", "fp16"):
         dtype = DTYPES[name]
@@ -161,11 +154,11 @@ def _attends(way: Way, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def determinism(device: torch.device, dtype: torch.dtype | None = None, *, required: bool) -> str:
-    """The same step twice, from the same weights: the same bits; else the run is not called bitwise.
+    """Twice the same step from the same weights gives the same bits; else a resumed run is not called bitwise.
 
     Args:
-        dtype: that of autocast in the run, which has kernels of its own; None without.
-        required: other bits are a failure, and not only something to know.
+        dtype: the dtype of autocast in the run, which has kernels of its own; None without autocast.
+        required: whether other bits are a failure.
     """
     toy = Toy.on(device)
     first, second = toy.gradients(dtype), toy.gradients(dtype)
@@ -228,7 +221,7 @@ def _bits(toy: Toy, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def memory(device: torch.device) -> str:
-    """What is free is told and falls by what is taken; running out is known as such, and leaves a device that works."""
+    """Free memory and peak are told; running out is recognised, and leaves a device that works."""
     free, total = free_memory(device)
     if not 0 < free <= total:
         raise CiLlmError(f"free memory of {size(free)} of {size(total)} cannot be", where=f"{device}", hint=REPORT_HINT)

@@ -1,4 +1,4 @@
-"""Checks of what a run is given and what it needs: base, data, chat template, memory for a batch, disk, time.
+"""Checks of the input of a run and of its needs: base, data, chat template, memory for a batch, disk, time.
 
 Disk and time follow from measurements of the toy run if there are any; else they are estimated.
 """
@@ -30,7 +30,7 @@ from ci_llm.lora.heads import how_tokenized
 from ci_llm.run.start import cost_model
 from ci_llm.run.start.loading import eval_samples_of, learns_preferred, objective_by_rows, steps_of
 
-#: What CUDA, its libraries and torch take on a GPU for themselves, roughly.
+#: The memory that CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
 
 
@@ -45,7 +45,7 @@ def architecture(context: CheckContext) -> str:
 
 
 def data(context: CheckContext) -> str:
-    """The data set is there, has columns that can be used, and rows to train on and to evaluate on."""
+    """The data set exists, has columns that can be used, and rows to train on and to evaluate on."""
     context.rows = load_rows_of_each(context.config, "train")
     update = objective_by_rows(context.config, context.rows, context.rows_per_step)
     context.config = context.config.model_copy(update=update)
@@ -77,7 +77,7 @@ def template(context: CheckContext) -> str:
 
 
 def _description(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
-    """What became of the rows of one data set."""
+    """Lines about the tokenised rows of one data set."""
     source, *lines = examples.description[len(rows.description) :]
     if context.shape.offline:
         source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
@@ -108,7 +108,7 @@ def tokenize_samples(
     number_evaluated: int,
     max_seq_length: int | None = None,
 ) -> None:
-    """Tokenise some rows of every agent, evenly spread; what comes of it lies in the scratch folder."""
+    """Tokenise some rows of every agent, evenly spread, into the scratch folder."""
 
     def tokens(rows: Rows, most: int, *, evaluated: bool) -> TokenizedRows:
         taken = min(most, len(rows))
@@ -131,7 +131,7 @@ def tokenize_samples(
 
 
 def estimate(context: CheckContext) -> str:
-    """What one micro-step costs, found without weights."""
+    """The cost of one micro-step, found without weights."""
     try:
         settled, _ = cost_model.passes_without_estimate(context.config, context.processes.device)
         becomes = _settle(context, "pass_per_agent", settled) + _settle(context, "use_gradient_checkpointing", None)
@@ -146,10 +146,10 @@ def estimate(context: CheckContext) -> str:
 
 
 def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
-    """Put true or false in place of auto, as the run will; returns the line that says so.
+    """Put true or false in place of auto, as the run will; returns a line for people.
 
     Args:
-        settled: what it becomes; None: true where the micro-step would not fit otherwise.
+        settled: the value; None: true if the micro-step would not fit otherwise.
     """
     if getattr(context.config, key) != AUTO:
         return ""
@@ -164,7 +164,7 @@ def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
 
 
 def _traced(context: CheckContext, config: Config | None = None) -> cost_model.Trace:
-    """What a micro-step costs, by default with the configuration of the run."""
+    """The cost of a micro-step, by default with the configuration of the run."""
     shape, processes = context.shape.config, context.processes
     return cost_model.trace_longest(
         config or context.config, shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
@@ -209,8 +209,10 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
     hints = ["a smaller base, or a machine with more memory"]
     if (fit := _rows_that_fit(context, context.trace, free)) >= 1:
         hints = [f"batch_size={fit}"]
-    elif (smaller := _in_nf4(context)) and (fit := _rows_that_fit(context, smaller, free)) >= 1:
-        hints = ["quantization=nf4" + (f" batch_size={fit}" if fit < context.micro_batch else "")]
+    elif smaller := _in_nf4(context):
+        fit = _rows_that_fit(context, smaller, free)
+        if fit >= 1:
+            hints = ["quantization=nf4" + (f" batch_size={fit}" if fit < context.micro_batch else "")]
     if not context.config.use_gradient_checkpointing:
         hints.append("use_gradient_checkpointing=true")
     return ConfigError(
@@ -221,13 +223,13 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
 
 
 def _rows_that_fit(context: CheckContext, found: cost_model.Trace, free: float) -> int:
-    """Rows of a micro-batch that have place beside base and agents; below 1: none."""
+    """Rows of a micro-batch that fit beside base and agents; below 1: none."""
     room = free - found.base_bytes - found.agents_bytes
     return int(context.micro_batch * room / max(found.activation_bytes, 1))
 
 
 def _in_nf4(context: CheckContext) -> cost_model.Trace | None:
-    """What a micro-step costs with the base in 4 bits; None where it is stored in few bits, or cannot be."""
+    """The cost of a micro-step with the base in 4 bits; None if it is stored in few bits already, or cannot be."""
     config = context.config
     if config.quantization or stored_quantization(context.shape.config) or config.model_dtype == "fp64":
         return None
@@ -236,11 +238,9 @@ def _in_nf4(context: CheckContext) -> cost_model.Trace | None:
 
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
-    one = context.measured.checkpoint_bytes or (
-        context.trace.agents_bytes * 3 // cost_model.agent_copies(context.config, context.processes.device)
-        if context.trace
-        else None
-    )
+    one = context.measured.checkpoint_bytes
+    if one is None and context.trace is not None:  # weights and two moments
+        one = 3 * context.trace.agents_bytes // cost_model.agent_copies(context.config, context.processes.device)
     if one is None:
         return "not estimated: this architecture cannot be traced"
     kept = context.config.save_total_limit or _number_of_saves(context)
@@ -264,14 +264,14 @@ def _number_of_saves(context: CheckContext) -> int:
 
 
 def _total_steps(context: CheckContext) -> int | None:
-    """Optimizer steps of the real run; None if epochs decide and the rows are not known."""
+    """Optimizer steps of the real run; None if they depend on rows that are not known."""
     if not context.rows:
         return context.config.max_train_steps
     return steps_of(context.config, context.num_rows, context.rows_per_step)
 
 
 def time_needed(context: CheckContext) -> str:
-    """How long a step, and all of them with their evaluations, will take."""
+    """The time of a step, and of all steps with their evaluations."""
     step_s, how = _seconds_per_step(context)
     if step_s is None:
         return f"not estimated: {how}"
@@ -286,7 +286,7 @@ def time_needed(context: CheckContext) -> str:
 
 
 def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
-    """(seconds of one optimizer step, how that is known)."""
+    """(seconds of one optimizer step, the source of that number)."""
     found = context.trace
     per_step = context.rows_per_step
     of_each = [min(per_step, number) for number in context.num_rows] if context.rows else [per_step]
@@ -302,7 +302,7 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
 
 
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:
-    """Seconds of all evaluations at most: answers may end early."""
+    """The most seconds of all evaluations; answers may end early."""
     config, measured = context.config, context.measured
     if not context.rows:
         return 0.0

@@ -1,7 +1,6 @@
-"""The dry run: named checks that build on each other, in their order, each shown as it ends.
+"""The dry run: named checks that depend on each other, in their order; each result is shown when it is there.
 
-A check runs if those that it needs have passed. A result is shown in columns that fold on a terminal, with quantities
-in their units.
+A check runs if those that it needs have passed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Check(Generic[S]):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check; `lines` hold what was found, or what is wrong, where, and the hint."""
+    """The result of one check; `lines` tell what was found, or what is wrong, where, and the hint."""
 
     name: str
     verdict: Verdict
@@ -102,7 +101,7 @@ STYLES: Final = {"passed": "green", "failed": "bold red", "skipped": "dim", "ina
 
 
 class Report:
-    """Shows each result as it comes, and draws nothing twice: lines that have left the screen cannot be redrawn.
+    """Shows the results one by one; it redraws nothing, because lines may have left the screen.
 
     Args:
         terminal: standard output by default.
@@ -115,7 +114,7 @@ class Report:
         self._console = Console(file=self._terminal, highlight=False)
 
     def show(self, outcome: CheckResult) -> None:
-        """Show a result: what was found; of a failure what, where and the hint."""
+        """Show a result: what was found; or what is wrong, where, and the hint."""
         mark = MARKS[outcome.verdict]
         took = f"{outcome.seconds:.1f} s" if outcome.verdict in ("passed", "failed") else ""
         if self._console.is_terminal:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -23,7 +24,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import SAMPLED, first_rows
 from ci_llm.data.batches import Batch, pack
-from ci_llm.data.encoder import use_chat_template
+from ci_llm.data.encoder import Example, use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
 from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
@@ -46,7 +47,7 @@ NOISE = 0.05
 
 
 def model(context: CheckContext) -> str:
-    """The base is loaded, the agents are on it, and their way through it gives its own logits."""
+    """The base is loaded and has the agents; their route through it gives the base's own logits."""
     set_determinism(context.config)
     base, remark = _base(context)
     if not context.uses_stand_in:
@@ -72,7 +73,7 @@ def model(context: CheckContext) -> str:
 
 
 def _base(context: CheckContext) -> tuple[Base, str]:
-    """The base of the run; the embedded one where the weights would have to be downloaded, and cannot be."""
+    """The base of the run, or the embedded one if the weights cannot be downloaded; and a remark."""
     config, shape = context.config, context.shape
     if not shape.offline:
         try:
@@ -107,7 +108,7 @@ def two_steps(context: CheckContext) -> str:
 
 
 def _logged(run: Run) -> tuple[list[float], float]:
-    """The loss of every step and the tokens per second of the last one, as they stand in metrics.jsonl."""
+    """The loss of every step and the tokens per second of the last one, from metrics.jsonl."""
     if not run.processes.is_main_process:
         return [], 0.0
     lines, _ = read_records(run.config.run_folder)
@@ -120,7 +121,7 @@ def _uninterrupted(stop: str | None) -> None:
 
 
 def checkpoint(context: CheckContext) -> str:
-    """The checkpoint of the last step holds every bit, and brings a run that has lost them back to it."""
+    """The checkpoint of the last step holds every bit, and restores a run whose weights are lost."""
     run = context.run
     run.manager.wait_until_finished()
     result = run.manager.last_result
@@ -144,7 +145,7 @@ def checkpoint(context: CheckContext) -> str:
 
 
 def _bits(state: Any, name: str = "") -> dict[str, bytes]:
-    """Every value below its path, as bytes; without the global generators, which everything moves on."""
+    """Every value as bytes, by its path; without the global generators, which every draw changes."""
     if isinstance(state, Mapping):
         parts = (_bits(value, f"{name}/{key}") for key, value in state.items() if (name, key) != ("", "rng"))
         return {path: raw for part in parts for path, raw in part.items()}
@@ -181,7 +182,7 @@ def interruption(context: CheckContext) -> str:
 
 
 def _terminated(context: CheckContext, batches: Batches) -> Batches:
-    """The first batch, with a signal to the main process when it is handed over."""
+    """The batches; the main process gets a SIGTERM before each one."""
     for step, micro_batches in batches:
         if context.processes.is_main_process:
             send(os.getpid(), "SIGTERM")
@@ -217,7 +218,7 @@ def diversity(context: CheckContext) -> str:
 
 
 def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float]:
-    """(the term per target, the norm of the gradient of the whole loss) with these agents."""
+    """(the diversity term per target, the norm of the gradient of the whole loss) with these weights."""
     run.crowd.agents.weights.copy_(weights)
     run.crowd.agents.begin_step(0)
     with run.processes.autocast():
@@ -227,7 +228,7 @@ def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float
 
 
 def generation(context: CheckContext) -> str:
-    """The crowd writes, with its cache, the tokens that full passes of all agents and their aggregate choose."""
+    """The crowd generates, with its cache, the tokens that full passes of all agents and their aggregate choose."""
     run = context.run
     if run.crowd.settings.outputs:
         return f"none: agents of objective {run.config.objective} have heads"
@@ -255,14 +256,10 @@ def generation(context: CheckContext) -> str:
 
 @torch.no_grad()
 def _regret(run: Run, prompt: list[int], text: list[int]) -> float:
-    """How much likelier, in nats, the likeliest token was at worst, by the crowd's distribution in one full pass."""
-    ids = torch.tensor(prompt + text)
-    everything = torch.arange(len(ids))
-    batch = Batch(
-        ids, everything, (0, len(ids)), everything[len(prompt) - 1 : -1], ids[len(prompt) :], ids[:0], ids[:0], (0,)
-    )
+    """By how many nats a token of the text is, at worst, less likely than the likeliest one, in one full pass."""
+    ids = np.array(prompt + text)
+    batch = pack([Example(ids, np.arange(len(ids)) >= len(prompt))], [0]).to(run.crowd.device)
     run.crowd.eval()
-    batch = batch.to(run.crowd.device)
     logits = run.crowd.head.logits(run.crowd.states(batch)[:, batch.predict_from])
     crowd = aggregate(logits.log_softmax(-1), run.config.aggregator)
     chosen = crowd.gather(-1, batch.targets[:, None]).squeeze(-1)

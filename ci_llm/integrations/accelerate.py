@@ -12,15 +12,15 @@
                        data, generators and unfinished gradients of every process
     FOLDER/*           Accelerate's own files in Accelerate's format, neither atomic nor verified; no model weights
 
-What Accelerate leaves out or undoes, and what is done about it:
-- `model.safetensors` holds the base, which never changes: the hook takes the crowd out of what is written and read.
+What Accelerate leaves out, and what the hooks do about it:
+- `model.safetensors` would hold the base, which never changes: the hooks keep the crowd out of saving and loading.
 - The order of a shuffled loader is not saved: a `StatefulSampler` computes it.
-- The loader that `prepare` returned counts its own passes and tells the sampler; the pass of the copy that
-  `skip_first_batches` makes would not count: the sampler counts it.
+- The loader that `prepare` returned counts its passes, and tells the sampler. The pass of the copy that
+  `skip_first_batches` makes would not count, so the sampler counts it.
 - Every new iterator of a loader draws from the global generator, which shifts all later dropout: the loaders of our
   sampler get a generator of their own.
-- Gradients inside an accumulation window are not saved: here they are.
-- A generator that cannot be restored is a line in the log: here it is an error.
+- Gradients inside an accumulation window are not saved: the hooks save them.
+- A generator that cannot be restored is only a line in the log: here it is an error.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, restore_ge
 from ci_llm.lora.layer import SHAPE, LoraSettings
 
 FOLDER = HOOKS_FOLDER
-# Of the files that the main process writes for Accelerate, if nothing was registered for checkpointing: then it is the
-# last of those. What the other processes write is in our folder as well.
+# The last file that Accelerate writes on the main process, unless objects were registered for checkpointing. The files
+# of the other processes hold nothing that is not in our folder as well.
 LAST_FILE = "random_states_0.pkl"
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,10 @@ def register_hooks(accelerator: Any) -> None:
     about everything that `load_state` will not restore.
 
     Args:
-        accelerator: what the crowd, its optimizers, schedulers and loaders were prepared by.
+        accelerator: the one that has prepared the crowd, its optimizers, schedulers and loaders.
 
     Raises:
-        ConfigError: no crowd was prepared, or more than one; or by something that owns the checkpoint.
+        ConfigError: no crowd was prepared, or more than one; or FSDP, DeepSpeed or Megatron-LM writes the checkpoints.
 
     Examples:
         >>> model, optimizer = accelerator.prepare(crowd, torch.optim.AdamW(crowd.agents.rows))
@@ -82,9 +82,9 @@ def register_hooks(accelerator: Any) -> None:
 
 
 def latest_state(folder: Path | str) -> Path | None:
-    """The newest of the folders in `folder` that `save_state` wrote to its end, every byte of `ci_llm/` verified.
+    """The newest folder in `folder` that `save_state` has finished; every byte of its `ci_llm/` is verified.
 
-    Folders that are unfinished or damaged are passed over with a warning. None if there is no other.
+    Folders that are unfinished or damaged are passed over with a warning. None if no folder is left.
 
     Examples:
         >>> ci_llm.latest_state(folder) is None
@@ -110,7 +110,7 @@ class _Hooks:
         crowds = [model for model in map(accelerator.unwrap_model, accelerator._models) if isinstance(model, Crowd)]
         if len(crowds) != 1:
             raise _not_one_crowd(len(crowds), [type(accelerator.unwrap_model(model)) for model in accelerator._models])
-        [self._crowd] = crowds
+        self._crowd = crowds[0]
         self._fingerprint = fingerprint_of(self._crowd.model)
         self._samplers = {
             number: (loader, sampler)
@@ -122,7 +122,7 @@ class _Hooks:
             sampler.pass_ended = self._counter_of(loader)
 
     def notes(self) -> list[str]:
-        """What will not be restored, a line each."""
+        """The loaders whose order will not be restored, a line each."""
         others = [
             f"loader {number} ({type(sampler).__name__})"
             for number, loader in enumerate(self._accelerator._dataloaders)
@@ -140,7 +140,7 @@ class _Hooks:
     # Accelerate calls these before it writes and reads its own files.
 
     def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        """Write our folder, and take the crowd out of the weights that Accelerate is about to write."""
+        """Write our folder, and remove the crowd from the weights that Accelerate is about to write."""
         weights[:] = [weight for model, weight in zip(models, weights, strict=True) if not self._is_crowd(model)]
         everyone = gather_object(
             {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
@@ -148,7 +148,7 @@ class _Hooks:
         run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))
 
     def load(self, models: list[Any], folder: str) -> None:
-        """Restore from our folder, and take the crowd out of the models that Accelerate is about to fill.
+        """Restore from our folder, and remove the crowd from the models that Accelerate is about to fill.
 
         Raises:
             CheckpointError: the folder is not one that these hooks wrote, or not a whole one.
@@ -172,7 +172,7 @@ class _Hooks:
         restore_generators(own["rng"], str(folder))
 
     def _read(self, folder: Path) -> dict[str, Any]:
-        """Our state, fit to be restored on every process; or an error on all of them. A collective."""
+        """The state in our folder; an error on every process if it does not fit on one. A collective."""
         found: list[dict[str, Any]] = []
 
         def look() -> list[int]:
@@ -206,13 +206,13 @@ class _Hooks:
         return []
 
     def _stateful(self) -> dict[str, list[Any]]:
-        """What Accelerate keeps beside models and loaders."""
+        """The objects with a state that Accelerate keeps beside models and loaders."""
         accelerator = self._accelerator
         scaler = [] if accelerator.scaler is None else [accelerator.scaler]
         return {"optimizers": accelerator._optimizers, "schedulers": accelerator._schedulers, "scaler": scaler}
 
     def _order_of(self, loader: Any, sampler: StatefulSampler) -> dict[str, Any]:
-        """The sampler's state. Loaders read ahead: the sampler may be through with an epoch that the loop is in."""
+        """The sampler's state. Loaders read ahead, so the sampler may have left the epoch in which the loop is."""
         active = self._accelerator.gradient_state.active_dataloader
         within = active is not None and _sampler_of(active) is sampler and not active.end_of_dataloader
         epoch = sampler.epoch if within else sampler.next_epoch
@@ -249,7 +249,7 @@ def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
     if models and not crowds:
         names = ", ".join(model.__name__ for model in models)
         return ConfigError(
-            f"{names} is no Crowd, and only of a crowd do these hooks know what to save",
+            f"{names} is not a Crowd, and these hooks know only what to save of a crowd",
             where="register_hooks",
             hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/recipes/own_code.md",
         )
@@ -265,7 +265,7 @@ def _require_whole(folder: Path) -> None:
         what = "this folder was not saved with register_hooks"
         raise CheckpointError(what, where=str(folder), hint=f"give one that was: it holds {FOLDER}/{MANIFEST}")
     last = folder / str(read_manifest(folder / FOLDER).info.get("last_file", LAST_FILE))
-    if not zipfile.is_zipfile(last):  # as torch.save writes them, and what says so stands at the end
+    if not zipfile.is_zipfile(last):  # as torch.save writes them, with the directory of the archive at the end
         raise CheckpointError(
             "save_state was interrupted before Accelerate had written its own files",
             where=str(folder),
@@ -274,7 +274,7 @@ def _require_whole(folder: Path) -> None:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """The sampler at the bottom of what `prepare` and `skip_first_batches` put around it."""
+    """The sampler inside the wrappers of `prepare` and `skip_first_batches`."""
     at = loader.batch_sampler or loader.sampler
     while (inner := getattr(at, "batch_sampler", None)) is not None:
         at = inner

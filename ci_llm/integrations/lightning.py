@@ -4,12 +4,12 @@
     trainer = L.Trainer(..., callbacks=[checkpoints], enable_checkpointing=False)
     trainer.fit(model, loader, ckpt_path=checkpoints.resume())
 
-A checkpoint holds what Lightning puts into one, but of the weights only those that are trained; and the generators of
-every process, at the beginning of the epoch and at the step. On a resume the epoch begins with the same random numbers,
-and the batches that were used are skipped: so the order is the same for any sampler.
+A checkpoint holds what Lightning saves, without the frozen weights; and the generators of every process, at the
+beginning of the epoch and at the step. A resumed epoch begins with the same random numbers, and the batches that were
+used are skipped, so that the order is the same for any sampler.
 
-A step is saved before the next batch is trained on: by then it is validated, and its gradients are used up. Lightning
-has counted that batch as begun, so its counters are set back. The training stops at the same point, because
+A step is saved before the next batch is trained on. By then it is validated, and its gradients are used up. Lightning
+has counted that batch as begun, so its counters are set back. The training stops at this point too, because
 `should_stop` alone would validate first. Nothing is unpickled on a resume.
 """
 
@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:
         "Lightning is not installed", where="ci_llm.integrations.lightning", hint="pip install lightning"
     ) from error
 
-#: What they were built with, and what no resume reads; they may be any object.
+#: The arguments of module and data module, which no resume reads, and which may be any objects.
 HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters")
 BATCHES, EPOCHS = "epoch_loop.batch_progress", "epoch_progress"
 
@@ -53,15 +53,14 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
 
     Args:
         directory: the folder of the run, its own, on a disk that all processes share.
-        settings: for `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others,
-            but not `checkpoint_backend`: process 0 writes.
+        settings: arguments of `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and
+            others, but not `checkpoint_backend`: process 0 writes.
 
     Raises:
         ConfigError: a setting that cannot work here.
 
     Attributes:
-        interrupted: why the last `fit()` has ended before its work was done, "signal:SIGTERM" for instance; None if it
-            was done.
+        interrupted: why the last `fit()` ended before its last step, "signal:SIGTERM" for instance; None if it did not.
 
     Examples:
         >>> checkpoints = ci_llm.LightningCheckpoints(folder / "lightning", save_interval_steps=100)
@@ -79,7 +78,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
         self._attempt: _Attempt | None = None
 
     def resume(self) -> str | None:
-        """What to give to `trainer.fit(ckpt_path=...)`: this run if it has a checkpoint, or None."""
+        """The argument for `trainer.fit(ckpt_path=...)`: this run if it has a checkpoint, or None."""
         return str(self._directory) if any(self._directory.glob("*/manifest.json")) else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -146,10 +145,10 @@ class _Attempt:
     def _frozen(self) -> str:
         return frozen_digest(self._module)
 
-    # Going on
+    # Resuming
 
     def load(self) -> dict[str, Any]:
-        """The newest checkpoint in Lightning's form; one that says nothing if none verifies."""
+        """The newest checkpoint in Lightning's form; if none verifies, one without any state of a training."""
         self._loaded, step = True, self._saver.step
         if step is None:
             own = self._module.state_dict()
@@ -170,14 +169,16 @@ class _Attempt:
         return {**saved["lightning"], **weights}
 
     def begin(self) -> None:
-        """Before the first epoch of this call; everything but generators and data is where it was."""
+        """Before the first epoch of this call, when everything but generators and data is restored."""
         trainer = self._trainer
         if self._saver.step is not None and not self._loaded:
             call = "trainer.fit(model, loader, ckpt_path=checkpoints.resume())"
             raise not_resumed(LightningCheckpoints.__name__, call)
         if len(trainer.fit_loop._combined_loader.flattened) != 1:
             raise ConfigError(
-                "where several loaders stand is not saved", where=LightningCheckpoints.__name__, hint="give one loader"
+                "the positions of several loaders are not saved",
+                where=LightningCheckpoints.__name__,
+                hint="give one loader",
             )
         if self._length is not None:
             require_same({"batches": self._length}, {"batches": trainer.num_training_batches}, self._place)
@@ -202,10 +203,10 @@ class _Attempt:
             shield_workers(*loader.flattened)
 
     def begin_pass(self) -> int:
-        """The order of an epoch is about to be drawn: as it was, if it is the one to resume in.
+        """Before the order of an epoch is drawn: restore the generators of a resumed epoch.
 
         Returns:
-            how many of its batches were used.
+            how many batches of the epoch were used.
         """
         if self._pending is not None:
             restore_generators(self._pending["at_epoch"], self._place)
@@ -213,7 +214,7 @@ class _Attempt:
         return self._pending["batches"] if self._pending is not None else 0
 
     def begin_batch(self) -> str | None:
-        """The batch is fetched, and the one before is done with. Returns why the training shall end here."""
+        """When the batch is fetched, and the one before is complete: save, if due. Returns a reason to end here."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         if self._pending is not None:
             restore_generators(self._pending["at_batch"], self._place)
@@ -230,7 +231,7 @@ class _Attempt:
         return reason
 
     def end_batch(self, batch_idx: int) -> None:
-        """Note whether a window of accumulation continues."""
+        """Note whether the accumulation window continues after this batch."""
         trainer = self._trainer
         ended = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         self._unused_gradients = trainer.lightning_module.automatic_optimization and not ended
@@ -238,7 +239,7 @@ class _Attempt:
     # The end
 
     def finish(self, *, interrupted: bool) -> None:
-        """Save the step at which the training has ended, unless it was saved before it was broken off."""
+        """Save the last step of the training, unless it was interrupted: then that step is saved already."""
         if not interrupted and self._trainer.global_step:
             self._saver.save(self._trainer.global_step, self._at_the_end, force=True)
 
@@ -252,11 +253,11 @@ class _Attempt:
     # What is saved
 
     def _within_epoch(self) -> dict[str, Any]:
-        """The state at a batch that is fetched and not yet trained on. A collective."""
+        """The state when a batch is fetched and not yet trained on. A collective."""
         return self._contents(self._at_epoch, complete=False)
 
     def _at_the_end(self) -> dict[str, Any]:
-        """The state at the end of a training: between epochs, or within one if its steps are used up. A collective."""
+        """The state at the end of a training: between epochs, or within one after the last step. A collective."""
         loop = self._trainer.fit_loop
         whole = loop.epoch_loop._num_ready_batches_reached()
         return self._contents(None if whole else self._at_epoch, complete=bool(self._trainer.should_stop))
@@ -295,7 +296,7 @@ class _Attempt:
 
 
 def _put_counters(loop: dict[str, Any], *, between_epochs: bool) -> int:
-    """Let Lightning's counters say what is done, whatever was begun; returns the batches done in this epoch."""
+    """Set Lightning's counters to what is complete; returns the batches that are complete in this epoch."""
     batches, epochs = loop[BATCHES], loop[EPOCHS]
     for counter in (batches["total"], batches["current"]):
         done = counter["completed"]
@@ -311,7 +312,7 @@ def _put_counters(loop: dict[str, Any], *, between_epochs: bool) -> int:
 
 
 class _Io(CheckpointIO):  # type: ignore[misc]
-    """What Lightning hands over for a folder of ours goes to the manager; anything else where it went before."""
+    """Gives the manager what Lightning saves and loads for a folder of ours; all other paths go to the IO before."""
 
     def __init__(self, inner: Any, attempt: _Attempt) -> None:
         self.inner, self._attempt = inner, attempt
@@ -333,7 +334,7 @@ class _Io(CheckpointIO):  # type: ignore[misc]
 
 
 class _Replayed:
-    """A loader whose first pass in a resumed run has its old order, and begins after the batches that were used."""
+    """A loader whose first pass in a resumed run has the old order, and begins after the batches that were used."""
 
     def __init__(self, loader: Any, attempt: _Attempt) -> None:
         self.loader, self._attempt = loader, attempt

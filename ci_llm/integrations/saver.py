@@ -1,4 +1,4 @@
-"""The common part of checkpoints in loops of other libraries: what they hold of a model, and whether they fit."""
+"""Checkpoints in loops of other libraries, the common part: saving, generators, trained tensors, refusals."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, run
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
 
-#: What leaves checkpoints to itself, by the names of Accelerate's `DistributedType`.
+#: Frameworks that write the checkpoints themselves, by the names of Accelerate's `DistributedType`.
 OWN_CHECKPOINTS: Final = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 
 
 class Saver:
     """The checkpoints of one attempt, for a callback: opened before the training, asked at each step, closed after it.
 
-    Building it is a collective, and so are the methods that say so.
+    The constructor is a collective, and so are the methods that say so.
 
     Args:
         directory: the folder of the run.
-        settings: what a `CheckpointManager` takes.
+        settings: the arguments of a `CheckpointManager`.
         device: the device of the collectives.
 
     Attributes:
@@ -40,20 +40,20 @@ class Saver:
         self._interrupts = Interrupts()
         self.manager = CheckpointManager(directory, interrupts=self._interrupts, **settings)
         self._processes: ProcessGroup = TorchProcessGroup(device)
-        is_there, step = run_collectively(self._processes, self._newest)
-        self.step = self._saved = step if is_there else None
+        newest = run_collectively(self._processes, self._newest_of_main)
+        self.step = self._saved = newest[1] if newest[0] else None
 
-    def _newest(self) -> list[int]:
-        """Whether there is a step, and which: looked up by process 0, for a vote."""
+    def _newest_of_main(self) -> tuple[bool, int]:
+        """(whether there is a step, which): looked up by process 0; (false, 0) on the others, so that sums keep it."""
         step = self.manager.latest_step() if self._processes.process_index == 0 else None
-        return [step is not None, step or 0]
+        return step is not None, step or 0
 
     def listen(self) -> None:
         """Handle signals from here on, in the place of any other handler."""
         self._interrupts.install()
 
     def told_to_stop(self, step: int) -> str | None:
-        """Why the training shall end after `step`, if any process got a signal. A collective."""
+        """The reason to end the training after `step`; None if no process got a signal. A collective."""
         if not self.manager.reached_preemption(step):
             return None
         return self._interrupts.stop_reason or "another process was told to stop"
@@ -64,10 +64,10 @@ class Saver:
             return
         if not force:
             # In the vote, because `should_save` raises the error of the save before, which one process has alone.
-            [asked] = run_collectively(
+            votes = run_collectively(
                 self._processes, lambda: [self.manager.should_save(step) or self._interrupts.save_requested]
             )
-            if not asked:
+            if not any(votes):
                 return
         self.manager.save(step, contents(), force=True)
         self._saved = step
@@ -93,7 +93,7 @@ def restore_generators(saved: dict[str, Any], where: str) -> None:
     """Put every global generator of this process back.
 
     Raises:
-        ForeignCheckpoint: one of them could not be.
+        ForeignCheckpoint: a generator could not be restored.
     """
     if (missing := determinism.restore(saved)) is not None:
         what = f"not every generator could be restored: {missing}"
@@ -104,7 +104,7 @@ def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
     """Refuse a checkpoint of a loop with other settings.
 
     Raises:
-        ForeignCheckpoint: with every value that differs.
+        ForeignCheckpoint: values differ; all of them are named.
     """
     odd = [f"{name} was {there.get(name)!r}, is {value!r}" for name, value in here.items() if there.get(name) != value]
     if odd:
@@ -113,19 +113,19 @@ def require_same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) 
 
 
 def not_resumed(where: str, call: str) -> ConfigError:
-    """The error for a training that was not begun by the call which resumes it."""
-    return ConfigError("the run would not go on from its newest checkpoint", where=where, hint=call)
+    """The error of a training that was not begun by the call which resumes it."""
+    return ConfigError("the run would not resume from its newest checkpoint", where=where, hint=call)
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that are trained and buffers that are kept, each once however often it is shared."""
+    """The trained parameters, and the buffers of the state dict; a shared tensor is there once."""
     kept = model.state_dict(keep_vars=True).keys()
     named = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     return named | {name: tensor for name, tensor in model.named_buffers() if name in kept}
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """A digest of every frozen parameter's name, shape, dtype and bytes: equal for equal weights."""
+    """A digest of name, shape, dtype and bytes of every frozen parameter."""
     whole = hashlib.sha256()
     for name, tensor in sorted(model.named_parameters()):
         if not tensor.requires_grad:

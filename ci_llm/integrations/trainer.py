@@ -1,4 +1,4 @@
-"""Crash-proof, exact checkpoints for the Trainer of Transformers, and whatever derives from it.
+"""Crash-proof, exact checkpoints for the Trainer of Transformers and its subclasses.
 
     checkpoints = TrainerCheckpoints("runs/mine", save_interval_steps=50)
     trainer = Trainer(..., callbacks=[checkpoints])
@@ -7,9 +7,9 @@
 A checkpoint holds trained parameters, optimizer, scheduler, loss scale, TrainerState, the state of callbacks, the
 running loss, and the generators of every process. Trainer computes the position in the data from its state.
 
-A step is saved at the beginning of the next one: by then it is logged and evaluated, its gradients are used up, and the
-next batches are fetched. So the accumulation window is at its end, and nothing of the step is done again. The last step
-is saved after Trainer's loop. Trainer's own checkpoints (`save_strategy`) are not touched.
+A step is saved at the beginning of the next one. By then it is logged and evaluated, its accumulation window is
+complete, and the next batches are fetched, so that a resume repeats nothing of the step. The last step is saved after
+Trainer's loop. Trainer's own checkpoints (`save_strategy`) are not touched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ci_llm.interrupts import shield_workers
 
 logger = logging.getLogger(__name__)
 
-#: The arguments on which the rows of a step depend.
+#: The arguments that decide the rows of a step.
 LOOP = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "dataloader_drop_last")
 MAKE_LOADERS = ("get_train_dataloader", "get_eval_dataloader")
 
@@ -52,11 +52,12 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
 
     Args:
         directory: the folder of the run, its own.
-        settings: for `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and others.
+        settings: arguments of `CheckpointManager`: `save_interval_steps`, `save_interval_seconds`, `max_to_keep` and
+            others.
 
     Attributes:
-        interrupted: why the last `train()` has ended before its work was done, "signal:SIGTERM" for instance; None if
-            it was done.
+        interrupted: why the last `train()` ended before its last step, "signal:SIGTERM" for instance; None if it did
+            not.
 
     Examples:
         >>> checkpoints = ci_llm.TrainerCheckpoints(folder / "trainer", save_interval_steps=100)
@@ -70,12 +71,12 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         self._attempt: _Attempt | None = None
 
     def resume(self, trainer: Trainer) -> str | None:
-        """What to give to `trainer.train(resume_from_checkpoint=...)`: the newest checkpoint that verifies, or None.
+        """The argument for `trainer.train(resume_from_checkpoint=...)`: the newest checkpoint that verifies, or None.
 
-        Call it right before, on every process: signals are handled from here on.
+        Call it right before that, on every process: signals are handled from here on.
 
         Raises:
-            ConfigError: this trainer leaves its checkpoints to something else, or its batch size open.
+            ConfigError: FSDP or the like writes the checkpoints of this trainer, or its batch size is not fixed.
         """
         _require_fit(trainer, self)
         self._end()
@@ -132,9 +133,9 @@ class _Attempt:
     """One call of `train()`.
 
     Attributes:
-        source: folder of the checkpoint that it resumes from.
-        stopping: whether it was told to end.
-        mark: the generators after the last step, as long as nothing but the fetching of batches may use them.
+        source: the folder of the checkpoint to resume from.
+        stopping: whether the training was told to end.
+        mark: a hash of the generators after the last step, while only the fetching of batches may draw from them.
     """
 
     def __init__(self, trainer: Any, saver: Saver) -> None:
@@ -165,10 +166,10 @@ class _Attempt:
             self.end()
             raise
 
-    # Going on
+    # Resuming
 
     def begin(self) -> None:
-        """Restore what Trainer has made by now: model, optimizer and the rest; generators when their turn comes."""
+        """Restore what Trainer has made by now: model, optimizer and the rest. Generators are restored later."""
         trainer, manager = self._trainer, self.saver.manager
         manager.watch(trainer.optimizer)
         if self.source is None or self.saver.step is None:
@@ -197,13 +198,13 @@ class _Attempt:
         self._trainer.control.should_training_stop = True
 
     def begin_epoch(self) -> None:
-        """The order of the rows may be drawn here."""
+        """Before the order of the rows is drawn: restore the generators of a resumed epoch."""
         if self._pending is not None:
             restore_generators(self._pending["at_epoch"], str(self.source))
         self._at_epoch = determinism.capture()
 
     def begin_step(self) -> None:
-        """The batches of the step are fetched, and the step before is complete."""
+        """When the batches of the step are fetched, and the step before is complete: save that one, if due."""
         if self._pending is not None:
             if self._pending["at_step"] is not None:
                 restore_generators(self._pending["at_step"], str(self.source))
@@ -213,7 +214,7 @@ class _Attempt:
             self.saver.save(step, lambda: self._contents(within_epoch=True))
 
     def end_step(self) -> None:
-        """From here to the next step only the fetching of batches may draw random numbers, apart from an evaluation."""
+        """From here to the next step only the fetching of batches and an evaluation may draw random numbers."""
         self.mark = _mark()
 
     def _say_if_drawn(self) -> None:
@@ -229,7 +230,7 @@ class _Attempt:
         self._trainer.args.load_best_model_at_end = self._load_best and not self.stopping
 
     def finish(self) -> None:
-        """Save the step at which the run has ended, if its weights are still there."""
+        """Save the last step of the run, unless Trainer has loaded the best weights in its place."""
         state = self._trainer.state
         replaced = self._trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
         if state.global_step and not replaced:
@@ -237,7 +238,7 @@ class _Attempt:
             self.saver.save(state.global_step, lambda: self._contents(within_epoch=within), force=True)
 
     def end(self) -> None:
-        """Leave the trainer as it was; once or twice."""
+        """Restore the trainer as it was; may be called twice."""
         trainer = self._trainer
         trainer.args.load_best_model_at_end = self._load_best
         for replaced in ("_inner_training_loop", "_load_from_checkpoint", "_run_epoch", *MAKE_LOADERS):
@@ -247,7 +248,7 @@ class _Attempt:
     # What is saved
 
     def _contents(self, *, within_epoch: bool) -> dict[str, Any]:
-        """A collective."""
+        """The contents of a checkpoint. A collective."""
         trainer = self._trainer
         trainer.store_flos()
         now = determinism.capture()

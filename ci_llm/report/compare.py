@@ -1,4 +1,4 @@
-"""The comparison of several runs, or of the trials of a sweep: what differs in settings, scores and curves."""
+"""The comparison of several runs, or of the trials of a sweep: differences in settings, scores and curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ci_llm.core.scores import LEAST_ROWS, METRICS, Measures
 from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, differences, notes, scores
 
-#: Keys that say where a run lies and not what it is.
+#: Keys that say only where a run lies.
 _PLACES: Final = frozenset(with_trait("place"))
 _CURVES: Final = ("train/task_loss", "eval/crowd/nll")
 _WIDTH: Final = 80
@@ -63,19 +63,18 @@ def _plain(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float | None]]
 
 
 def differing_keys(runs: Sequence[RunFacts]) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Keys with their value in each run, where not all are the same; None for a run without a configuration."""
+    """The keys that differ, with their value in each run; None for a run without a configuration."""
     configs = [run.config for run in runs]
     known = next((config for config in configs if config is not None), None)
     for key in type(known).model_fields if known is not None else ():
         values = tuple(None if config is None else getattr(config, key) for config in configs)
-        if key not in _PLACES and any(
-            getattr(config, key) != getattr(known, key) for config in configs if config is not None
-        ):
+        wanted = getattr(known, key)
+        if key not in _PLACES and any(config is not None and getattr(config, key) != wanted for config in configs):
             yield key, values
 
 
 def differing_sizes(runs: Sequence[RunFacts]) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-    """Processes and rows per step in each run, where not all are the same: the launcher may decide them, and no key."""
+    """Processes and rows per step that differ, with their value in each run: the launcher may decide these."""
     for name in dict.fromkeys(name for run in runs for name in run.size):
         values = tuple(run.size.get(name) for run in runs)
         if len({*values} - {None}) > 1:
@@ -109,7 +108,7 @@ def trials_as_text(board: Leaderboard) -> Iterator[str]:
 
 
 def trials_table(board: Leaderboard) -> Iterator[str]:
-    """The trials that were scored, a line each below the names of the columns; those that went furthest come first."""
+    """The trials that were scored, in lines below the names of the columns; those that went furthest come first."""
     rows = [
         (str(id), status, str(step), "" if score is None else f"{score:.4f}", *settings)
         for id, status, step, score, settings in board.rows
@@ -118,7 +117,7 @@ def trials_table(board: Leaderboard) -> Iterator[str]:
 
 
 def head(letter: str, folder: Path, status: Status) -> str:
-    """One line about a run, before anything large is read."""
+    """A line about a run, shown before anything large is read."""
     reason = f" ({status.reason})" if status.reason else ""
     return f"{letter}  {folder}: {status.status}{reason}, step {status.step}, attempt {status.attempt}"
 
@@ -168,7 +167,7 @@ def _score_lines(runs: Sequence[RunFacts]) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, str | None]]:
-    """(number of the run, its crowd minus that of the first, why not) for every run but the first."""
+    """(number of the run, its crowd minus the first crowd, why they are not compared) for every run but the first."""
     first = runs[0]
     for number, run in enumerate(runs[1:], 1):
         if first.evaluation is None or run.evaluation is None:
@@ -181,7 +180,7 @@ def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, s
 
 
 def _title(runs: Sequence[RunFacts]) -> str:
-    """What the cells of the table of scores are, as far as the runs have it in common."""
+    """The title of the table of scores, with the measures of all runs."""
     told = dict.fromkeys(f"{own.right} ({own.loss})" for own in (run.words for run in runs))
     return " or ".join(told)
 

@@ -1,7 +1,4 @@
-"""The drawings of a report: small plots as SVG, whose fonts and colours are left to the page.
-
-The page is light, dark or printed. It gives the plots their font, and their colours as variables of its style sheet.
-"""
+"""The drawings of a report: small plots as SVG. Fonts and colours come from the style sheet of the page."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from ci_llm.core.scores import METRICS, Measures
 from ci_llm.report.facts import Attempt, Metrics, Points, Span
 from ci_llm.report.scores import Score
 
-#: Width of a character of a label, about, and height of a line, in the units of a plot: CSS pixels at its full size.
+#: The width of a character (roughly) and the height of a line, in CSS pixels at the full size of a plot.
 _CHARACTER, _LINE = 6.7, 17.0
 _ROUND: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _SUPERSCRIPT: Final = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
@@ -25,13 +22,13 @@ _SUPERSCRIPT: Final = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹�
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows.
+    """An axis of a plot.
 
     Attributes:
-        low, high: the ends of what is drawn.
-        title: what it shows, or the unit.
+        low, high: the ends of the axis.
+        title: the quantity, or its unit.
         whole: whether only whole numbers are marked.
-        names: marks with words, in place of numbers.
+        names: words as marks, in place of numbers.
     """
 
     low: float
@@ -42,7 +39,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], title: str = "", *, margin: float = 0.05, whole: bool = False) -> Axis:
-        """An axis that shows the values that are finite, with a margin at both ends, as a share of its length."""
+        """An axis around the finite values, with a margin at both ends, as a share of their range."""
         known = [value for value in values if math.isfinite(value)] or [1.0]
         low, high = min(known), max(known)
         rim = margin * (high - low) or 0.05 * abs(high) or 0.5
@@ -53,7 +50,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def marks(self, most: int) -> tuple[dict[float, str], str]:
-        """Round values with their labels, about `most`; and the power of ten that they are to be multiplied with."""
+        """About `most` round values with their labels, and a power of ten that multiplies the labels."""
         if self.names:
             return dict(self.names), ""
         return _labelled(_round_values(self.low, self.high, most, whole=self.whole))
@@ -65,7 +62,7 @@ class Plot:
 
     Attributes:
         width, height: in CSS pixels at its full size; a page scales it.
-        label: what it shows, for those who do not see it.
+        label: a description for screen readers.
     """
 
     width: float
@@ -84,7 +81,7 @@ class Plot:
         self._frame(power)
 
     def line(self, points: Sequence[tuple[float, float]], colour: str, name: str, *, width: float = 1.6) -> None:
-        """Points joined by a line; one that is not finite is a gap, and one alone is a dot."""
+        """Join points by a line; a value that is not finite makes a gap, and a point alone is a dot."""
         finite = groupby(points, key=lambda point: math.isfinite(point[1]))
         for run in (list(group) for is_finite, group in finite if is_finite):
             if len(run) == 1:
@@ -99,14 +96,14 @@ class Plot:
         self._add("circle", name, f'{place} style="fill:var(--{colour})"')
 
     def bar(self, start: float, end: float, y: float, colour: str, name: str, *, thickness: float) -> None:
-        """A bar that lies; its thickness is in the units of the axis."""
+        """A horizontal bar; its thickness is in the units of the vertical axis."""
         left, right = self._x(start), self._x(end)
         above, below = self._y(y + thickness / 2), self._y(y - thickness / 2)
         size = f'width="{max(0.5, right - left):.1f}" height="{below - above:.1f}"'
         self._add("rect", name, f'x="{left:.1f}" y="{above:.1f}" {size} style="fill:var(--{colour})"')
 
     def mark(self, x: float) -> None:
-        """A dotted line from bottom to top."""
+        """A vertical dotted line."""
         self._parts.append(f'<path class="mark" d="M{self._x(x):.1f} {self._bottom:.1f}V{self._top:.1f}"/>')
 
     def svg(self) -> str:
@@ -134,7 +131,7 @@ class Plot:
             self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def _add(self, kind: str, name: str, attributes: str) -> None:
-        """A shape that says its name when the mouse is on it."""
+        """A shape that shows its name when the mouse is on it."""
         self._parts.append(f"<{kind} {attributes}><title>{escape(name)}</title></{kind}>")
 
     def _x(self, value: float) -> float:
@@ -164,7 +161,7 @@ def _round_values(low: float, high: float, most: int, *, whole: bool = False) ->
 
 
 def _labelled(values: Sequence[float]) -> tuple[dict[float, str], str]:
-    """The values with labels of equally many decimals, and the power of ten taken out of very small or large ones."""
+    """The values with labels of equally many decimals, and the power of ten that was factored out of them."""
     power = math.floor(math.log10(max(map(abs, values)))) if any(values) else 0
     power = power if not -4 < power < 6 else 0
     scaled = [value / 10.0**power for value in values]
@@ -174,17 +171,17 @@ def _labelled(values: Sequence[float]) -> tuple[dict[float, str], str]:
     return labels, f"×10{str(power).translate(_SUPERSCRIPT)}" if power else ""
 
 
-#: Points a curve is drawn with: what the eye can tell apart, and what keeps a long run's page small.
+#: The most points of a curve: as many as can be told apart; more would only make the page large.
 MOST_POINTS: Final = 400
-#: Attempts that a timeline can show one below the other.
+#: The most attempts in a timeline.
 MOST_LANES: Final = 24
 
-#: Colours of agents that the style sheet has.
+#: The number of colours for agents in the style sheet.
 NUM_COLOURS: Final = 8
 _WIDTH, _HEIGHT = 440, 270
 
 _USUAL: Final = Measures()
-#: Title, key of the agent {}, keys of what is of all agents together, unit; the other {} are of `Measures`.
+#: (title, key of agent {}, keys of lines that are about all agents, unit); the other {} are fields of `Measures`.
 _CURVES: Final[Sequence[tuple[str, str, Mapping[str, str], str]]] = (
     ("Training loss", "train/{}/loss", {"mean": "train/task_loss"}, "{trained}"),
     ("Held-out loss", "eval/{}/nll", {"crowd": "eval/crowd/nll"}, "{loss}"),
@@ -202,7 +199,7 @@ def draw_curves(
 
     Args:
         resumed: steps after which a later attempt continued; a dotted line stands at each.
-        names: those that people gave the agents, by the names that metrics have.
+        names: the names that people gave the agents, by the names in the metrics.
         words: the words of the objective.
     """
     drawings = []
@@ -217,10 +214,10 @@ def draw_curves(
 
 
 def draw_scores(scores: Sequence[Score], right: str = Measures.right) -> str:
-    """The share of right answers of everyone, with intervals; empty for free text, which has none.
+    """The share of right answers of each line of scores, with intervals; empty for free text.
 
     Args:
-        right: the word for it.
+        right: the word for a right answer.
     """
     places = {float(place): (s, s.exact_match) for place, s in enumerate(reversed(scores)) if s.exact_match is not None}
     if not places:
@@ -244,7 +241,7 @@ def draw_scores(scores: Sequence[Score], right: str = Measures.right) -> str:
 
 
 def draw_timeline(attempts: Sequence[Attempt]) -> str:
-    """One lane for each of the last attempts, coloured by what its time went into."""
+    """A lane for each of the last attempts, coloured by the kinds of its time."""
     lanes = {float(place): attempt for place, attempt in enumerate(reversed(attempts[-MOST_LANES:]))}
     begin = min(attempt.launched for attempt in lanes.values())
     scale, unit = _scale(max(attempt.ended for attempt in lanes.values()) - begin)
@@ -265,7 +262,7 @@ def draw_timeline(attempts: Sequence[Attempt]) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """At most about `MOST_POINTS` points; of each stretch the lowest and the highest stay, so that no spike is lost."""
+    """About `MOST_POINTS` points at most; the lowest and the highest of each stretch stay, so that no spike is lost."""
     if len(points) <= MOST_POINTS:
         return points
     width = math.ceil(2 * len(points) / MOST_POINTS)
@@ -304,7 +301,7 @@ def _agent(number: int) -> str:
 
 
 def _merged(attempt: Attempt) -> list[Span]:
-    """Its time, neighbours of one kind in one piece, without that after its end."""
+    """The spans of an attempt up to its end, with neighbours of the same kind joined."""
     merged: list[Span] = []
     for span in attempt.spans:
         if span.kind == "no process":

@@ -1,6 +1,6 @@
 """The facts of a run, read from its folder as plain values: configuration, metrics, scores, predictions, attempts.
 
-Of an attempt they tell when it began and ended, how, what its time went into, and what its end cost.
+The facts of an attempt are when and how it began and ended, how its time was spent, and what its end cost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ci_llm.report.scores import agents_of, folders_of, judged_figures, read_eva
 T = TypeVar("T")
 Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]
 
-#: What time can go into; the first one is what the run is for.
+#: The kinds of time of a run; the first one is useful time.
 KINDS: Final[Mapping[Kind, str]] = {
     "training": "optimizer steps that are part of the result",
     "evaluation": "evaluations on the way",
@@ -61,7 +61,7 @@ _GONE: Final = "The process ended without writing a reason: it was killed, or it
 
 @dataclass(frozen=True)
 class Span:
-    """What a piece of time went into. `start` and `end` in unix seconds."""
+    """A piece of time of one kind, from `start` to `end` in unix seconds."""
 
     kind: Kind
     start: float
@@ -79,15 +79,15 @@ class Attempt:
     Attributes:
         first_step: the step from which it resumed; 0 for a fresh start.
         last_step: the last step that it is known to have taken.
-        kept_step: the last step up to which no later attempt went back.
-        redone_steps: how far the next attempt went back: steps that it took again.
-        launched, started, ended: unix seconds: its process, its training, its last sign of life.
+        kept_step: the last of its steps that no later attempt took again.
+        redone_steps: the number of its steps that the next attempt took again.
+        launched, started, ended: start of its process, start of its training, last sign of life, in unix seconds.
         outcome: "completed", "interrupted", "failed", "killed" or "running".
         reason: a word for scripts, as in status.json.
         message: what happened, for people.
-        log: its lines of training.log, without those of progress.
-        spans: what its time went into, in order; the pause before the next attempt is the last of them.
-        restart_s: seconds that the next attempt took to start up.
+        log: its lines of training.log, without those about progress.
+        spans: its time by kinds, in order; the last one is the pause before the next attempt.
+        restart_s: seconds in which the next attempt started up.
     """
 
     number: int
@@ -111,7 +111,7 @@ class Attempt:
 
     @property
     def cost_s(self) -> float:
-        """What its end has cost: the steps that were lost, the pause before the next attempt, and its start-up."""
+        """Seconds that its end has cost: lost steps, the pause before the next attempt, and its start-up."""
         return self.seconds("lost steps") + self.seconds("no process") + self.restart_s
 
 
@@ -142,7 +142,7 @@ def with_next(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, Attempt | 
 
 
 def seconds_by_kind(attempts: Iterable[Attempt]) -> dict[Kind, float]:
-    """What the time of all attempts went into, in the order of `KINDS`."""
+    """The time of all attempts by kind, in the order of `KINDS`."""
     listed = list(attempts)
     return {kind: sum(attempt.seconds(kind) for attempt in listed) for kind in KINDS}
 
@@ -155,7 +155,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
-    """The lines of each attempt: (unix seconds, line). A line without a head belongs to none: stacks of a hang."""
+    """The lines of each attempt: (unix seconds, line). Lines without a head, such as stacks, are left out."""
     found: dict[int, list[tuple[float, str]]] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for match in filter(None, map(_LOG_LINE.match, text.splitlines())):
@@ -166,7 +166,7 @@ def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
 def _read_attempt(
     folder: Path, number: int, newest: Status, logged: list[tuple[float, str]], lines: Sequence[Record]
 ) -> Attempt:
-    """One attempt as it tells itself. Runs of older releases kept no status of it: then the log has to do."""
+    """One attempt by its own files. Older releases kept no status of it: then the log takes its place."""
     status = newest if number == newest.attempt else kept_status(folder, number)
     began = dict(finite_numbers(read_began(folder, number)))
     cause = earliest_failure(read_failures(folder, number))
@@ -197,7 +197,7 @@ def _read_attempt(
 
 
 def _first_step(number: int, newest: Status, lines: Sequence[Record]) -> int:
-    """Where an attempt of an older release began, which did not write it down: at most as much is lost as is known."""
+    """The first step of an attempt of an older release, which did not record it: the latest possible one."""
     if lines:
         return max(0, int(lines[0]["step"]) - 1)
     return 0 if number == 1 else newest.step
@@ -217,7 +217,7 @@ def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) ->
 
 
 def _linked(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts with what later ones tell: which steps were kept; none is launched before the last has ended."""
+    """The attempts with the steps that later ones kept; none is launched before the one before has ended."""
     linked: list[Attempt] = []
     for place, (one, after) in enumerate(with_next(attempts)):
         last = max(one.last_step, after.first_step) if after else one.last_step
@@ -228,7 +228,7 @@ def _linked(attempts: Sequence[Attempt]) -> list[Attempt]:
     return linked
 
 
-# What its time went into
+# The time of an attempt by kinds
 
 
 def _step_seconds(lines: Sequence[Record]) -> float:
@@ -285,7 +285,7 @@ Points: TypeAlias = "list[tuple[int, float]]"
 
 PREDICTIONS: Final = "predictions.jsonl"
 _ASKED: Final = "predictions.source.json"
-#: What scores and predictions of the same answers have alike; older releases did not write all of it.
+#: The entries that are equal if scores and predictions are of the same answers; older releases did not write all.
 _ALIKE: Final = ("step", "questions", "metric", "aggregator", "max_new_tokens")
 _HARDWARE: Final = "gpu_stats.json"
 _AGENT: Final = re.compile(r"agent\d+")
@@ -303,19 +303,20 @@ class Metrics:
     unreadable: int = 0
 
     def curve(self, key: str) -> Points:
-        """(step, value) of a key, as far as it is there, with NaN and infinities where the run wrote them."""
+        """(step, value) of every line that has the key, with the NaN and infinities that the run wrote."""
         return [(line["step"], number(line[key])) for line in self.lines if key in line]
 
     def peak(self, key: str) -> float | None:
-        """The largest value of a key; None if it never stands there."""
+        """The largest value of a key; None if no line has it."""
         return max((value for _, value in self.curve(key) if math.isfinite(value)), default=None)
 
     def last(self, key: str) -> float | None:
-        """The latest value of a key."""
-        return next((value for _, value in reversed(self.curve(key))), None)
+        """The latest value of a key; None if no line has it."""
+        curve = self.curve(key)
+        return curve[-1][1] if curve else None
 
     def with_last(self, evaluation: Mapping[str, Any]) -> Metrics:
-        """These metrics with the evaluation at the end as one more line: that one is only in evaluation.json."""
+        """The metrics with the final evaluation as one more line, because only evaluation.json has it."""
         step, nll = evaluation.get("last_step"), evaluation["nll"]
         exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
@@ -329,23 +330,23 @@ class Metrics:
 
     @cached_property
     def agents(self) -> list[str]:
-        """The names of those that have a curve, in order: agent0, agent1, ...; a crowd may have changed on the way."""
+        """The names of the agents that have a curve, in order: agent0, agent1, ... A crowd may have changed."""
         names = {part for line in self.lines for key in line for part in key.split("/")[1:2]}
         return sorted((name for name in names if _AGENT.fullmatch(name)), key=lambda name: int(name[len("agent") :]))
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known about one run.
+    """The facts of one run.
 
     Attributes:
         config: the configuration of the newest checkpoint; None before the first.
         size: "processes" and "rows per step" of the newest checkpoint, as far as they are known.
         evaluation: evaluation.json; None before the end.
-        predictions: one mapping per answered row; empty if the run left none.
-        asked: what they are answers of, as the evaluation wrote it; empty if that is not known.
+        predictions: one mapping for each row that was answered.
+        asked: checkpoint and rows of the predictions, as the evaluation recorded them; empty if they are not known.
         hardware: the peaks of gpu_stats.json.
-        because: what the supervisor changed between attempts, in its words.
+        because: the changes of the supervisor between attempts, in its words.
     """
 
     folder: Path
@@ -366,7 +367,7 @@ class RunFacts:
 
     @property
     def agents_names(self) -> dict[str, str]:
-        """The name that people gave each agent, by that of its folder."""
+        """The name that people gave each agent, by the name of its folder."""
         given = self.config.agent_names if self.config else ()
         known = {f"agent{k}": name for k, name in enumerate(given)}
         if self.evaluation:
@@ -375,30 +376,30 @@ class RunFacts:
 
     @property
     def words(self) -> Measures:
-        """What the run measures: by its evaluation, or before that by its objective."""
+        """The words for the measures of the run, by its evaluation, or before that by its objective."""
         if self.evaluation is not None:
             return measures(self.evaluation)
         return measures_of("sft" if self.config is None else self.config.objective)
 
     @property
     def wall_s(self) -> float:
-        """From the launch of the first attempt to the last sign of life."""
+        """Seconds from the launch of the first attempt to the last sign of life."""
         return max(0.0, self.attempts[-1].ended - self.attempts[0].launched)
 
     @property
     def has_gone_on(self) -> bool:
-        """Whether the run was trained on after the evaluation that it has."""
+        """Whether the run was trained on after its evaluation."""
         return self.evaluation is not None and self.evaluation.get("last_step", self.status.step) < self.status.step
 
     @property
     def result_step(self) -> int:
-        """The step that is the result so far: the one that was evaluated, unless the run was trained on since."""
+        """The step that is the result so far: the evaluated one, unless the run was trained on since."""
         evaluated = None if self.evaluation is None or self.has_gone_on else self.evaluation.get("step")
         return self.status.step if evaluated is None else int(evaluated)
 
     @property
     def what_evaluated(self) -> str:
-        """What the scores are of, for people; empty without an evaluation."""
+        """How, and on which rows, the scores were measured, for people; empty without an evaluation."""
         if self.evaluation is None:
             return ""
         since = f", after step {self.evaluation['last_step']}: the run has gone on since" if self.has_gone_on else ""
@@ -406,7 +407,7 @@ class RunFacts:
 
     @property
     def evaluated_predictions(self) -> tuple[Mapping[str, Any], ...]:
-        """The predictions, if they are the answers that the scores are of; else nothing."""
+        """The predictions, if the scores are those of these answers; else nothing."""
         scored = self.evaluation or {}
         if not self.predictions or scored.get("measured_by") == "teacher_forcing":
             return ()
@@ -420,7 +421,7 @@ class RunFacts:
 
 
 def read_run(path: Path | str) -> RunFacts:
-    """What the files of a run tell. Only reads, and may be called while the run writes.
+    """Read the facts of a run; may be called while the run writes.
 
     Args:
         path: the output folder of a run, or a checkpoint in it.
@@ -447,10 +448,10 @@ def read_run(path: Path | str) -> RunFacts:
 
 
 def run_folder(path: Path | str) -> Path:
-    """The folder of the run that `path` means.
+    """The folder of the run that `path` means: itself, or the folder around a checkpoint.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no run.
     """
     if "://" in str(path):
         raise BadInput("this needs the run's folder on a disk", where=str(path), hint="copy the folder of the run here")
@@ -470,7 +471,7 @@ def read_metrics(folder: Path) -> Metrics:
     """metrics.jsonl; nothing where it is missing.
 
     Raises:
-        BadInput: it holds no single record of a run.
+        BadInput: it holds lines, and none of them is a record of a run.
     """
     records, torn = read_records(folder)
     if torn and not records:
@@ -480,7 +481,7 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def _newest(folder: Path, read: Callable[[Path], T]) -> T | None:
-    """What `read` finds in the newest checkpoint that has it. A damaged checkpoint is reported when the run resumes."""
+    """The result of `read` on the newest checkpoint where it works; a resume reports damaged checkpoints."""
     for _, checkpoint in committed(folder):
         with contextlib.suppress(ConfigError, OSError, KeyError, TypeError, ValueError):
             return read(checkpoint)
@@ -493,14 +494,14 @@ def _config_of(checkpoint: Path) -> Config:
 
 
 def _size_of(checkpoint: Path) -> dict[str, int]:
-    """What a launcher decides about a step."""
+    """The numbers of a step that a launcher decides."""
     manifest: Any = read_json(checkpoint / "manifest.json")
     state: Any = read_json(checkpoint / "train_state.json")
     return {"processes": int(manifest["surroundings"]["processes"]), "rows per step": int(state["effective_batch"])}
 
 
 def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
-    """Group by group: title, and for each key its value as YAML, and whether it differs from the default."""
+    """The keys group by group: (title, [(key, value as YAML, whether it differs from the default)])."""
     defaults = config.usual().model_copy(update={key: Config.model_fields[key].default for key in FOLLOWED})
     for title, keys in groups().items():
         values = ((key, getattr(config, key), getattr(defaults, key)) for key in keys)

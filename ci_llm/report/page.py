@@ -25,7 +25,7 @@ MOST_LINES: Final = 60
 MOST_EXAMPLES: Final = 5
 MOST_CHARACTERS: Final = 1200
 
-#: Lines of training.log that tell about trouble, or about what was done about it.
+#: Lines of training.log about faults, and about the responses to them.
 _NOTABLE: Final = re.compile(
     r"WARNING|not finite|finite for no agent|rolled back|set back|does not fit|taken over|damaged|quarantine|moved to"
     r"|recovery:|exactness|changed since|cannot be|walltime|no progress|early stopping"
@@ -68,7 +68,7 @@ def render(facts: RunFacts) -> str:
 
 
 def render_template(name: str, contents: Mapping[str, Any]) -> str:
-    """A template of this package with these contents, in the style of the report."""
+    """Render a template of this package with these contents."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -84,7 +84,7 @@ def render_template(name: str, contents: Mapping[str, Any]) -> str:
 
 
 def _contents(facts: RunFacts) -> dict[str, Any]:
-    """What the template shows."""
+    """The variables of the template."""
     evaluation, attempts = facts.evaluation, facts.attempts
     table = scores(evaluation) if evaluation else []
     by_kind = {kind: seconds for kind, seconds in seconds_by_kind(attempts).items() if seconds > 0}
@@ -161,11 +161,10 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
     agent_steps = facts.status.agent_steps
     yield Tile("optimizer steps", str(facts.status.step), "" if agent_steps is None else f"{agent_steps:,} agent-steps")
     redone = sum(attempt.redone_steps for attempt in facts.attempts)
-    yield Tile(
-        "attempts",
-        str(len(facts.attempts)),
-        f"{count(redone, 'step')} lost and taken again" if redone else "no step was lost" if has_lines else "",
-    )
+    note = "no step was lost" if has_lines else ""
+    if redone:
+        note = f"{count(redone, 'step')} lost and taken again"
+    yield Tile("attempts", str(len(facts.attempts)), note)
     yield Tile("time", duration(facts.wall_s), "from first launch to last sign of life")
     if has_lines:
         yield Tile("goodput", share(goodput(facts)), "of that time went into steps that count")
@@ -174,7 +173,7 @@ def _tiles(facts: RunFacts) -> Iterator[Tile]:
 
 
 def _recovery(facts: RunFacts) -> Iterator[str]:
-    """What the run and its supervisor did about faults, from the metrics and recovery.json."""
+    """The responses of the run and its supervisor to faults, from the metrics and recovery.json."""
     last = facts.metrics.last
     for name in facts.metrics.agents:
         if skipped := last(f"train/{name}/skipped_steps"):
@@ -210,14 +209,14 @@ def _peak_bytes(facts: RunFacts) -> float | None:
 
 
 def _examples(facts: RunFacts) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Rows answered right, or with free text, and rows answered wrong: those the crowd was most sure of."""
+    """Rows that were answered right or with free text, and rows answered wrong, those with the surest answers first."""
     solved = [row for row in facts.predictions if row["correct"] is not False]
     failed = sorted((row for row in facts.predictions if row["correct"] is False), key=surest_first)
     return solved[:MOST_EXAMPLES], failed[:MOST_EXAMPLES]
 
 
 def _asked(facts: RunFacts) -> str:
-    """Who gave the answers, and to which rows; empty if that is not known."""
+    """The checkpoint that gave the answers, and the rows; empty if they are not known."""
     if not facts.asked:
         return ""
     answers = f"Answers of {facts.asked.get('checkpoint')}, to rows of {facts.asked.get('data')}."
@@ -230,7 +229,7 @@ def _notable(attempt: Attempt) -> list[str]:
 
 
 def _commands(facts: RunFacts, leaderboard: Leaderboard | None = None) -> Iterator[tuple[str, str]]:
-    """What a person may type next: (what it does, the command)."""
+    """Commands that a person may type next: (what it does, the command)."""
     folder = facts.folder
     if facts.status.next_command and facts.status.status != "running":
         yield "resume from here", facts.status.next_command
@@ -252,14 +251,14 @@ def _commands(facts: RunFacts, leaderboard: Leaderboard | None = None) -> Iterat
 
 
 def curves_command(folder: Path) -> str:
-    """What opens the curves of a run in TensorBoard, under the run's name."""
+    """The command that opens the curves of a run in TensorBoard, under the run's name."""
     name, drawn = folder.resolve().name, str(folder / "tensorboard")
     is_plain = not {":", ","} & {*name, *drawn}  # which separate names, folders and runs there
     return shlex.join(["tensorboard", *(["--logdir_spec", f"{name}:{drawn}"] if is_plain else ["--logdir", drawn])])
 
 
 def losses(attempt: Attempt) -> str:
-    """How many optimizer steps the end of an attempt cost. Of a killed one only its last sign of life is known."""
+    """The optimizer steps that the end of an attempt cost, in words; for a killed one the fewest possible."""
     at_least = "at least " if attempt.outcome == "killed" else ""
     if attempt.redone_steps:
         return f"{at_least}{count(attempt.redone_steps, 'step')} lost"

@@ -27,7 +27,7 @@ from ci_llm.core.scores import (
 
 Row = Mapping[str, Any]
 
-#: The lines above those of all agents.
+#: The lines above those of the agents.
 BASE, BEST = LEADING = ("base", "best agent")
 #: The lines about all agents together.
 MEAN, VOTE, CROWD = TOGETHER = ("agents, mean", "majority vote", "crowd")
@@ -47,15 +47,14 @@ HOW: Final = {
 
 @dataclass(frozen=True)
 class Score:
-    """How one answered.
+    """The scores in one line of an evaluation.
 
     Attributes:
         who: the name of an agent, or one of `LEADING` and `TOGETHER`.
-        exact_match: share of right answers; None for free text, which is neither right nor wrong.
-        low, high: a 95 % interval of that share over rows (Wilson); None where there are too few rows, or the share is
-            a mean of several agents.
-        nll: nats per target token, teacher-forced; None where there is none.
-        learning_rate: the agent's; None where it is not known.
+        exact_match: the share of right answers; None for free text, which is neither right nor wrong.
+        low, high: a 95 % interval of that share over rows (Wilson); None for too few rows, or a mean of several agents.
+        nll: nats per target token, teacher-forced; None for a vote.
+        learning_rate: that of the agent; None if it is not known.
     """
 
     who: str
@@ -72,10 +71,10 @@ class Gain:
 
     Attributes:
         measure: one of `METRICS`.
-        interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None where
-            there are too few rows, or all of them differ alike.
+        interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None for too
+            few rows, or if all rows differ by the same.
         paired: whether both answered the same rows, which are compared row by row.
-        rows: how many.
+        rows: the number of rows.
     """
 
     value: float
@@ -86,7 +85,7 @@ class Gain:
 
     @property
     def is_sure(self) -> bool | None:
-        """Whether the interval leaves out zero, on the better side; None where too few rows tell."""
+        """Whether the whole interval is on the better side of zero; None for too few rows."""
         better = self.value if METRICS[self.measure].greater else -self.value
         return None if self.rows < LEAST_ROWS else better > (self.interval95 or 0.0)
 
@@ -97,10 +96,10 @@ class Gain:
 
 
 def scores(evaluation: Mapping[str, Any]) -> list[Score]:
-    """The lines of an evaluation.json, the base's first and the crowd's last; of a base alone its one.
+    """The lines of an evaluation.json, the base's first and the crowd's last; a base alone has one line.
 
-    Agents that are scored by their own rows have neither a mean, which would be of other rows than the crowd's score,
-    nor an interval, because their rows are not counted there.
+    Agents that are scored by their own rows have no mean, which would be of other rows than the crowd's score, and no
+    intervals, because evaluation.json does not count the rows of each agent.
     """
     exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
     have_own, names = bool(by_own_rows(evaluation)), agents_of(evaluation)
@@ -123,7 +122,7 @@ def read_evaluation(run_folder: Path) -> dict[str, Any] | None:
     """evaluation.json with all its scores; None without the file.
 
     Raises:
-        BadInput: it cannot be read, or lacks a score.
+        BadInput: the file cannot be read, or lacks a score.
     """
     try:
         return parsed(run_folder / "evaluation.json", _complete_evaluation, "this is not an evaluation")
@@ -149,12 +148,12 @@ def is_free_text(evaluation: Mapping[str, Any]) -> bool:
 
 
 def is_of_heads(evaluation: Mapping[str, Any]) -> bool:
-    """Whether heads were scored: what is right is then a class or the order of a pair, and NLL is what a row costs."""
+    """Whether heads were scored: a class or the order of a pair is right then, and the NLL is the loss of a row."""
     return evaluation.get("measured_by") == "heads"
 
 
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
-    """The names of the agents for people: those that the run gave them, or else those of their folders."""
+    """The names of the agents for people: those of the configuration, or those of their folders."""
     return [*evaluation.get("names", folders_of(evaluation))]
 
 
@@ -164,15 +163,15 @@ def folders_of(evaluation: Mapping[str, Any]) -> list[str]:
 
 
 def by_own_rows(evaluation: Mapping[str, Any]) -> str:
-    """By which rows the agents are scored, for people; empty where all rows score everyone."""
+    """A note that agents are scored by their own rows, for people; empty if all rows score all agents."""
     return BY_OWN_ROWS if "sets" in evaluation else ""
 
 
 def gains(evaluation: Mapping[str, Any], measure: str | None = None) -> Iterator[tuple[str, Gain]]:
-    """What the crowd is better by, as evaluation.json says it: paired over rows.
+    """The differences of crowd and agents in an evaluation.json, paired over rows; (the other side, difference).
 
     Args:
-        measure: the measure that judges the rows, by default.
+        measure: by default the measure that judges the rows.
     """
     measure = measure or ("nll" if is_free_text(evaluation) else "exact_match")
     found, rows = evaluation["exact_match"], evaluation["n"]
@@ -186,11 +185,10 @@ def gains(evaluation: Mapping[str, Any], measure: str | None = None) -> Iterator
 
 
 def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
-    """Lines for people: figures beside the scores, the best agent of those with settings of their own, and where the
-    crowd adds nothing.
+    """Lines for people: other figures, the best agent of those with settings of their own, and a useless crowd.
 
     Args:
-        run: what `ci-llm export` is to be given.
+        run: the argument RUN of the commands in the lines.
     """
     yield from judged_lines(evaluation)
     names = agents_of(evaluation)
@@ -198,7 +196,8 @@ def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         better, worse = found["rows_better"], found["rows_worse"]
         tell = f"{better + worse} rows tell it from {names[found['next']]}, {better} for it and {worse} against"
         yield f"best agent: {names[found['agent']]}; {tell}"
-    if len(names) > 1 and not by_own_rows(evaluation) and (nothing := _adds_nothing(evaluation)):
+    nothing = _adds_nothing(evaluation) if len(names) > 1 and not by_own_rows(evaluation) else None
+    if nothing is not None:
         best, why = nothing
         folder = folders_of(evaluation)[best]
         serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
@@ -243,7 +242,7 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
 
 
 def judged_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """What an evaluation says of pairs, ratings, classes and numbers, a line each, with 95 % intervals."""
+    """Lines about pairs, ratings, classes and numbers, with 95 % intervals."""
     for name, found in judged_figures(evaluation).items():
         agents = ", ".join(f"{own:.3f}" for own in found["agents"])
         low, high = found.get("intervals95", {}).get("crowd", (None, None))
@@ -254,7 +253,7 @@ def judged_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def judged_figures(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The figures of an evaluation that only its objective has, by the names of `METRICS`; some may not be defined."""
+    """The figures of the objective in an evaluation, by the names of `METRICS`; some may not be defined."""
     found = {}
     for name in measures(evaluation).metrics:
         with suppress(KeyError):
@@ -265,7 +264,7 @@ def judged_figures(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]
 def _columns(
     evaluation: Mapping[str, Any], found: Sequence[Score]
 ) -> Iterator[tuple[str, int, Callable[[Score], str]]]:
-    """Title, width and content of the columns that these rows have figures for."""
+    """(title, width, cell of a score) of the columns for which there are figures."""
 
     def shown(number: float | None, form: str, factor: float = 1.0) -> str:
         return "" if number is None else format(number * factor, form)
@@ -285,7 +284,7 @@ def _columns(
 
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
-    """What "right" means in an evaluation, for people."""
+    """How an evaluation has measured, for people."""
     if is_of_heads(evaluation) and is_free_text(evaluation):
         return "numbers, by heads"
     return HOW.get(evaluation.get("measured_by", ""), "answers")
@@ -306,7 +305,7 @@ def rows_evaluated(count: int, trained_on: str) -> str:
 
 
 def what_evaluated(evaluation: Mapping[str, Any]) -> str:
-    """What the scores of an evaluation.json are of, for people."""
+    """How, on which rows and on which data set an evaluation.json has measured, for people."""
     rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
     is_text = is_free_text(evaluation) and not is_of_heads(evaluation)
     measured = "free text, judged by NLL" if is_text else how_measured(evaluation)
@@ -328,10 +327,10 @@ def comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
 def differences(
     one: Mapping[str, Any], other: Mapping[str, Any], own_rows: Sequence[Row] = (), other_rows: Sequence[Row] = ()
 ) -> Iterator[Gain]:
-    """The crowd of `one` minus the crowd of `other`, by what judges the rows and by the figures of the objective.
+    """The crowd of `one` minus the crowd of `other`, by the measure of the rows and by the figures of the objective.
 
-    Paired over the rows that both have answered, where both runs left their predictions. Else from the two shares
-    alone, as if they were of different rows: that interval is the wider one.
+    Paired over the rows that both have answered, if both runs left their predictions. Else by the two shares alone, as
+    if they were of different rows: that interval is wider.
 
     Args:
         one, other: evaluation.json.
@@ -355,9 +354,9 @@ def differences(
 
 
 def surest_first(row: Row) -> float:
-    """By what predictions are sorted: minus the log-probability of the text, as the confidence of a long one is 0.
+    """A key that sorts predictions: minus the log-probability of the text, as the confidence of a long text is 0.
 
-    Older releases did not write it: of their lines it is minus the confidence.
+    Older releases did not write it: then it is minus the confidence.
     """
     signals = row.get("signals")
     numbers = (*(signals[:1] if isinstance(signals, list) else ()), row.get("confidence"))
@@ -370,7 +369,7 @@ def _score(who: str, share: float | None, rows: int, nll: float | None, rate: fl
 
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:
-    """Right or not, of one and of the other, for every row that both have answered."""
+    """(whether the one is right, whether the other is right) for every row that both have answered."""
     known = {_question(row): bool(row["correct"]) for row in other}
     return [(bool(row["correct"]), known[_question(row)]) for row in own if _question(row) in known]
 
@@ -386,8 +385,8 @@ class Leaderboard:
     Attributes:
         keys: the columns of settings.
         rows: id, status, last step, score and settings of every trial; the trials that went furthest come first.
-        best: the id of the best one; None before there is one.
-        best_run: the folder of the run that trained it last.
+        best: the id of the best trial; None before there is one.
+        best_run: the folder of the run that trained the best trial last.
     """
 
     metric: str
@@ -398,10 +397,10 @@ class Leaderboard:
 
 
 def read_trials(folder: Path) -> Leaderboard | None:
-    """The leaderboard of a sweep; None where the folder holds none.
+    """The leaderboard of a sweep; None if the folder does not hold a sweep.
 
     Raises:
-        BadInput: its record is not of this program.
+        BadInput: sweep.json was not written by this program.
     """
     try:
         return parsed(folder / SWEEP, _leaderboard, "this is not the record of a sweep")

@@ -1,6 +1,6 @@
-"""The present state of a run, read from its files look by look: progress, speed, losses, SLURM job.
+"""The present state of a run, read from its files again and again: progress, speed, losses, SLURM job.
 
-It comes as values, and in words for `ci-llm status` and `ci-llm watch`.
+It is there as values, and in words for `ci-llm status` and `ci-llm watch`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ci_llm.core.scores import measures_of
 from ci_llm.errors import BadInput
 from ci_llm.report.scores import judged_figures, read_evaluation
 
-_AT_MOST_BYTES: Final = 8 << 20  # of a file that is there already: thousands of lines, parsed in a tenth of a second
+_AT_MOST_BYTES: Final = 8 << 20  # read at first: thousands of lines, which are parsed in a tenth of a second
 
 
 @dataclass(frozen=True)
 class Point:
-    """One line about training: step, unix seconds, number of the attempt, and the mean loss of the agents."""
+    """A line about training: step, unix seconds, number of the attempt, and mean loss of the agents."""
 
     step: int
     time: float
@@ -40,14 +40,14 @@ class Point:
 
 @dataclass
 class MetricsTail:
-    """What the lines of one metrics.jsonl say so far.
+    """The lines of a metrics.jsonl, read as they are added.
 
-    The last line may be half written: it is read once it is whole. A run that resumes replaces the file by a shorter
-    one, and a folder may vanish or appear: then everything is read again.
+    A last line that is half written is read once it is whole. Everything is read again if the file becomes shorter or
+    another one, because a run has resumed, or its folder has vanished or appeared.
 
     Attributes:
         path: the file.
-        at_most: bytes that are read of a file that is there already: its end.
+        at_most: the most bytes that are read at first, from the end of the file.
         training, evaluation: the latest line of each kind; empty before the first.
         points: one for each line about training, in order.
     """
@@ -61,12 +61,12 @@ class MetricsTail:
     _offset: int = 0
 
     def look(self) -> None:
-        """Take in the lines that are new."""
+        """Read the new lines."""
         try:
             with self.path.open("rb") as file:
                 self._find_place(file)
                 new = file.read()
-        except OSError:  # there is none yet, or no more
+        except OSError:  # the file does not exist yet, or no longer
             self._forget()
             return
         whole = new[: new.rfind(b"\n") + 1]
@@ -75,7 +75,7 @@ class MetricsTail:
             self._take(line)
 
     def _find_place(self, file: BinaryIO) -> None:
-        """Stand behind the last line that was taken in."""
+        """Seek to the end of the last line that was read."""
         about = os.fstat(file.fileno())
         if (about.st_dev, about.st_ino) != self._file or about.st_size < self._offset:
             self._forget()
@@ -105,16 +105,16 @@ _SPEED_POINTS: Final = 20  # lines of metrics over which the present speed is a 
 
 
 @dataclass(frozen=True)
-class Scores:
-    """An evaluation: the crowd and the mean of its agents.
+class Evaluated:
+    """The scores of an evaluation: of the crowd, and the mean of its agents.
 
     Attributes:
         step: the optimizer step after which it was made.
-        crowd_nll, agents_nll: nats per target token, or what a row costs heads; for the agents it is the mean.
-        crowd_exact_match, agents_exact_match: share of rows; NaN for free text, which has none.
-        is_final: it is the result of the run.
-        metric: the name of what judges agents by their objective, where that is neither of these.
-        crowd_metric, agents_metric: its values; NaN where there is none.
+        crowd_nll, agents_nll: nats per target token; for heads the loss of a row.
+        crowd_exact_match, agents_exact_match: the share of rows; NaN for free text.
+        is_final: whether it is the result of the run.
+        metric: the name of another metric that judges the objective; else empty.
+        crowd_metric, agents_metric: the values of `metric`; NaN without one.
     """
 
     step: int
@@ -128,20 +128,22 @@ class Scores:
     agents_metric: float = math.nan
 
     @classmethod
-    def of(cls, step: int, values: Callable[[str], Sequence[float]], status: Status, judged_by: str) -> Scores:
+    def of(cls, step: int, values: Callable[[str], Sequence[float]], status: Status, judged_by: str) -> Evaluated:
         """The scores of an evaluation.
 
         Args:
-            values: for each metric the crowd's number, which comes first, and that of every agent.
+            values: returns the values of a metric: the crowd's, and then that of every agent.
         """
+
+        def crowd_and_mean(metric: str) -> tuple[float, float]:
+            crowd, *agents = values(metric)
+            return crowd, statistics.fmean(agents) if agents else math.nan
+
         first = measures_of(status.objective).first
         own = "" if first == "exact_match" else first
-        found = [
-            (crowd, statistics.fmean(agents) if agents else math.nan)
-            for crowd, *agents in map(values, ["nll", "exact_match", *filter(None, [own])])
-        ]
-        nll, exact, metric = (*found, _UNKNOWN)[:3]
-        return cls(step, *nll, *(_UNKNOWN if judged_by == "nll" else exact), False, own, *metric)
+        exact = _UNKNOWN if judged_by == "nll" else crowd_and_mean("exact_match")
+        metric = crowd_and_mean(own) if own else _UNKNOWN
+        return cls(step, *crowd_and_mean("nll"), *exact, False, own, *metric)
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,13 @@ class Reading:
 
     Attributes:
         now: unix seconds of the look.
-        loss, losses: in nats per target token, the mean over agents and each agent: means since the line before.
-        losses_step: the step of that line.
-        left_s: seconds until the last step, at the present speed; evaluations and saves count. None after that step.
+        loss, losses: the last losses of training in nats per target token: the mean over agents, and each agent's.
+        losses_step: the step of the line with these losses.
+        left_s: seconds until the last step, at the present speed with evaluations and saves. None after that step.
         scores: the last evaluation.
         points: the loss curve, in order.
-        slurm_job: the id of the job in which the present attempt runs.
-        is_supervised: a supervisor has started it, and may start it again.
+        slurm_job: the id of the SLURM job in which the present attempt runs.
+        is_supervised: whether a supervisor has started the run, and may start it again.
     """
 
     folder: Path
@@ -169,7 +171,7 @@ class Reading:
     tokens_per_s: float = math.nan
     steps_per_s: float = math.nan
     left_s: float | None = None
-    scores: Scores | None = None
+    scores: Evaluated | None = None
     points: Sequence[Point] = ()
     slurm_job: str | None = None
     is_supervised: bool = False
@@ -180,12 +182,12 @@ class Reading:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Clocks of two machines may disagree by more than it is."""
+        """Seconds since the last heartbeat; clocks of two machines may disagree by more than that."""
         return max(0.0, self.now - self.status.heartbeat)
 
     @property
     def is_concluding(self) -> bool:
-        """Whether the run has taken its last step and is not over: it makes the final evaluation."""
+        """Whether the run makes its final evaluation: it has taken its last step, and is not complete."""
         return self.is_running and self.status.total_steps is not None and self.status.step >= self.status.total_steps
 
     def record(self) -> dict[str, Any]:
@@ -223,11 +225,11 @@ class Reading:
 
 
 class RunReader:
-    """Looks at one run again and again, and reads of its metrics only what is new.
+    """Reads the state of one run again and again; of its metrics only the new lines.
 
     Args:
         folder: the run's folder; it may not exist yet.
-        tail_bytes: how much of a metrics.jsonl that is there already is read; by default enough for a curve.
+        tail_bytes: the most bytes of metrics.jsonl that are read at first; by default enough for a curve.
     """
 
     def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:
@@ -271,7 +273,7 @@ class RunReader:
 
 
 def _steps_per_s(points: Sequence[Point], training: Record) -> float:
-    """The speed of the attempt whose points these are, by the clock; by its only line, if there is no second one."""
+    """The speed over the last points of an attempt, by the clock; by the only line, if there is no second one."""
     recent = points[-_SPEED_POINTS:]
     if len(recent) > 1 and (elapsed := recent[-1].time - recent[0].time) > 0:
         return (recent[-1].step - recent[0].step) / elapsed or math.nan
@@ -285,7 +287,7 @@ def _of_agents(record: Record, group: str, measure: str) -> Iterator[float]:
     yield from (number(found[k]) for k in sorted(found))
 
 
-def _scores(line: Record, status: Status) -> Scores | None:
+def _scores(line: Record, status: Status) -> Evaluated | None:
     """The scores in a line of metrics about an evaluation."""
     if not line:
         return None
@@ -293,10 +295,10 @@ def _scores(line: Record, status: Status) -> Scores | None:
     def values(metric: str) -> list[float]:
         return [number(line.get(f"eval/crowd/{metric}")), *_of_agents(line, "eval", metric)]
 
-    return Scores.of(line["step"], values, status, status.judged_by)
+    return Evaluated.of(line["step"], values, status, status.judged_by)
 
 
-def _result(folder: Path, status: Status) -> Scores | None:
+def _result(folder: Path, status: Status) -> Evaluated | None:
     """The scores of evaluation.json; None if it is missing or damaged."""
     try:
         record = read_evaluation(folder)
@@ -309,7 +311,7 @@ def _result(folder: Path, status: Status) -> Scores | None:
     def values(metric: str) -> list[float]:
         return [known[metric]["crowd"], *known[metric]["agents"]] if metric in known else [math.nan]
 
-    return replace(Scores.of(record["step"], values, status, record.get("judged_by", "")), is_final=True)
+    return replace(Evaluated.of(record["step"], values, status, record.get("judged_by", "")), is_final=True)
 
 
 def _known(value: Any) -> Any:
@@ -318,10 +320,10 @@ def _known(value: Any) -> Any:
 
 
 def find_runs(words: Sequence[str]) -> list[Path]:
-    """The folders that the words of a call mean, as they are now.
+    """The folders that the words of a call mean now.
 
-    A word is the folder of a run, a folder that holds runs, or a pattern. A folder without a run stays in the list:
-    the run may begin later.
+    A word is the folder of a run, a folder that holds runs, or a pattern. A folder without a run stays in the list,
+    because the run may begin later.
     """
     found: dict[Path, None] = {}
     for word in words:
@@ -339,10 +341,10 @@ def _runs_at(path: Path, *, is_named: bool) -> list[Path]:
 
 
 def lines(reading: Reading, job: str | None = None) -> list[str]:
-    """All that is known of a run, for people: `ci-llm status` prints these lines below its head.
+    """Everything that is known of a run, for people: the lines of `ci-llm status` below the first one.
 
     Args:
-        job: what is known of its SLURM job.
+        job: a line about its SLURM job.
     """
     run = reading.status
     moving = [speed(reading), time_left(reading)] if reading.is_running else []
@@ -365,7 +367,7 @@ def lines(reading: Reading, job: str | None = None) -> list[str]:
 
 
 def way_on(run: Status) -> str:
-    """The command that resumes a run which has stopped."""
+    """The command that resumes a run that has stopped; else empty."""
     return f"resume with: {run.next_command}" if run.next_command and run.status != "running" else ""
 
 
@@ -376,16 +378,17 @@ def progress(reading: Reading) -> str:
 
 
 def speed(reading: Reading) -> str:
-    """`2.1 steps/s, 5310 tokens/s`, as far as it is known; seconds per step, where these are more than one."""
-    rate = reading.steps_per_s
-    rates = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"] if math.isfinite(rate) else []
+    """`2.1 steps/s, 5310 tokens/s`, as far as it is known; seconds per step if a step takes more than one."""
+    rate, rates = reading.steps_per_s, []
+    if math.isfinite(rate):
+        rates.append(f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step")
     if math.isfinite(reading.tokens_per_s):
         rates.append(f"{short(reading.tokens_per_s)} tokens/s")
     return ", ".join(rates)
 
 
 def time_left(reading: Reading) -> str:
-    """`0:01:06 left`, or what the run does after its last step; empty where it is not known."""
+    """`0:01:06 left`, or `evaluating` after the last step; empty if it is not known."""
     if reading.is_concluding:
         return "evaluating"
     return "" if reading.left_s is None else f"{countdown(reading.left_s)} left"

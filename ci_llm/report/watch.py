@@ -1,4 +1,4 @@
-"""The runs that `ci-llm watch` shows, look by look: which are meant, whether all have ended, how they are drawn.
+"""The runs that `ci-llm watch` shows: which ones are meant, whether all have ended, and how they are drawn.
 
 They share a table, and a drawing of their loss curves.
 """
@@ -31,13 +31,13 @@ _INTERVAL_S: Final = 10.0  # a controller serves the whole cluster
 
 
 class JobQueue:
-    """What squeue said last about some jobs; nothing where squeue is not installed.
+    """The last answer of squeue about some jobs; empty where squeue is not installed.
 
-    It is asked in a thread, because its answer may take longer than a picture may.
+    A thread asks it, because its answer may take longer than the time between two pictures.
 
     Args:
         query: asks for jobs by id.
-        is_there: whether it can be asked.
+        is_there: whether squeue can be asked.
     """
 
     def __init__(self, query: Query = query_queue, is_there: bool | None = None) -> None:
@@ -63,7 +63,7 @@ class JobQueue:
         return self._answer[1]
 
     def has_left(self, job: str | None) -> bool:
-        """Whether a job is known to have left the queue. True as well without a job, or without a queue."""
+        """Whether a job is known to have left the queue; true without a job or a queue as well."""
         known, listed = self._answer
         return job is None or not self._is_there or (job in known and job not in listed)
 
@@ -87,8 +87,8 @@ class Absent:
     """A folder in which no run can be read now.
 
     Attributes:
-        why: for people.
-        gone_s: seconds since its run was there; None if none was.
+        why: the reason, for people.
+        gone_s: seconds since a run was seen there; None if none was.
     """
 
     folder: Path
@@ -121,7 +121,7 @@ class Scene:
         self.jobs: Mapping[str, QueuedJob] = {}
 
     def look(self, *, wait_for_squeue: bool = False) -> None:
-        """Look at every run; one that was there stays, even if its folder has gone."""
+        """Look at every run; a run that was seen stays, even if its folder has gone."""
         folders = dict.fromkeys([*find_runs(self._words), *self._seen_at])
         self.looks = [self._look_at(folder) for folder in folders]
         unfinished = {run.slurm_job for run in self._runs() if run.slurm_job and run.status.status != "completed"}
@@ -180,9 +180,9 @@ _STYLES: Final = {
 
 @dataclass(frozen=True)
 class Board:
-    """One picture of some runs: a table, what there is to say about them, and their loss curves in one drawing.
+    """A picture of some runs: a table, notes, and their loss curves in one drawing.
 
-    What does not fit the height of the terminal is left out: first the curves, last the table.
+    Parts that do not fit the height of the terminal are left out: first the curves, last the table.
 
     Attributes:
         looks: at each run, in the order of the picture.
@@ -230,9 +230,9 @@ class Board:
         return Group(table, Text(f"and {len(hidden)} more: {counts}", style="dim"))
 
     def _notes(self, options: ConsoleOptions, room: int) -> RenderableType | None:
-        """All that `ci-llm status` tells of a single run; of several what asks for attention."""
+        """The lines of `ci-llm status` about a single run; of several runs those that ask for attention."""
         if len(self.looks) == 1:
-            [look] = self.looks
+            look = self.looks[0]
             told = _absence(look) if isinstance(look, Absent) else [_reason(look), *lines(look, self._job(look))]
         else:
             told = [f"{self._name(look)}: {note}" for look in self.looks for note in self._alarms(look)]
@@ -263,11 +263,11 @@ class Board:
 
     @property
     def _letters(self) -> str:
-        """A letter for each of several runs, which draws its curve; runs beyond the alphabet have neither."""
+        """The letters that draw the curves of several runs; runs beyond the alphabet have no letter and no curve."""
         return LETTERS[: len(self.looks)] if len(self.looks) > 1 else ""
 
     def _job(self, run: Reading) -> str:
-        """What is known of the run's SLURM job; empty without one."""
+        """A line about the run's SLURM job; empty without one."""
         if run.slurm_job is None or run.slurm_job not in self.jobs:
             return f"SLURM job {run.slurm_job}" if run.slurm_job else ""
         found = self.jobs[run.slurm_job]
@@ -275,14 +275,14 @@ class Board:
         return f"SLURM job {run.slurm_job} {found.state}{waits}"
 
     def _name(self, look: Look) -> str:
-        """The name of its folder; the path, where two have the same."""
+        """The name of the folder, or its path if several folders have that name."""
         name = look.folder.resolve().name
         twins = sum(other.folder.resolve().name == name for other in self.looks)
         return name if twins == 1 else str(look.folder)
 
 
 def _cells(look: Look) -> dict[str, str | Text]:
-    """What the columns of the table show."""
+    """The cells of a run in the table, by column."""
     state = _state(look)
     shown = Text(state, style=_STYLES[state])
     if isinstance(look, Absent):
@@ -299,13 +299,14 @@ def _cells(look: Look) -> dict[str, str | Text]:
 
 
 def _crowd(look: Reading) -> tuple[str, str]:
-    """What the crowd is judged by, and how it does; of next tokens, free text and numbers the loss."""
+    """(the measure that judges the crowd, its value); for next tokens, free text and numbers it is the loss."""
     words, found = measures_of(look.status.objective), look.scores
     by_loss = words.told == "exact match" or (look.status.judged_by == "nll" and words.first == "exact_match")
     name = words.nll if by_loss else words.told
     if found is None:
         return name, ""
-    value = found.crowd_nll if by_loss else found.crowd_metric if found.metric else found.crowd_exact_match
+    value = found.crowd_metric if found.metric else found.crowd_exact_match
+    value = found.crowd_nll if by_loss else value
     return name, "" if math.isnan(value) else f"{value:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""`ci_llm.train`: a run that a script or a notebook calls, any number of times; it leaves the process as it was."""
+"""`ci_llm.train`: a run that a script or a notebook calls, any number of times; it restores the process afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 @contextmanager
 def _only_run() -> Iterator[None]:
-    """Refuse a second run while one trains in this process: what the libraries set globally is for one of them."""
+    """Refuse a second run while one trains in this process: both would change the global settings of libraries."""
     lock = _training
     if not lock.acquire(blocking=False):
         raise BadInput(
@@ -65,17 +65,17 @@ def train(
     quiet: bool = False,
     **keys: Any,
 ) -> Result:
-    """Train a crowd, or resume the run that an earlier call has left in the same folder.
+    """Train a crowd, or resume the run of an earlier call in the same folder.
 
     It does what `ci-llm train` does, on one process, or on those of a launcher if every process makes the same call.
     Ctrl-C, or the stop button of a notebook, finishes the step, saves it and returns; a second one raises
     KeyboardInterrupt. Messages go through `logging.getLogger("ci_llm")`.
 
     Args:
-        config: a YAML file, a mapping of keys, or a Config; None: the defaults of docs/keys.md and no file.
+        config: a YAML file, a mapping of keys, or a Config; None: the defaults of docs/keys.md.
         dataset: the rows to train on: a path or a name as `dataset_name` takes it, a list of dicts, a
             `datasets.Dataset` or `DatasetDict`, a pandas or Polars frame, an iterable of dicts, or a function that
-            makes one of these. Rows in memory are kept once in a cache (`CI_LLM_CACHE`), named by what they hold; a
+            makes one of these. Rows in memory are kept once in a cache (`CI_LLM_CACHE`), named by their content; a
             resume with other rows is refused.
         eval_dataset: the rows to evaluate on, as `dataset`. None: a split of `dataset`, or rows held out of it.
         model: a name or a folder as `model_name` takes it, or a causal language model of Transformers that is loaded.
@@ -83,14 +83,14 @@ def train(
             in `base_model` in the folder of the run, where the adapters find them.
         tokenizer: the tokenizer of the loaded model.
         callbacks: objects with methods such as `on_step_end` or `on_evaluate`; see step/callbacks.py.
-        quiet: show nothing but warnings; `training.log` has everything.
-        keys: all other keys; they win over `config`: `learning_rate=1e-3`, or `lr=1e-3`.
+        quiet: show only warnings; `training.log` has everything.
+        keys: other keys, such as `learning_rate=1e-3` or `lr=1e-3`; they win over `config`.
 
     Returns:
         the result: `status`, `step`, `metrics`, `folder`, `crowd`, `scores`, `history`, `best`, and `plot()`.
 
     Raises:
-        CiLlmError: what failed, where, and what to do. If the run had begun, its folder has the reason as well.
+        CiLlmError: it says what failed, where, and what to do. If the run had begun, its folder has the reason as well.
 
     Examples:
         >>> rows = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(20)]
@@ -139,13 +139,13 @@ def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[obje
 
 
 def _is_name(given: Any) -> bool:
-    """Whether it is a path or a name, or a list of them, which a key takes."""
+    """Whether the argument is a path or a name, or a list of them, as a key takes it."""
     several = given if isinstance(given, list | tuple) and given else [given]
     return all(isinstance(each, str | os.PathLike) for each in several)
 
 
 def _as_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by names of keys; rows in memory have become files."""
+    """The arguments by the names of keys; rows in memory are written to files."""
     named = {name: value for name, value in arguments.items() if value is not None and _is_name(value)}
     rows = {name: value for name, value in arguments.items() if name != "model" and name not in named}
     if any(value is not None for value in rows.values()):
@@ -157,10 +157,10 @@ def _as_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_no_loading(config: Config) -> None:
-    """Refuse keys that say how a base is loaded, beside one that is."""
-    if keys := [
-        key for key in ("model_dtype", "quantization", "base_sharding") if getattr(config, key) not in (None, "none")
-    ]:
+    """Refuse keys that say how a base is loaded, if the base is loaded already."""
+    about_loading = ("model_dtype", "quantization", "base_sharding")
+    keys = [key for key in about_loading if getattr(config, key) not in (None, "none")]
+    if keys:
         what = f"{' and '.join(keys)} cannot be set beside a model that is loaded"
         raise BadInput(what, where="train(model=...)", hint="leave it out, or give the name of the model: model=NAME")
 
@@ -170,10 +170,10 @@ _TYPED: Final = re.compile(r"(?<![\w./-])([a-z_]+)=([^\s;,`)(]*[^\s;,`)(.:])")
 
 @contextmanager
 def _errors_in_python_spelling(given: Collection[str]) -> Iterator[None]:
-    """Spell an error that leaves as a call in Python: `overwrite_output_dir=True`, and `dataset` for `dataset_name`.
+    """Spell errors that leave the block as in Python: `overwrite_output_dir=True`, and `dataset` for `dataset_name`.
 
     Args:
-        given: the arguments that stand for a key of a longer name.
+        given: the arguments that stand for a key with a longer name.
     """
 
     def argument(found: re.Match[str]) -> str:
@@ -201,7 +201,7 @@ def _errors_in_python_spelling(given: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Put back what a run sets for the whole process: threads, deterministic algorithms, random generators."""
+    """Restore after the block what a run sets for the process: threads, deterministic algorithms, generators."""
     import torch
     from torch.utils import deterministic
 

@@ -1,6 +1,6 @@
-"""A run as one object: the parts that `setup.py` joins, and where the run stands.
+"""The run as one object: the parts that `setup.py` joins, and the state of the run.
 
-Few files work on the whole of it. The others take the parts that they use.
+Few files take the whole object. The others take the parts that they use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ci_llm.run.step.whole_step import WholeStep
 
 @dataclass
 class Resources:
-    """What an attempt has before its run is built: configuration, processes, signals, checkpoints, mirror and log."""
+    """The parts that an attempt needs to build its run: configuration, processes, signals, checkpoints, mirror, log."""
 
     config: Config
     processes: Processes
@@ -62,23 +62,24 @@ class Resources:
 
 @dataclass
 class Run(Resources):
-    """The parts of a run. `state` moves with every step; plan, length and schedule follow from the checkpoint that
-    the run resumes from; `status` belongs to the attempt. Where the crowd changes, objective, rates and bounds follow.
-    Everything else stays.
+    """The parts of a run.
+
+    `state` moves with every step. Plan, length and schedule follow from the checkpoint that the run resumes from.
+    `status` belongs to the attempt. Rows, objective, rates and bounds follow the crowd when it changes. The other parts
+    stay.
 
     Attributes:
-        learning_rates: per agent that of a 0-based step, before any factor.
-        max_grad_norms: per agent.
-        rows, plan: those of the agents that stand in the crowd now; those of the beginning are `checkpoint.rows`.
+        learning_rates: for each agent the rate of a 0-based step, before any factor.
+        max_grad_norms: the clipping bound of each agent.
+        rows, plan: rows and order of the agents that stand in the crowd now; `checkpoint.rows` has the first ones.
         batch_places: for each agent its place in the micro-batches that the attempt has prepared.
-        checkpoint: what a checkpoint of this run holds, and the way back from it.
-        stop_vote, evaluator, memory, nonfinite: the same parts for whatever in the run needs them.
+        checkpoint: collects what a checkpoint holds, and restores it.
         votes_after_steps: whether a callback may ask for a stop after any step, so that all processes vote there too.
-        record_failure: why the disk takes no decision about requests, if it takes none.
-        last_scores: those of the evaluation after step `state.validation.step`; None: this attempt has not made it.
-        exactness: how exactly this attempt resumes from a checkpoint, for people; None for a fresh start.
-        logs_next_steps: whether people are told at its end what to do next.
-        last_act: the last act of the attempt, when all else is done; see `Attempt.interrupted`.
+        record_failure: why the disk takes no decisions about requests.
+        last_scores: the scores after step `state.validation.step`; None: this attempt has not made them.
+        exactness: how exactly this attempt resumes, for people; None for a fresh start.
+        logs_next_steps: whether people are told at the end what to do next.
+        last_act: the last act of the attempt; see `Attempt.interrupted`.
     """
 
     base: Base
@@ -124,11 +125,11 @@ class Run(Resources):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of where the run stands."""
+        """The position of the run, for the manifest of a checkpoint."""
         return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.step_metrics.record()
 
     def measure(self, train: Callable[[Run, int, list[MicroBatch]], Any], lengths: Sequence[int] = ()) -> None:
-        """Find the names and the digest that decide the bits of the crowd as it is now. A collective.
+        """Find the names and the digest that tell whether another machine computes the same bits. A collective.
 
         Args:
             train: `compute_gradients` of the loop.
@@ -149,11 +150,11 @@ class Run(Resources):
     def choose_kernels(
         self, train: Callable[[Run, int, list[MicroBatch]], Any], recorded: Mapping[str, Any]
     ) -> list[str]:
-        """Try the fast kernels, unless plain ones are configured; returns what to tell. A collective.
+        """Try the fast kernels, unless plain ones are configured; returns lines for people. A collective.
 
         Args:
             train: as for `measure`.
-            recorded: the surroundings in the checkpoint that the run resumes from; {}: it begins.
+            recorded: the surroundings in the checkpoint that the run resumes from; {} for a fresh start.
         """
         if self.config.kernels == PLAIN:
             return []
@@ -163,33 +164,33 @@ class Run(Resources):
         return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows, parts=parts)
 
     def _measured(self) -> Run:
-        """The run as fixed rows are computed by it: the same in every step."""
-        # Neither moments, from which an optimizer may draw noise, nor the loss scale are those of every step.
+        """The run with parts that do not depend on the step, to compute fixed rows."""
+        # The loss scale changes from step to step, and so do the moments, from which an optimizer may draw noise.
         state = replace(self.state, loss_scale=None)
-        # The fixed rows are single ones: others are measured by what all have in common, the passes.
+        # The fixed rows are single ones. For other kinds of rows they measure the passes, which all kinds share.
         objective = self.objective if isinstance(self.objective, Objective) else Objective()
         optimizer = torch.optim.SGD(self.crowd.agents.rows)
         return replace(self, optimizer=optimizer, state=state, objective=objective)
 
     def whole_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> WholeStep:
-        """What an objective may have to look at before a step, of which this process has these micro-batches."""
+        """The step as a whole, for objectives that need it; `micro_batches` are those of this process."""
         limit, seed = self.config.max_seq_length, self.config.seed
         return WholeStep(
             step, micro_batches, self.crowd, self.processes, self.rows, self.plan, limit, seed, self.heartbeat.tick
         )
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
-        """What a checkpoint of where the run stands holds; for `generators` see `RunCheckpoint.contents`."""
+        """The contents of a checkpoint of the present step; for `generators` see `RunCheckpoint.contents`."""
         rate = self.last_learning_rate if self.state.step else self.learning_rate(0)
         return self.checkpoint.contents(self.state, rate, self.log.tracker_state(), generators)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a 0-based step before any factor: the one of all agents, or their mean."""
+        """The learning rate of a 0-based step before any factor; the mean if agents have different ones."""
         rates = [rate(step) for rate in self.learning_rates]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     def call_event(self, event: Event, **values: Mapping[str, Any]) -> None:
-        """Tell the callbacks of an event; if one of them wants the training to stop, the next vote says so."""
+        """Call the callbacks of an event. If one of them asks for a stop, the next vote tells all processes."""
         if self.callbacks:
             step = self.state.step
             state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main_process)
@@ -199,18 +200,18 @@ class Run(Resources):
 
     @property
     def last_learning_rate(self) -> float:
-        """The learning rate of the step just taken, with the factor that the supervisor has asked for."""
+        """The learning rate of the step just taken, times the factor that the supervisor asks for."""
         return self.learning_rate(self.state.step - 1) * self.state.recovery.requested_lr_factor
 
     def position(self, losses: Sequence[float] = ()) -> Position:
-        """Where the run stands, for people; `losses` are those of the step just taken."""
+        """The position of the run, for people; `losses` are those of the step just taken."""
         step = self.state.step
         rate = self.last_learning_rate if step else None
         done = self.state.tokens_seen, self.plan.epoch(step)
         return Position(step, self.total_steps, losses, *done, rate, self.state.names)
 
     def outlook(self) -> Iterator[str]:
-        """What a step is made of, and what the run is to be, for people."""
+        """Lines for people: what a step consists of, how long the run is, and how its crowd will change."""
         steps, rows = self.total_steps, self.state.rows_per_step
         passes = math.ceil(rows / self.processes.num_processes / self.micro_batch_size)
         epochs = ", ".join(f"{epoch:.3g}" for epoch in self.plan.epochs(steps))
@@ -226,7 +227,7 @@ class Run(Resources):
             yield from (f"          {line}" for line in self.state.members.outlook(steps))
 
     def describe_stop(self) -> str:
-        """What a request to stop does now. The step under way may have voted already: then one more step follows."""
+        """What a request to stop does now. If the step under way has voted already, one more step follows."""
         if self.pace.step_started is not None:
             return f"finishing step {self.state.step + 1}, then saving and leaving"
         if self.state.step == 0:
@@ -248,7 +249,7 @@ class Run(Resources):
 
     @property
     def keys_to_go_on(self) -> dict[str, str | None]:
-        """The keys to change for a run that is over to train on; None: to be left out."""
+        """The keys to change, so that a run which is over trains on; None: the key is left out."""
         changes: dict[str, str | None] = {}
         if self.is_out_of_patience:
             more = self.state.validation.without_better + (self.config.early_stopping_patience or 0)
@@ -274,7 +275,7 @@ class Run(Resources):
 
     @property
     def evaluation_missed(self) -> bool:
-        """Whether the attempt before ended between the step that this one resumes from and the evaluation due there."""
+        """Whether the attempt before ended between the present step and the evaluation that was due after it."""
         return self.state.step > 0 and self.evaluation_due and self.state.validation.step != self.state.step
 
     @property

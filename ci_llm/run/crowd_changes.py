@@ -33,7 +33,6 @@ from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.members import (
     CrowdChange,
     CrowdRequest,
-    Decision,
     Members,
     OldPlaces,
     RecordFailure,
@@ -47,7 +46,7 @@ from ci_llm.run.step.state import Choice, TrainState
 logger = logging.getLogger(__name__)
 
 
-#: The metric that the decision takes beside those of an evaluation: nats per target token.
+#: The metric that the decision needs beside those of an evaluation, in nats per target token.
 TRAINING_NLL: Final = "choice/training_nll"
 #: An agent learns its rows by heart when its nll on them is below this share of that on new rows.
 BY_HEART: Final = 0.5
@@ -61,13 +60,13 @@ def decide_crowd(
     processes: Processes,
     may_write: Callable[[], bool],
 ) -> TrainState:
-    """The state in which it is decided about the crowd (`crowd: auto`). A collective.
+    """The state with the decision of `crowd: auto`. A collective.
 
-    One agent begins. An evaluation after an eighth of the agent-steps decides once: it stays alone and takes the steps
-    of all, or the others join it. An agent that knows its training rows much better than new ones learns them by heart:
-    more of its steps would go into that, and a crowd averages it away. One that knows them about as well is still
-    learning: more steps of one agent help more than more agents. Until then it trains as one agent that stays alone
-    from the start would, and after that as well, to the same bits.
+    One agent begins. An evaluation after an eighth of the agent-steps decides once: the agent stays alone and takes the
+    steps of all, or the others join it. An agent that knows its training rows much better than new ones learns them by
+    heart: more steps of its own would go into that, and a crowd averages it away. An agent that knows both about as
+    well is still learning: more steps of one agent help more than more agents. An agent that stays alone has the bits
+    of one that was alone from the start.
 
     Args:
         metrics: the numbers of the evaluation after the present step, by the names of metrics.jsonl.
@@ -81,36 +80,37 @@ def decide_crowd(
 
 
 def choice_from_nll(step: int, training: float, validation: float) -> Choice:
-    """What the evaluation after `step` decides about an agent with these nll; not a number: the others join."""
+    """The decision after `step` about an agent with these nll; if one is NaN, the others join."""
     return Choice(step, training, validation, alone=training >= BY_HEART * validation)
 
 
 def change_of(choice: Choice) -> CrowdChange:
-    """What follows: it acts after one more step, as changes do that people ask for."""
+    """The change that follows from a choice. It acts after one more step, as requested changes do."""
     return CrowdChange(choice.step + 1, "stay_alone" if choice.alone else "join")
 
 
 def _decide_on_main(
     config: Config, step: int, members: Members, metrics: Mapping[str, Any], may_write: Callable[[], bool]
 ) -> Choice:
-    """On the main process: as an earlier attempt has decided, if one has; on record before it acts."""
+    """On the main process: the decision of an earlier attempt, or a new one, which goes on record before it acts."""
     (name,) = members.folders
     choice = choice_from_nll(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
     change = change_of(choice)
-    if known := [each for each in read_record(config.run_folder) if each.id == _ID and each.step == change.step]:
-        return Choice(step, choice.training, choice.validation, alone=known[-1].verb == "stay_alone")
+    known = [each for each in read_record(config.run_folder) if each.id == _ID and each.step == change.step]
+    if known:
+        return replace(choice, alone=known[-1].verb == "stay_alone")
     try:
         if may_write():
-            decide(config.run_folder, [Decision(_ID, change.step, change.verb, change.agent)])
+            decide(config.run_folder, [CrowdRequest(_ID, change.step, change.verb, change.agent)])
     except OSError as error:
         logger.warning(f"crowd     what was decided cannot be put on record, the run continues: {error.strerror}")
     return choice
 
 
 def change_crowd(run: Run, verdict: Verdict) -> None:
-    """Make the changes of the crowd that are due after the step just taken. A collective if one was asked for.
+    """Make the changes of the crowd that are due after the step just taken; none after the last step.
 
-    After the last step nothing changes any more.
+    A collective if a change was asked for.
     """
     if run.is_finished:
         return
@@ -151,7 +151,11 @@ def make_due_changes(run: Run) -> None:
 
 
 def replace_crowd(run: Run, members: Members, sources: OldPlaces) -> None:
-    """Give the run the crowd of these members."""
+    """Replace the agents of the run by these members.
+
+    Args:
+        sources: see `OldPlaces`.
+    """
     run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)
     run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
@@ -173,7 +177,7 @@ def replace_crowd(run: Run, members: Members, sources: OldPlaces) -> None:
 
 
 def return_to(run: Run, saved: TrainState) -> None:
-    """Give the run the crowd, order and length that it had in a checkpoint, whose numbers are put in place next.
+    """Give the run the crowd, order and length of a checkpoint, before weights and moments are put in place.
 
     Args:
         saved: the state in the checkpoint.
@@ -190,7 +194,7 @@ def return_to(run: Run, saved: TrainState) -> None:
 def _fill(
     optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, object]], moments: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Give the optimizer other parameters; it stays the same object, because hooks of others are on it."""
+    """Give the optimizer other parameters. It stays the same object, because it holds hooks of other parts."""
     optimizer.param_groups.clear()
     optimizer.state.clear()
     for group, own in zip(groups, moments, strict=True):
@@ -201,7 +205,7 @@ def _fill(
 
 
 def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, Any]]:
-    """The files of agents that leave. Checkpoints hold them from here on, as PEFT folders beside those of the crowd."""
+    """The files of agents that leave. From here on checkpoints hold them as PEFT folders beside those of the crowd."""
     files = crowd.adapter_files() if leaving else {}
     for name in sorted(leaving):
         tensors = files[f"{name}/adapter_model"]
@@ -217,29 +221,24 @@ def _take_requests(
     Args:
         step: optimizer steps taken.
         dropped: numbers of the agents that take no steps any more.
-        failure: why they waited before, which is not told again.
+        failure: why requests waited before; the same reason is not told again.
     """
-    folder, decisions = config.run_folder, []
-    for request in read_waiting(folder):
-        decision = _decision(request, members, step, dropped)
-        if decision.refused is None:
-            members, _ = members.with_planned([decision.change]).after(step, config)
-        decisions.append(decision)
+    folder, decided = config.run_folder, []
+    for waiting in read_waiting(folder):
+        request = replace(waiting, step=step)
+        if request.refused is None:
+            request = replace(request, refused=members.objection(request.change, dropped))
+        if request.refused is None:
+            members, _ = members.with_planned([request.change]).after(step, config)
+        decided.append(request)
     try:
-        decide(folder, decisions)  # before anything acts or is told
+        decide(folder, decided)  # before anything acts or is told
     except OSError as error:
         if failure.failed(error.strerror or str(error)):
             logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({failure.reason})")
         return []
     failure.succeeded()
-    for refused in decisions:
-        if refused.refused is not None:
-            logger.warning(f"crowd     the request to {refused.verb} agent{refused.agent}: {refused.refused}")
-    return [decision.change for decision in decisions if decision.refused is None]
-
-
-def _decision(request: CrowdRequest | Decision, members: Members, step: int, dropped: Collection[int]) -> Decision:
-    if isinstance(request, Decision):
-        return replace(request, step=step)
-    change = CrowdChange(step, request.verb, request.agent, request.own)
-    return Decision(request.id, step, request.verb, request.agent, request.own, members.objection(change, dropped))
+    for request in decided:
+        if request.refused is not None:
+            logger.warning(f"crowd     the request to {request.verb} agent{request.agent}: {request.refused}")
+    return [request.change for request in decided if request.refused is None]

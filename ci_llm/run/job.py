@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cluster.deadline import find_deadline
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.durable import read_object, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
@@ -52,11 +52,10 @@ logger = logging.getLogger(__name__)
 
 
 def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
-    """`evaluation.json` of a run that has come to its end at `step`.
+    """`evaluation.json` of a run that is complete at `step`; None if its end is still to be made, or to be made again.
 
-    None before that, also if the run had an end at another step and resumed from there. And None if that file or the
-    final checkpoint is damaged, or if the last attempt ended after it was written and before the mirror had it: the end
-    is made again then.
+    It is made again if the run was complete at another step, if that file or the final checkpoint is damaged, or if the
+    last attempt ended before the mirror had all of it.
     """
     record, status = folder / "evaluation.json", readable_status(folder)
     if status is not None and status.status != "completed":
@@ -64,12 +63,11 @@ def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
     if not (record.is_file() and (folder / FINAL).exists()):
         return None
     try:
-        known: Any = read_json(record)
-        content = dict(known)
+        content = read_object(record)
         if content.get("last_step") != step:
             return None
         verify_folder(folder / FINAL)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
     except DamagedCheckpoint as damage:
         logger.warning(f"{damage.what}; the run is evaluated again, and it is made again from step {step}")
@@ -99,7 +97,7 @@ def run_job(
     Raises:
         CiLlmError: with a hint; if the run had begun, its failure is on record in the run's folder.
     """
-    checked = Callbacks(callbacks)  # refuses what is none, before anything is loaded
+    checked = Callbacks(callbacks)  # refuses what is not a callback, before anything is loaded
     require_no_sweep(config.run_folder)
     processes = meet(config, launch, interrupts)
     result: Result | None = None
@@ -112,7 +110,7 @@ def run_job(
 
 
 def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
-    """Join the processes of the run, once everything is refused that one process alone can refuse. A collective."""
+    """Join the processes of the run, after everything that one process can refuse alone. A collective."""
     check_folder(config.run_folder)
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
@@ -136,8 +134,8 @@ def run_among(
     """`run_job` on processes that have met, and that can train another run afterwards.
 
     Args:
-        loaded: base and rows, if they are loaded already, by whoever leads several runs and says what comes after
-            them; the base is free again at the end.
+        loaded: base and rows, if several runs share them; at the end the base is without agents again. People are then
+            not told what to do next.
         given, quiet: see `run_job`.
         end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
     """
@@ -163,18 +161,16 @@ def run_among(
         result = _run_to_end(run, start, requests)
         return result
     finally:
-        log.finish_trackers()  # while the folder is still leased to this attempt
-        try:
-            if run is not None:
-                try:
-                    run.mirror.end(result.status if result else None, sys.exc_info()[1])
-                finally:
-                    end_by(run.last_act)  # training.log takes its line only while the folder is leased
-            manager.close()
-        finally:
-            log.close()
+        ended_by = sys.exc_info()[1]
+        with ExitStack() as ending:  # runs these from the last to the first, all of them, whatever one of them raises
             if run is not None and loaded is not None:
-                run.crowd.detach()
+                ending.callback(run.crowd.detach)
+            ending.callback(log.close)
+            ending.callback(manager.close)
+            if run is not None:
+                ending.callback(end_by, run.last_act)  # training.log takes its line only while the folder is leased
+                ending.callback(run.mirror.end, result.status if result else None, ended_by)
+            ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
 
 
 def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:
@@ -192,7 +188,7 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
 
 
 def _record_refusal(found: Resources, error: ProgressLost) -> None:
-    """Record a failed attempt where the folder has no step to resume from, so that no reader calls the run vanished."""
+    """Record a failed attempt where the folder has no step to resume from: else readers would call the run vanished."""
     config, processes, manager, log = found.config, found.processes, found.manager, found.log
     if processes.is_main_process:
         number = manager.acquire_lease()
@@ -208,7 +204,8 @@ def _run_to_end(run: Run, start: beginning.Start, requests: beginning.Requests) 
     start, trackers = _resume(run, start, requests)
     run.interrupts.describe_stop = run.describe_stop
     conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
-    if run.is_finished and (record := run.processes.on_main(conclusion)) is not None:
+    record = run.processes.on_main(conclusion) if run.is_finished else None
+    if record is not None:
         logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
         push_result(run.config, run.processes)
         if run.logs_next_steps:
@@ -231,7 +228,10 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
             asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
             run.votes_after_steps = any(run.processes.gather_object(asks))
             run.call_event("on_train_begin")
-            if (stop := run.stop_vote.reason()) is None and (stop := train(run, batches)) is None:
+            stop = run.stop_vote.reason()
+            if stop is None:
+                stop = train(run, batches)
+            if stop is None:
                 stop, record = conclude(run)
             run.call_event("on_train_end")
         run.manager.wait_until_finished()
@@ -249,7 +249,8 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
         return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
     run.status.finish("completed")
     push_result(run.config, run.processes)  # which may last, and a later call pushes as well
-    but = f", but {warning}" if (warning := run.status.current.warning) else ""
+    warning = run.status.current.warning
+    but = f", but {warning}" if warning else ""
     logger.info(f"completed at step {run.state.step}{but}")
     if run.logs_next_steps:
         log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
@@ -260,7 +261,7 @@ def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: St
 def _resume(
     run: Run, start: beginning.Start, requests: beginning.Requests
 ) -> tuple[beginning.Start, Mapping[str, str]]:
-    """Bring the run to the checkpoint that it resumes from, if there is one; apply what is asked for.
+    """Bring the run to the checkpoint that it resumes from, if there is one, and apply the requests.
 
     Returns:
         `start` without the checkpoint, whose tensors are in place; and the ids under which trackers know the run.
@@ -334,7 +335,7 @@ def _log_lines(lines: Iterable[str]) -> None:
 
 
 def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Attempt:
-    """Lease the folder, make it what `start` says, start the trackers. What is refused here is not a failed attempt."""
+    """Lease the folder, prepare it as `start` says, start the trackers. A refusal here is not a failed attempt."""
     config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
     processes.require_same_folder(config.run_folder)
     number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step, run.base))
@@ -354,7 +355,7 @@ def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Att
 def _lease(
     manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: beginning.Start, step: int, base: Base
 ) -> int:
-    """Make the folder this attempt's; returns the attempt's number."""
+    """Lease and prepare the folder of the run; returns the number of the attempt."""
     number = manager.acquire_lease()
     try:
         keep_status(manager.directory, **log.last_metrics())
@@ -369,7 +370,7 @@ def _lease(
 
 
 def _open(run: Run, number: int) -> None:
-    """Open the log of the attempt, write its first status, and cut the metrics back to where it begins."""
+    """Open the log of the attempt, write its first status, and remove the metrics of later steps."""
     config, processes, step = run.config, run.processes, run.state.step
     run.log.open(number, still_held=run.manager.holds_lease)
     last = readable_status(config.run_folder) if processes.is_main_process else None
@@ -404,7 +405,7 @@ def _open(run: Run, number: int) -> None:
 
 @contextmanager
 def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
-    """Everything that watches a run while it trains: hardware, walltime, grace and progress."""
+    """Watch the run within the block: hardware, walltime, grace and progress."""
 
     def step() -> int:
         return run.state.step
@@ -441,7 +442,8 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     """
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
     is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
-    if not is_known or (scores := run.last_scores) is None:
+    scores = run.last_scores if is_known else None
+    if scores is None:
         scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
     latest = {} if scores is None else evaluation.evaluation_metrics(scores, run.state.names)
     if latest and not is_known:
@@ -459,7 +461,8 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
         example = answers.example if answers is not None else run.evaluator.example(step)
     has_answers = answers is not None
     base = None if scores is None else run.evaluator.base(step, run.micro_batch_size, answers=has_answers)
-    if (stop := run.stop_vote.reason()) is not None or scores is None or base is None:
+    stop = run.stop_vote.reason()
+    if stop is not None or scores is None or base is None:
         return stop, {}
     run.log.report_save(run.manager.last_result)
     run.log.end_progress()
@@ -486,7 +489,7 @@ def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
 
 
 def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
-    """`evaluation.json`: the scores of the step that is the result of the run, and the best step so far."""
+    """The contents of evaluation.json: the scores of the step that is the result of the run, and the best step."""
     config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
     has_best = len(config.agents) > 1 and rows.are_common
     forced = evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on)

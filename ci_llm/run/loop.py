@@ -54,7 +54,7 @@ Batches: TypeAlias = Iterator[tuple[int, list[MicroBatch]]]
 
 @dataclass
 class Sums:
-    """What this process computed in one optimizer step; the ballot adds it over all processes."""
+    """The sums of one optimizer step on this process; the ballot adds them over all processes."""
 
     num_targets: int
     sums: Tensor  # see `StepSums`
@@ -209,7 +209,7 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
 
 
 def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
-    """Show how far the run is; one line of metrics per `logging_steps`, with means since the line before it."""
+    """Show how far the run is; write a line of metrics every `logging_steps`, with means since the line before."""
     targets, step = targets_of(verdict, run.crowd.num_agents), run.state.step
     sums = StepSums.unpack(verdict.sums, run.crowd.num_agents)
     losses = [total / max(count, 1) for total, count in zip(sums.losses, targets, strict=True)]
@@ -252,19 +252,23 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
 
 
 def evaluate(run: Run) -> str | None:
-    """Score agents and crowd in the middle of a run; returns the reason if a stop was asked for meanwhile."""
+    """Score agents and crowd in the middle of a run; returns the reason of a stop that was asked for meanwhile."""
     with run.step_metrics.paused():
-        scores, training = run.evaluator.scores(run.state.step, run.micro_batch_size), {}
+        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+        training = dict[str, float]()
         if scores is not None and run.is_choosing:
-            found = run.evaluator.training_nll(first_rows(run.rows), run.state.step, run.micro_batch_size)
-            scores, training = (None, {}) if found is None else (scores, {TRAINING_NLL: found})
+            nll = run.evaluator.training_nll(first_rows(run.rows), run.state.step, run.micro_batch_size)
+            if nll is None:
+                scores = None
+            else:
+                training[TRAINING_NLL] = nll
     if scores is not None:
         metrics = evaluation.evaluation_metrics(scores, run.state.names) | training
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         run.last_scores = scores
-        said = evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)
-        logger.info(f"{said}{run.state.said_of_best}")
+        line = evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)
+        logger.info(f"{line}{run.state.best_note}")
         if run.config.show_loss_curve:
             run.log.show_loss_curve()
         if run.config.show_example:
@@ -294,7 +298,7 @@ def save(run: Run) -> None:
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Let the evaluation after the present step decide which step is best, and about the crowd. A collective."""
+    """Decide by the evaluation after the present step which step is best, and about the crowd. A collective."""
     threshold = run.config.early_stopping_threshold
     validation = evaluation.validation_after(run.state, metrics, threshold, run.processes)
     run.state = replace(run.state, validation=validation)
@@ -313,18 +317,18 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
 
 
 def targets_of(verdict: Verdict, agents: int) -> list[int]:
-    """[K] the targets of every one of K agents in a step, of all processes."""
+    """[K] the targets of each of K agents in a step, over all processes."""
     return [*StepSums.unpack(verdict.sums, agents).targets] or [verdict.num_targets] * agents
 
 
 def _num_sums(agents: int, plan: Plan | AgentPlans, objective: TrainedObjective) -> int:
-    """Numbers in `Sums.sums`: agents with rows of their own also have targets of their own."""
+    """The length of `Sums.sums`: agents with rows of their own also have targets of their own."""
     metrics = len(objective.metric_names)
     return StepSums.size(agents, own_targets=isinstance(plan, AgentPlans), metrics=metrics)
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
-    """What this process says about the step; without sums, that it ran out of memory."""
+    """The ballot of this process about the step; None as sums: it ran out of memory."""
     agents = run.crowd.num_agents
     return Ballot(
         num_targets=sums.num_targets if sums else 0,

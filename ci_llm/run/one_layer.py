@@ -1,13 +1,12 @@
 """One layer and the head of a run, computed by themselves: the digest that a resume compares, and the trial of kernels.
 
-The digest shows whether a machine gives the bits that another one gave. Names alone promise nothing: a library picks
-its kernels by what it finds, and may pick others under the same names. So one decoder layer and the head are computed,
-forward and backward, on fixed tokens and by the code that trains. A resumed run is called bitwise only where names and
-digest are both those of the checkpoint.
+The digest shows whether a machine gives the bits that another one gave. The names of versions and devices do not show
+that: a library picks its kernels by what it finds, and may pick others under the same names. So one decoder layer and
+the head are computed, forward and backward, on fixed tokens and by the code that trains. A resumed run is called
+bitwise only where names and digest are both those of the checkpoint.
 
-The trial lets a run use each of the fast kernels that gives what the family's own code gives, on rows of the run. The
-same is computed plainly, and with each part of `ci_llm/lora/kernels.py`. Losses and gradients have to agree, else the
-part stays plain.
+The trial decides which fast kernels a run uses. Rows with lengths of the run are computed plainly, and with each part
+of `ci_llm/lora/kernels.py`. A part whose losses or gradients differ from those of the family's own code stays plain.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +35,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.layer import compute_dtype
 from ci_llm.lora.passes import describe_error, distance, tolerance
+
+T = TypeVar("T")
 
 MOST_TOKENS: Final = 512  # of the fixed rows: as many as show which kernels are taken
 WEIGHTS_UP_TO: Final = 0.05  # of the fixed agents: with B = 0 half of their products would be zero
@@ -60,29 +61,41 @@ Train = Callable[[list[MicroBatch]], Any]  # what it returns has `sums`, a tenso
 def layer_digest(crowd: Crowd, batch: MicroBatch, train: Train) -> str:
     """xxh3-128 of what one decoder layer and the head give: outputs, losses, gradients of the agents.
 
-    Generators, weights, gradients and mode are afterwards as they were before. A base whose layers cannot be run by
-    themselves is run whole.
+    Generators, weights, gradients and mode are afterwards as they were before.
 
     Args:
         batch: see `fixed_batch`.
         train: forward and backward on micro-batches, as the run does it.
     """
+    return _on_one_layer(lambda alone: _digest(crowd, batch, train, alone=alone))
+
+
+def _on_one_layer(work: Callable[[bool], T]) -> T:
+    """Do `work` on one layer alone (true), or on the whole base where layers cannot be run by themselves (false)."""
     try:
-        return _digest(crowd, batch, train, alone=True)
+        return work(True)
     except Exception as error:  # noqa: BLE001 - families raise errors of every kind
         describe_error(error)  # raises what says nothing about the base
-    return _digest(crowd, batch, train, alone=False)
+    return work(False)
 
 
-def fixed_batch(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> MicroBatch:
-    """Rows of these lengths with fixed tokens, all of them targets; the same for each agent that has its own.
+def fixed_batch(
+    crowd: Crowd, lengths: Sequence[int], *, own_rows: bool, key: str = "fixed tokens", most_targets: int | None = None
+) -> MicroBatch:
+    """Rows of these lengths with fixed tokens; agents that have rows of their own all get these.
 
-    Their numbers are below zero: no data set has them.
+    The numbers of the rows are below zero: no data set has such rows.
+
+    Args:
+        key: the key by which the tokens are drawn.
+        most_targets: the last tokens of a row that are targets; None: all but the first token.
     """
-    draw = determinism.generator_for(0, "fixed tokens")
+    draw, rows = determinism.generator_for(0, key), []
     vocabulary = crowd.model.get_input_embeddings().weight.shape[0]
-    ids = [torch.randint(0, vocabulary, (length,), generator=draw).numpy() for length in lengths]
-    rows = [Example(each, np.arange(len(each)) > 0) for each in ids]
+    for length in lengths:
+        first_target = 1 if most_targets is None else max(1, length - most_targets)
+        ids = torch.randint(0, vocabulary, (length,), generator=draw).numpy()
+        rows.append(Example(ids, np.arange(length) >= first_target))
     batch = pack(rows, range(-len(rows), 0))
     return AgentBatches((batch,) * crowd.num_agents) if own_rows else batch
 
@@ -103,7 +116,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @contextmanager
 def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """One layer, or the whole base, and the parameters in it that train, which have fixed numbers within the block."""
+    """One layer, or the whole base, and its trainable parameters, which have fixed numbers within the block."""
     with one_layer(crowd) if alone else nullcontext(text_model(crowd.model)) as layer:
         trained = [each for each in layer.parameters() if each.requires_grad]
         with without_a_trace(crowd, trained):
@@ -112,7 +125,7 @@ def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Pa
 
 @contextmanager
 def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
-    """Leave the base its first layer with an adapter, and no other one."""
+    """Leave the base only its first layer that has an adapter, within the block."""
     agents, model = crowd.agents, crowd.model
     name, layers = layer_list(model)
     layer = layers[min(layer_numbers(model, agents.layers).values())]
@@ -128,10 +141,10 @@ def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
 
 @contextmanager
 def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give these parameters fixed numbers inside, and everything what it had afterwards."""
+    """Give these parameters fixed numbers within the block; afterwards everything is as it was before."""
     agents, training, generators = crowd.agents, crowd.training, determinism.capture()
-    kept, key, draw = [each.detach().clone() for each in trained], agents.dropout.micro_step, torch.Generator()
-    draw.manual_seed(0)
+    kept, key = [each.detach().clone() for each in trained], agents.dropout.micro_step
+    draw = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
             for each in trained:
@@ -159,15 +172,16 @@ def choose(
     own_rows: bool,
     parts: Sequence[str] = PARTS,
 ) -> list[str]:
-    """Let the crowd compute fast what every process found to be the same; returns what to tell. A collective.
+    """Let the crowd compute fast what gives the same on every process; returns lines for people. A collective.
 
     Args:
-        lengths: tokens of rows of the run; as many as fit into `TRIAL_TOKENS` are taken.
+        lengths: tokens of rows of the run; rows are taken as long as they fit into `TRIAL_TOKENS`.
         train: forward and backward on micro-batches, as the run does it.
         own_rows: every agent has rows of its own.
-        parts: those to try.
+        parts: the parts to try.
     """
-    batch, said = _rows(crowd, lengths, own_rows=own_rows), []
+    lengths, lines = _lengths_of_trial(lengths), []
+    batch = fixed_batch(crowd, lengths, own_rows=own_rows, key="rows of a trial", most_targets=TRIAL_TARGETS)
 
     def attempt(parts: Sequence[str]) -> Found:
         found, ran_out = unless_out_of_memory(partial(_computed, crowd, batch, train, parts))
@@ -179,20 +193,21 @@ def choose(
         limit = tolerance(crowd.model.dtype, compute_dtype(crowd.model.get_input_embeddings().weight))
     taken: list[str] = []
     for part in parts if not isinstance(plain, str) else ():
-        reason = _difference(attempt([part]), plain, limit)
-        if not any(reasons := processes.gather_object(reason)):
-            taken.append(part)
+        reasons = [*filter(None, processes.gather_object(_difference(attempt([part]), plain, limit)))]
+        if reasons:
+            lines.append(f"{part} stays plain: {reasons[0]}")
         else:
-            said.append(f"{part} stays plain: {next(filter(None, reasons))}")
-    reasons = processes.gather_object(plain if isinstance(plain, str) else _difference(attempt(taken), plain, limit))
-    if any(reasons):
-        taken, said = [], [f"everything stays plain: {next(filter(None, reasons))}"]
+            taken.append(part)
+    reason = plain if isinstance(plain, str) else _difference(attempt(taken), plain, limit)
+    reasons = [*filter(None, processes.gather_object(reason))]
+    if reasons:
+        taken, lines = [], [f"everything stays plain: {reasons[0]}"]
     crowd.compute_fast(taken)
-    return said
+    return lines
 
 
 def kernels_of(config: Config, crowd: Crowd) -> str:
-    """What a checkpoint records: plain, fast, or fast without some parts."""
+    """The kernels as a checkpoint records them: plain, fast, or fast without some parts."""
     if config.kernels == PLAIN:
         return PLAIN
     left = [part for part in PARTS if part not in crowd.fast]
@@ -200,45 +215,43 @@ def kernels_of(config: Config, crowd: Crowd) -> str:
 
 
 def parts_of(recorded: Mapping[str, Any]) -> Sequence[str]:
-    """The parts that a run may have, by what its checkpoint records ({}: it begins): an older one had not all."""
-    kernels, later = as_called_now(recorded).get("kernels", PLAIN), {part for parts in LATER.values() for part in parts}
+    """The parts to try for a run whose checkpoint records this; {}: it begins. Older releases had fewer parts."""
+    kernels = as_called_now(recorded).get("kernels", PLAIN)
+    later = {part for parts in LATER.values() for part in parts}
     return [part for part in PARTS if part not in later or part not in kernels]
 
 
 def _difference(found: Found, plain: Found, limit: float) -> str | None:
-    """Why what was found does not count as what the plain pass gives; None if it counts."""
+    """Why `found` differs too much from what the plain pass gives; None if it does not."""
     if isinstance(found, str) or isinstance(plain, str):
         return found if isinstance(found, str) else "nothing to compare with"
     gap = max(distance(own, wanted) for own, wanted in zip(found, plain, strict=True))
     return None if gap <= limit else f"it changes losses or gradients by {gap:.1e}"
 
 
-def _rows(crowd: Crowd, lengths: Sequence[int], *, own_rows: bool) -> MicroBatch:
-    """Rows of about these lengths with fixed tokens, of which the last ones are targets."""
-    draw, rows, left = determinism.generator_for(0, "rows of a trial"), [], TRIAL_TOKENS
-    vocabulary = crowd.model.get_input_embeddings().weight.shape[0]
+def _lengths_of_trial(lengths: Sequence[int]) -> list[int]:
+    """The shortest of these lengths, the last one cut, until `TRIAL_TOKENS` are used up."""
+    taken: list[int] = []
+    left = TRIAL_TOKENS
     for length in sorted(lengths):
-        length = max(2, min(length, left))
-        ids = torch.randint(0, vocabulary, (length,), generator=draw).numpy()
-        rows.append(Example(ids, np.arange(length) >= max(1, length - TRIAL_TARGETS)))
-        if (left := left - length) < 2:
+        if left < 2:
             break
-    batch = pack(rows, range(-len(rows), 0))
-    return AgentBatches((batch,) * crowd.num_agents) if own_rows else batch
+        taken.append(max(2, min(length, left)))
+        left -= taken[-1]
+    return taken
 
 
 def _computed(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str]) -> Found:
     """Losses and gradients with these parts computed fast."""
-    reason = ""
-    for alone in (True, False):
-        try:
-            return _of_layer(crowd, batch, train, parts, alone=alone)
-        except Exception as error:  # noqa: BLE001 - families raise errors of every kind
-            reason = describe_error(error)  # raises what says nothing about the base
-    return reason
+    try:
+        return _on_one_layer(lambda alone: _losses_and_gradients(crowd, batch, train, parts, alone=alone))
+    except Exception as error:  # noqa: BLE001 - families raise errors of every kind
+        return describe_error(error)  # raises what says nothing about the base
 
 
-def _of_layer(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str], *, alone: bool) -> list[Tensor]:
+def _losses_and_gradients(
+    crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str], *, alone: bool
+) -> list[Tensor]:
     with _fixed(crowd, alone=alone) as (_, trained):
         try:
             crowd.compute_fast(parts)

@@ -52,21 +52,21 @@ def require_no_sweep(folder: Path) -> None:
     """Refuse the folder of a sweep, whose runs lie below it.
 
     Raises:
-        ConfigError: it holds one.
+        ConfigError: the folder holds a sweep.
     """
     if (folder / SWEEP).exists():
         raise ConfigError(
-            "this folder holds a sweep, and no run",
+            "this folder holds a sweep and not a run",
             where=f"output_dir: {folder}",
             hint="experiment_name=NAME, or another output_dir, for the run",
         )
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written. The file that tries it has no name and leaves no trace.
+    """Refuse a folder that cannot be written; found out by a temporary file, which leaves no trace.
 
     Raises:
-        ConfigError: read-only, full, or not a folder; or a folder has the name of a file of the run.
+        ConfigError: the folder is read-only, full, or not a folder; or a folder in it has the name of a file of a run.
     """
     if in_the_way := [name for name in OF_A_RUN if Path(name).suffix and (folder / name).is_dir()]:
         raise ConfigError(
@@ -197,9 +197,9 @@ def lengths_of(rows: TrainingRows) -> list[int]:
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
-    """The agents on their base, on the route through it that gives the base's own logits.
+    """The agents on their base, by the route through it that gives the base's own logits.
 
-    With `branch_at` it is the one agent that branches later.
+    With `branch_at` there is one agent, which branches later.
     """
     agent_settings.require_distinct_branches(config)
     config = config_of(config, Members.first(config, 2))
@@ -240,7 +240,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
 
 
 def _described(config: Config, crowd: Crowd) -> Iterator[str]:
-    """The agents in a line, and those with settings of their own in a line each."""
+    """Lines for people: one about all agents, or one for each that has settings of its own."""
     sizes = crowd.agents.sizes
     if not config.agents:
         places = "" if config.agent_layers == "all" else f", agent_layers {as_typed(config.agent_layers)}"

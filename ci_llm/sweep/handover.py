@@ -1,8 +1,7 @@
-"""The checkpoint from which a segment begins: the trials that continue, composed of members of several checkpoints.
+"""The checkpoint from which a segment begins: the trials that continue, taken from several checkpoints.
 
-A member is what a checkpoint numbers. Everything that it has of its own goes with it: with `agent3` go the files
-`agent3/...`, the entries `agent3` of the checkpoint's trees, and the fourth value of each list that has one value per
-member.
+A checkpoint numbers its members. Everything of a member goes with it: for `agent3` the files `agent3/...`, the entries
+`agent3` of the checkpoint's trees, and the fourth value of each list that has one value per member.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ CheckpointMember: TypeAlias = "tuple[Checkpoint, int]"
 
 
 def compose(members: Sequence[CheckpointMember], lists: Collection[str] = ()) -> dict[str, Any]:
-    """The state in which these are all the members, numbered in their order; the rest is the first one's.
+    """A state with these members, numbered in their order; what is not of a member is that of the first checkpoint.
 
     Args:
-        lists: where plain values have one value per member: a key of the state and those below it, joined by dots. One
+        lists: the paths of lists with one value per member: a key of the state and those below it, joined by dots. A
             value that is not a list holds for every member of its checkpoint; an empty list stays empty.
 
     Returns:
@@ -56,7 +55,7 @@ def compose(members: Sequence[CheckpointMember], lists: Collection[str] = ()) ->
 
 
 def _files_of(checkpoint: Checkpoint, number: int, place: int) -> dict[str, Any]:
-    """What a checkpoint holds of one member, under its new number. Bytes are copies of common files."""
+    """The files of one member of a checkpoint, under its new number. Bytes are left out: they copy common files."""
     old, new = f"agent{number}/", f"agent{place}/"
     found = {
         new + key.removeprefix(old): value
@@ -69,10 +68,10 @@ def _files_of(checkpoint: Checkpoint, number: int, place: int) -> dict[str, Any]
 
 
 def _picked(path: str, first: Any, sources: Sequence[tuple[Any, int]], lists: Collection[str]) -> Any:
-    """The value at a path of the new state: of every member its own, and else what the first one has.
+    """The value at a path of the new state: those of the members, and for the rest that of the first checkpoint.
 
     Args:
-        sources: for every member the value at this path, and its number there.
+        sources: for every member the value at this path in its checkpoint, and its number there.
     """
     if path in lists and (first or not isinstance(first, list | tuple)):
         return [value[number] if isinstance(value, list | tuple) else value for value, number in sources]
@@ -98,7 +97,7 @@ def _require_one_step(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 _SIZES: Final = "parameters_per_agent"
-#: Where a checkpoint of a run has one value per agent, beside what is named after agents.
+#: The paths of lists that have one value per agent, in a checkpoint of a run.
 _PER_AGENT: Final = (
     *(f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}"),
     *("train_state.skipped", "train_state.healing.agents", "train_state.validation.agents"),
@@ -107,14 +106,14 @@ _FROM_A_RUN: Final = frozenset({"README.md"})
 
 
 def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) -> Path:
-    """Commit the first checkpoint of a segment, unless it is there.
+    """Commit the first checkpoint of a segment, unless it exists.
 
-    Weights, moments and recovery state of every trial are the bits that its last segment has left.
+    Weights, moments and recovery state of every trial are, bit by bit, those at the end of its last segment.
 
     Args:
         sources: for every trial the folder of its last segment, and its number there.
         config: the configuration of the segment that begins; its folder gets the checkpoint.
-        step: after which the trials stand.
+        step: the steps that the trials have taken.
 
     Returns:
         the checkpoint.
@@ -149,7 +148,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
 
 
 def _last(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint with which a segment has ended; it is there twice, and one of the two may be damaged."""
+    """The checkpoint with which a segment has ended. There are two of it, so that one may be damaged."""
     opened = CheckpointStore(folder).open_newest(heal=False)
     if opened is None or opened.manifest.step != step:
         raise CheckpointError(
@@ -168,7 +167,7 @@ def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
-    """The position of the new segment. What concerned the packs as a whole stays behind, except a lack of memory."""
+    """The position of the new segment. Of the recovery of whole packs only the measures against memory are kept."""
     state = TrainState.from_dict({**values, "skipped": tuple(values["skipped"])})
     each = [TrainState.from_dict(one.state["train_state"]).recovery for one in checkpoints]
     limits = [recovery.micro_batch_size for recovery in each if recovery.micro_batch_size is not None]

@@ -47,14 +47,14 @@ CAUTIOUS: Final = 4
 def trials_per_pass(
     config: Config, spaces: Mapping[str, Space], wanted: int | str, trials: int, loaded: Loaded, processes: Processes
 ) -> int:
-    """The trials of one pass: those that are asked for, or as many as fit.
+    """The number of trials of one pass: as configured, or as many as fit.
 
     Args:
         wanted: `agents_per_pass`.
         trials: the number of trials in the sweep.
 
     Raises:
-        ConfigError: so many trials as are asked for do not fit.
+        ConfigError: the configured number does not fit.
     """
     fit = _that_fit(config, spaces, loaded, processes)
     if wanted == "auto":
@@ -68,7 +68,7 @@ def trials_per_pass(
 
 def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Processes) -> str:
     """How long a sweep will train, for people."""
-    [rows] = loaded.rows
+    rows = loaded.rows[0]  # common to all trials
     lengths, shape, batch = Lengths.of(sampled([rows])), load_architecture(config.model_name), config.batch_size
     try:
         found = trace_longest(config, shape, processes.device, batch, lengths)
@@ -81,16 +81,15 @@ def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Pr
 
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
-    """How many of the largest trials fit beside the base in memory, as the dry run estimates; None if not known."""
-    [rows] = loaded.rows
-    lengths = Lengths.of(sampled([rows]))
+    """How many of the largest trials fit beside the base in memory, by the estimate of the dry run; None: unknown."""
+    lengths = Lengths.of(sampled(loaded.rows))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
     alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
     try:
         found = trace_longest(alone, shape, processes.device, config.batch_size, lengths)
     except Untraceable:
         return None
-    # Every agent has a copy of the activations, and nothing but the base is shared.
+    # Every agent has activations of its own; only the base is shared.
     return int(USABLE * processes.free_memory() // (found.agents_bytes + found.activation_bytes))
 
 
@@ -136,13 +135,13 @@ _CONFIG: Final = "adapter_config.json"
 
 
 def write_best(sweep: Sweep) -> Path | None:
-    """Make `best/` of the best trial, unless it is there; None if every trial has failed.
+    """Make `best/` of the best trial, unless it exists; None if every trial has failed.
 
     It is a plain PEFT folder with its card, copied bit by bit from the segment that trained the trial.
 
     Raises:
-        DamagedCheckpoint: what the trial's last segment has left is not as it was written.
-        CheckpointError: the disk refuses it.
+        DamagedCheckpoint: the final checkpoint of the trial's last segment is not as it was written.
+        CheckpointError: the disk refuses the folder.
     """
     target, trial = sweep.folder / BEST, sweep.best
     if trial is None or not sweep.has_winner:
@@ -197,7 +196,7 @@ class SweepRunner:
         self._last_act: Callable[[], str | None] = lambda: None  # of the segment; see `Attempt.interrupted`
 
     def plan(self) -> HalvingPlan:
-        """What would be trained."""
+        """The plan of the sweep, for a dry run."""
         processes = meet(self._reading.config, self._launch, self._interrupts)
         try:
             steps, per_pass = self._plan(self._load(processes), processes)
@@ -225,7 +224,7 @@ class SweepRunner:
                 end_at_once(code, sys.exc_info()[1])
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
-        """Hold the folder, keep its status, and train."""
+        """Lease the folder, keep its status, and train."""
         loaded = self._load(processes)
         sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
         processes.require_same_folder(self._folder)
@@ -264,7 +263,7 @@ class SweepRunner:
                 self._say(line)
 
     def _load(self, processes: Processes) -> Loaded:
-        """Base and rows, once keys that say auto are settled; a sweep keeps what it began with. A collective."""
+        """Load base and rows, and settle keys that say auto; a sweep keeps the values it began with. A collective."""
         record = processes.on_main(lambda: read_record(self._folder))
         before = None if record is None else record.config
         config, line = processes.settle_precision(self._reading.config.settled_as(before), before)
@@ -345,7 +344,7 @@ class SweepRunner:
 
 
 def _of_rows(sweep: Sweep, trial: Trial) -> Any:
-    """What each row adds to the score of a trial, in the segment that it was trained in last."""
+    """The score of every row for a trial, in the segment that trained it last."""
     text = (sweep.segment_folder(trial.segment or 0) / "evaluation.json").read_text(encoding="utf-8")
     metric = sweep.standings.plan.metric
     return json.loads(text)["of_rows"]["nll" if metric == "mse" else metric][trial.place]
@@ -362,7 +361,7 @@ class _Follow:
 
 
 def _begin(store: CheckpointStore, folder: Path, step: int) -> int:
-    """Make the folder this attempt's; returns its number."""
+    """Lease the folder for this attempt; returns the number of the attempt."""
     number = store.acquire_lease()
     keep_status(folder)
     record_attempt(folder, number, step, place_of_attempt())

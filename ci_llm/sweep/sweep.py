@@ -1,13 +1,13 @@
-"""A sweep as ask and tell: it says what trains next, is told what came of it, and keeps its state in sweep.json.
+"""A sweep as ask and tell: it says which trials train next, takes their scores, and keeps its state in sweep.json.
 
     sweep = Sweep("configs.yaml", learning_rate="log(5e-4,1.6e-2)", trials=16, output_dir="rates")
     while pack := sweep.ask():
         result = ci_llm.train(pack.config)
         sweep.tell(pack, pack.scores(result.metrics))
 
-A pack is an ordinary run: whoever trains it, with whatever callbacks, may be interrupted and resumed. sweep.json is
-written durably before a segment begins and after its trials were scored, so that a process that is killed at any moment
-finds the same trials in its next call. Only plain JSON is in it, for people and for programs: NaN scores are null.
+A pack is an ordinary run: its training may have callbacks, and may be interrupted and resumed. sweep.json is written
+durably before a segment begins and after its trials were scored, so that the call after a kill at any moment finds the
+same trials. It is plain JSON, for people and for programs; NaN scores are null.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True)
 class Record:
-    """What sweep.json holds.
+    """The contents of sweep.json.
 
     Attributes:
-        spaces: plain values that tell one space from another.
-        keys: those of `SweepKeys`, as decided.
-        config: what all trials share.
+        spaces: the spaces as plain values.
+        keys: the keys of the sweep, with values in place of auto.
+        config: the settings that all trials share.
         is_complete: whether nothing is left to train.
     """
 
@@ -79,7 +79,7 @@ def write_record(folder: Path, record: Record, staging: Path | None = None) -> N
     """Replace sweep.json, durably.
 
     Raises:
-        CheckpointError: the disk refuses it.
+        CheckpointError: the disk refuses the file.
     """
     try:
         write_bytes(folder / SWEEP, record.to_json(), staging=staging)
@@ -145,14 +145,14 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
         if value != before and key != "agents_per_pass":
             odd.append(f"{key} was {before}, is {value}")
     changes = record.config.diff(reading.config.settled_as(record.config))
-    # The record has what was chosen for auto.
+    # The record has values where the call may say auto.
     changes = [each for each in changes if each.kind != "free" and each.new != AUTO]
     odd += [f"{each.key} was {each.old}, is {each.new}" for each in changes]
     if odd:
         raise BadInput(
             f"the sweep in this folder is another one: {'; '.join(odd)}",
             where=str(folder),
-            hint="experiment_name=NAME begins a new sweep beside it; the old values go on with this one",
+            hint="experiment_name=NAME begins a new sweep beside it; the old values continue this one",
         )
 
 
@@ -160,7 +160,7 @@ def _space_of(spaces: Mapping[str, Any], key: str) -> str:
     return json.dumps(spaces[key]) if key in spaces else "none"
 
 
-#: The settings that give an adapter its shape: neighbours of one shape share their products.
+#: The settings that decide the shape of an adapter: neighbours of the same shape share their matrix products.
 _SHAPE: Final = (*SHAPE_KEYS, "lora_dropout")
 
 
@@ -170,9 +170,9 @@ class Pack:
 
     Attributes:
         number: the number of the segment, 1, 2, ...
-        rung: the one at whose end the trials are scored, from 0 on.
+        rung: the rung at whose end the trials are scored, counted from 0.
         trials: trial k is agent k of the run.
-        config: the configuration of the run that trains them. Its end is the end of the rung.
+        config: the configuration of the run that trains them, to the end of the rung.
     """
 
     number: int
@@ -182,7 +182,7 @@ class Pack:
     metric: str
 
     def scores(self, evaluation: Mapping[str, Any]) -> list[float]:
-        """The score of every trial, from an `evaluation.json`; NaN for one that was dropped from the run."""
+        """The score of every trial, from an `evaluation.json`; NaN for a trial that was dropped from the run."""
         dropped = evaluation.get("dropped", ())
         scores = figures(evaluation, self.metric)["agents"]
         return [math.nan if k in dropped or score is None else score for k, score in enumerate(scores)]
@@ -218,7 +218,7 @@ class Sweep:
 
         Args:
             on_main: runs its argument on the main process and gives every process the result.
-            plan: returns the steps of a whole run and the trials per pass; asked once in the life of a sweep.
+            plan: returns the steps of a whole run and the trials per pass; called only for a new sweep.
         """
         sweep = cls.__new__(cls)
         sweep._open(reading, on_main, plan)
@@ -251,7 +251,7 @@ class Sweep:
 
     @property
     def config(self) -> Config:
-        """What all trials share."""
+        """The settings that all trials share."""
         return self._reading.config
 
     @property
@@ -266,7 +266,7 @@ class Sweep:
 
     @property
     def has_winner(self) -> bool:
-        """Whether any trial has a score."""
+        """Whether any trial has a score that is a number."""
         return self.best is not None and not self.best.failed
 
     def require_winner(self) -> None:
@@ -283,9 +283,9 @@ class Sweep:
             )
 
     def ask(self) -> Pack | None:
-        """What trains next, with the checkpoint that it begins from; None at the end. A collective.
+        """The pack that trains next, with its first checkpoint in place; None at the end. A collective.
 
-        The answer stays the same until `tell`, in this process and in any later one.
+        The answer stays the same until `tell`, in this process and in later ones.
 
         Raises:
             CheckpointError: the disk refuses the record or the checkpoint, or a checkpoint of trials is damaged.
@@ -298,10 +298,10 @@ class Sweep:
         return Pack(segment.number, segment.rung, trials, self._config_of(segment), self.standings.plan.metric)
 
     def tell(self, pack: Pack, scores: Sequence[float]) -> None:
-        """Record what came of a pack: for every trial its `metric`, or NaN if it failed. A collective.
+        """Record the scores of a pack: for every trial its `metric`, or NaN if it failed. A collective.
 
         Raises:
-            BadInput: the pack is not the one that was asked for, or has another number of trials.
+            BadInput: the pack is not the one that `ask` returned last, or has another number of trials.
         """
         segment = self.standings.open_segment
         if segment is None or (segment.number, len(segment.trials)) != (pack.number, len(scores)):
@@ -310,16 +310,11 @@ class Sweep:
                 where="Sweep.tell",
                 hint="tell what ask() returned last, with one score for each of its trials",
             )
-        found = {
-            id: (math.nan if not math.isfinite(score) else float(score), place)
-            for place, (id, score) in enumerate(zip(segment.trials, scores, strict=True))
-        }
-        trials = [
-            replace(trial, scores=(*trial.scores, found[trial.id][0]), segment=segment.number, place=found[trial.id][1])
-            if trial.id in found
-            else trial
-            for trial in self.standings.trials
-        ]
+        trials = [*self.standings.trials]
+        for place, (id, score) in enumerate(zip(segment.trials, scores, strict=True)):
+            known = float(score) if math.isfinite(score) else math.nan
+            scored = (*trials[id].scores, known)
+            trials[id] = replace(trials[id], scores=scored, segment=segment.number, place=place)
         segments = [replace(each, is_over=True) if each == segment else each for each in self.standings.segments]
         self._record = self._with(trials, segments)
         self._on_main(self._write)
@@ -332,7 +327,7 @@ class Sweep:
         write_record(self.folder, self._record, self.staging())
 
     def _advance(self) -> Record:
-        """On the main process: the record with an open segment whose first checkpoint is there, or a complete one."""
+        """On the main process: the record with an open segment whose first checkpoint exists, or a complete record."""
         if self._record.standings.open_segment is None and not self._record.is_complete:
             make_folders(self.folder)
             self._record = self._opened()
@@ -342,7 +337,7 @@ class Sweep:
         return self._record
 
     def _opened(self) -> Record:
-        """The record with the segment that follows; or complete."""
+        """The record with the next segment; or complete, if there is none."""
         standings = self.standings
         trials, following = [*standings.trials], standings.next()
         if following is not None and following.new:
@@ -367,7 +362,7 @@ class Sweep:
         return replace(self._record, standings=standings)
 
     def _prepare(self, segment: Segment) -> None:
-        """Put in place what the run of a segment finds in its folder."""
+        """Write what the run of a segment finds in its folder: requests of the supervisor, its first checkpoint."""
         from ci_llm.sweep.handover import hand_over  # here, because it loads torch
 
         config = self._config_of(segment)
@@ -381,7 +376,7 @@ class Sweep:
             hand_over(sources, config, self.standings.plan.first_step(segment.rung))
 
     def _config_of(self, segment: Segment) -> Config:
-        """The run of a segment: its trials are the agents, each with the common seed, as it would be alone."""
+        """The configuration of a segment: its trials are the agents, with the common seed, as each would be alone."""
         shared, plan = self._reading.config, self.standings.plan
         folder = self.segment_folder(segment.number)
         trials = [self.standings.trials[id] for id in segment.trials]
@@ -402,7 +397,7 @@ class Sweep:
 
 
 def plan_of(reading: SweepReading, steps: int, per_pass: int) -> HalvingPlan:
-    """The plan of a sweep whose longest trial takes `steps`, and a pass so many trials."""
+    """The plan of a sweep whose longest trial takes `steps`, with `per_pass` trials in a pass."""
     keys, warmup = reading.keys, reading.warmup_steps(steps)
     return HalvingPlan.of(steps, keys.rungs, keys.trials or 1, per_pass, keys.keep, keys.metric, warmup)
 
@@ -418,13 +413,13 @@ def known_record(reading: SweepReading) -> Record | None:
     if record is not None:
         require_same_sweep(record, reading, folder)
     elif (folder / BEGINNING).exists():
-        what = "this folder holds a run, and no sweep"
+        what = "this folder holds a run and not a sweep"
         raise BadInput(what, where=str(folder), hint="experiment_name=NAME, or another output_dir, for the sweep")
     return record
 
 
 def _default_plan(reading: SweepReading) -> Callable[[], tuple[int, int]]:
-    """Steps and trials per pass without a look at data and memory."""
+    """Steps and trials per pass, by the keys alone."""
     steps, per_pass = reading.config.max_train_steps, reading.keys.agents_per_pass
     if steps is None:
         raise BadInput(

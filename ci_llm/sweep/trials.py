@@ -1,9 +1,9 @@
-"""The trials of a sweep: which settings they get, which of them train next, and how all stand.
+"""The trials of a sweep: their settings, which of them train next, and their ranking.
 
-All of it is computed by pure functions of plain values (the spaces, the seed, the trials so far), so that a sweep can
-be resumed. Successive halving decides who trains: rung r ends at step `steps[r]`. All trials that begin are scored at
-the first rung, the best share continues to the next one, and so on to the last step. A segment is a pack of trials that
-train together from one rung to the next.
+Everything is a pure function of plain values (the spaces, the seed, the trials so far), so that a sweep can be resumed.
+Successive halving decides who trains: rung r ends at step `steps[r]`. All new trials are scored at the end of the first
+rung, the best share of them continues to the end of the next rung, and so on to the last step. A segment is a pack of
+trials that train together from one rung to the next.
 
 Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.
 """
@@ -15,7 +15,7 @@ import math
 import random
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Literal
@@ -34,8 +34,8 @@ class Trial:
 
     Attributes:
         id: 0, 1, ... in the order in which trials begin.
-        scores: after each rung that it has reached; NaN is the last one of a trial that failed.
-        segment, place: the number of the segment that it was trained in last, and which agent it was there.
+        scores: the score after each rung that it has reached; the last one is NaN if the trial failed.
+        segment, place: the number of the segment that trained it last, and the number of its agent there.
     """
 
     id: int
@@ -46,12 +46,12 @@ class Trial:
 
     @property
     def failed(self) -> bool:
-        """Whether it gave no number at its last rung."""
+        """Whether its last score is not a number."""
         return bool(self.scores) and math.isnan(self.scores[-1])
 
     @property
     def score(self) -> float | None:
-        """The one at the last rung that it has reached."""
+        """The score at the last rung that it has reached; None before the first."""
         return self.scores[-1] if self.scores else None
 
 
@@ -61,9 +61,9 @@ class Segment:
 
     Attributes:
         number: 1, 2, ... in the order in which segments are trained.
-        rung: the one at whose end the trials are scored.
-        trials: their ids; the first one is agent 0.
-        is_over: whether they were scored.
+        rung: the rung at whose end the trials are scored.
+        trials: the ids of the trials; the first one is agent 0.
+        is_over: whether the trials were scored.
     """
 
     number: int
@@ -74,13 +74,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class HalvingPlan:
-    """What is decided at the beginning of a sweep.
+    """The plan that is made at the beginning of a sweep.
 
     Attributes:
         steps: the last step of every rung, ascending.
-        trials: that shall be scored at the first rung.
-        per_pass: trials of a segment at most.
-        keep: share of the trials that continues after a rung.
+        trials: how many trials shall be scored at the first rung.
+        per_pass: the most trials of a segment.
+        keep: the share of the trials that continues after a rung.
         metric: see `METRICS`.
     """
 
@@ -97,7 +97,7 @@ class HalvingPlan:
         """The plan of a sweep whose last trial takes `total_steps`: each rung ends at the share `keep` of the next.
 
         Args:
-            warmup: steps in which learning rates rise. No rung ends before: scores tell little there.
+            warmup: steps in which learning rates rise. No rung ends among them, because scores tell little there.
         """
         least = min(max(warmup, 2) if warmup else 0, total_steps)  # the rate of the first step of a warm-up is 0
         ends = [max(least, math.ceil(round(total_steps * keep**n, 6))) for n in reversed(range(rungs))]
@@ -132,7 +132,7 @@ class HalvingPlan:
 
 @dataclass(frozen=True)
 class Next:
-    """What comes next: trials that continue, or `new` trials to begin."""
+    """The trials of the next segment: some that continue, or `new` ones."""
 
     rung: int
     going_on: tuple[int, ...] = ()
@@ -141,14 +141,14 @@ class Next:
 
 @dataclass(frozen=True)
 class Standings:
-    """Everything that is known of the trials of a plan; moved by new values, never in place."""
+    """A plan, and its trials and segments so far."""
 
     plan: HalvingPlan
     trials: tuple[Trial, ...] = ()
-    segments: tuple[Segment, ...] = field(default=())
+    segments: tuple[Segment, ...] = ()
 
     def ranked(self, rung: int) -> list[Trial]:
-        """The trials with a score at the end of a rung, the best first; of equal ones the older first."""
+        """The trials with a score at the end of a rung, the best first; with equal scores the older first."""
         scored = [t for t in self.trials if len(t.scores) > rung and not math.isnan(t.scores[rung])]
         sign = -1 if METRICS[self.plan.metric].greater else 1
         return sorted(scored, key=lambda trial: (sign * trial.scores[rung], trial.id))
@@ -156,36 +156,38 @@ class Standings:
     def entrants(self, rung: int) -> list[Trial]:
         """The trials that train to the end of a rung above the first.
 
-        One that fails leaves its places at all rungs to the next best ones, so that a trial completes if any can.
+        The next best trial takes the place of one that fails, at all rungs, so that a trial completes if any can.
         """
         able = [trial for trial in self.ranked(rung - 1) if not trial.failed]
         return able[: self.plan.places(rung)]
 
     def next(self, *, exhausted: bool = False) -> Next | None:
-        """What follows when no segment is open; None: the sweep is complete.
+        """The trials of the next segment, when none is open; None: the sweep is complete.
 
         Args:
-            exhausted: no new trial is left to begin.
+            exhausted: whether the spaces have no new settings left.
         """
         plan = self.plan
         missing = plan.trials - len(self.ranked(0))
-        # Failed trials are replaced, but not without an end: a space may hold nothing that trains.
-        if not exhausted and missing > 0 and (room := 2 * plan.trials - len(self.trials)) > 0:
+        # Failed trials are replaced, but not for ever: a space may hold no settings that train.
+        room = 2 * plan.trials - len(self.trials)
+        if not exhausted and missing > 0 and room > 0:
             return Next(0, new=min(missing, room, plan.per_pass))
         for rung in range(1, len(plan.steps)):
-            if waiting := [trial.id for trial in self.entrants(rung) if len(trial.scores) == rung]:
+            waiting = [trial.id for trial in self.entrants(rung) if len(trial.scores) == rung]
+            if waiting:
                 return Next(rung, going_on=tuple(waiting[: plan.per_pass]))
         return None
 
     def boundary(self, rung: int) -> tuple[Trial, Trial] | None:
-        """The last trial that continues after a rung, and the first that does not; at the last rung the best two."""
+        """The last trial that continues after a rung, and the first that does not; at the last rung the two best."""
         ranked, is_last = self.ranked(rung), rung + 1 == len(self.plan.steps)
         going_on = 1 if is_last else self.plan.places(rung + 1)
         return (ranked[going_on - 1], ranked[going_on]) if len(ranked) > going_on else None
 
     @property
     def open_segment(self) -> Segment | None:
-        """The segment whose trials are not scored yet."""
+        """The segment whose trials are not scored yet, if there is one."""
         return next((segment for segment in self.segments if not segment.is_over), None)
 
     @property
@@ -195,12 +197,12 @@ class Standings:
 
     @property
     def leaderboard(self) -> list[Trial]:
-        """All scored trials: those of higher rungs first, within a rung the best first, and failed ones last."""
+        """All scored trials: higher rungs first, within a rung the best first, and failed trials last."""
         scored = [trial for trial in self.trials if trial.scores]
         return sorted(scored, key=lambda trial: place_of_trial(trial.id, trial.scores, self.plan.metric))
 
     def status(self, trial: Trial) -> Status:
-        """Where a trial stands."""
+        """The status of a trial."""
         if trial.failed:
             return "failed"
         rung = len(trial.scores)
@@ -218,7 +220,7 @@ def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Seq
     """A line for people at the end of a rung: whether its rows tell the trials at its boundary apart.
 
     Args:
-        rows: for each of the two trials what every row adds to its score.
+        rows: for each of the two trials the score of every row.
 
     Raises:
         ValueError: the trials were scored on different numbers of rows.
@@ -249,8 +251,8 @@ def new_settings(
     Args:
         sampler: grid, random or tpe.
         seed: the seed of the sweep.
-        trials: all that have begun, in order.
-        metric: that their scores are measured by.
+        trials: all trials that have begun, in order.
+        metric: the metric of their scores.
     """
     if sampler == "grid":
         return list(itertools.islice(_grid(spaces), len(trials), len(trials) + count))
@@ -281,15 +283,15 @@ def _drawn(space: Space, share: float) -> Any:
 
 
 def _tpe(spaces: Mapping[str, Space], seed: int, trials: Sequence[Trial], metric: str) -> Iterator[Settings]:
-    """Optuna's ask and tell: every trial so far is told by its score at the first rung, which all have reached.
+    """Settings by Optuna's TPE, which is told the score of every trial at the first rung, which all have reached.
 
-    The study is made again in every call, from plain values, and its seed follows from their number.
+    Every call makes the study again, from plain values; its seed depends on their number.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     greater = METRICS[metric].greater
-    # Listed values go in by their number: Optuna takes plain ones only, and ours may be lists of names.
+    # A listed value is given by its number: Optuna takes plain values only, and ours may be lists of names.
     distributions = {key: _distribution(optuna, space) for key, space in spaces.items()}
     study = optuna.create_study(
         direction="maximize" if greater else "minimize",

@@ -12,7 +12,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, last_status
-from ci_llm.run.step.members import CrowdRequest, Decision, decide, is_waiting, read_waiting
+from ci_llm.run.step.members import decide, is_waiting, read_waiting
 from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
@@ -40,8 +40,7 @@ def answering(run: Path, refused: str | None) -> threading.Thread:
         while not is_waiting(run):
             waited.wait(0.01)
         (asked,) = read_waiting(run)
-        assert isinstance(asked, CrowdRequest)
-        decide(run, [Decision(asked.id, 4, asked.verb, asked.agent, asked.own, refused)])
+        decide(run, [replace(asked, step=4, refused=refused)])
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
@@ -70,7 +69,7 @@ def test_a_run_that_does_not_train_finds_the_request_when_it_goes_on(
     assert main(["agents", "clone", str(run), "0", "lr=1e-3", "name=slow"]) == 0
     assert "after its first step, once it goes on" in capsys.readouterr().out
     (asked,) = read_waiting(run)
-    assert isinstance(asked, CrowdRequest)
+    assert asked.refused is None
     assert (asked.verb, asked.agent, asked.own) == ("clone", 0, {"name": "slow", "learning_rate": 1e-3})
 
 

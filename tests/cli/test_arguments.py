@@ -30,6 +30,7 @@ def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
     ("words", "hint"),
     [
         (["generate", "run", "hi", "--tokens"], "add --json"),
+        (["export", "run", "--to", "a", "--weights", "1,x"], "'1,x' is not a list of numbers, such as 0.5,0.5"),
     ],
 )
 def test_a_slip_is_answered_with_the_way(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,9 @@ def test_seed_draws_and_takes_back(
             talk.command(bad)
 
 
-@pytest.mark.parametrize(("line", "what"), [("/nope", "there is no command /nope"), ("/reset now", "takes nothing")])
+@pytest.mark.parametrize(
+    ("line", "what"), [("/nope", "there is no command /nope"), ("/reset now", "takes no argument")]
+)
 def test_a_bad_command_is_refused(crowd: Crowd, line: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Conversation(crowd, SHORT, ()).command(line)

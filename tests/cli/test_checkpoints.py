@@ -146,7 +146,9 @@ def test_verify_overlooks_no_final_checkpoint_and_no_lost_manifest(
 def test_of_a_file_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoint_step_4" / "rng.json").unlink()
     assert verb("verify", run / "checkpoint_step_4") == 1
-    assert "missing: rng.json" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "missing: rng.json" in told.err
+    assert told.out == "", "not even an empty line"
 
 
 def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(

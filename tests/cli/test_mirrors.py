@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ci_llm.cli import asking
 from ci_llm.cli.main import main
 from tests.checkpoints.test_store import flip
 from tests.cli.test_checkpoints import make_run, verb
@@ -70,6 +71,22 @@ def test_a_run_whose_steps_are_in_its_mirror_only_has_something_to_continue(
     for mirror in ([], [f"mirror={url}_of_nothing"]):
         assert main([*words, *mirror]) == 2
         assert "there is no checkpoint to continue from" in capsys.readouterr().err
+
+
+def test_writers_and_rewards_may_both_be_in_a_mirror(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+
+    def noted(path: str, base_model: str | None) -> tuple[SimpleNamespace, list[str]]:
+        opened.append(path)
+        return SimpleNamespace(reads_pairs=False), []
+
+    monkeypatch.setattr(asking, "open_run", noted)
+    assert main(["generate", url, "a", "--best-of", "2", "--reward", url]) == 2
+    assert "give no rewards" in capsys.readouterr().err
+    assert [Path(path).name for path in opened] == ["final_checkpoint"] * 2
+    assert all(Path(path).is_dir() for path in opened)
 
 
 def test_push_heals_what_is_damaged_there(

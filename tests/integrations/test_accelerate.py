@@ -222,7 +222,7 @@ def test_another_model_is_sent_to_the_manager() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.free_memory()
     accelerator.prepare(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"Linear is no Crowd") as refused:
+    with pytest.raises(ConfigError, match=r"Linear is not a Crowd") as refused:
         register_hooks(accelerator)
     assert "ci_llm.CheckpointManager" in str(refused.value)
 

@@ -113,9 +113,9 @@ def fit(
     return trainer
 
 
-def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
+def test_a_training_that_would_begin_again_is_refused(tmp_path: Path) -> None:
     fit(tmp_path)
-    with pytest.raises(ConfigError, match="would not go on from its newest checkpoint"):
+    with pytest.raises(ConfigError, match="would not resume from its newest checkpoint"):
         fit(tmp_path, resume=False, max_steps=8)
 
 

@@ -117,7 +117,7 @@ def trainer(
 
 
 @pytest.mark.slow
-def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
+def test_a_training_that_would_begin_again_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"trainer\.train\(resume_from_checkpoint=checkpoints\.resume\(trainer\)\)"):
         trainer(tmp_path, [checkpoints]).train()
@@ -125,7 +125,7 @@ def test_a_training_that_would_begin_anew_is_refused(tmp_path: Path) -> None:
     first.train(resume_from_checkpoint=checkpoints.resume(first))
     second = trainer(tmp_path, [checkpoints])
     checkpoints.resume(second)
-    with pytest.raises(ConfigError, match="would not go on from its newest checkpoint"):
+    with pytest.raises(ConfigError, match="would not resume from its newest checkpoint"):
         second.train()
 
 

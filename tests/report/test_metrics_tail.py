@@ -1,4 +1,4 @@
-"""metrics.jsonl is read as it grows: only what is new, whole lines only, and anew where a run has cut it back."""
+"""metrics.jsonl is read as it grows: only new lines, whole lines only, and all again after a run has cut it back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_lines_that_are_no_records_are_passed_over(path: Path) -> None:
     assert steps(MetricsTail(path)) == [3]
 
 
-def test_a_resume_that_cuts_the_file_back_begins_it_anew(path: Path) -> None:
+def test_a_resume_that_cuts_the_file_back_begins_it_again(path: Path) -> None:
     append(path, "".join(map(line, (1, 2, 3, 4))))
     tail = MetricsTail(path)
     assert steps(tail) == [1, 2, 3, 4]
@@ -72,7 +72,7 @@ def test_a_resume_that_cuts_the_file_back_begins_it_anew(path: Path) -> None:
     assert [point.attempt for point in tail.points] == [1, 1, 2, 2, 2, 2]
 
 
-def test_a_file_that_is_cut_in_its_place_begins_anew(path: Path) -> None:
+def test_a_file_that_is_cut_in_its_place_begins_again(path: Path) -> None:
     append(path, line(1) + line(2))
     tail = MetricsTail(path)
     tail.look()

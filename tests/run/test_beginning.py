@@ -216,7 +216,7 @@ def test_restart_from_goes_back_once_and_newer_steps_are_superseded(run: Folder)
     ]
     assert run.went_on("restart_from=2") == "run/checkpoint_step_3"  # a queue, a supervisor
     assert run.went_on() == "run/checkpoint_step_3"
-    assert run.went_on("restart_from=2") == "run/checkpoint_step_2"  # said anew
+    assert run.went_on("restart_from=2") == "run/checkpoint_step_2"  # given again
 
 
 def test_restart_from_a_path_begins_another_line(source: Folder, run: Folder) -> None:

@@ -225,7 +225,7 @@ def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> Non
     assert (record["step"], record["best"]["crowd"]["step"]) == (LAST, BEST)
 
 
-def test_another_metric_begins_anew(trials: Trials) -> None:
+def test_another_metric_begins_again(trials: Trials) -> None:
     folder = trials.new_folder()
     assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
     assert spoilt(trials, folder, metric_for_best_model="exact_match", early_stopping_patience=100) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core import numerics
@@ -30,7 +32,9 @@ from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
+from ci_llm.logs.run_log import RunLog
 from ci_llm.run import job, loop
+from ci_llm.run.end.mirroring import RunMirror
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -168,7 +172,7 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [([], ["optimizer=ivon", "learning_rate=1"]), (["optimizer=ivon"], [])])
-def test_with_another_optimizer_the_moments_begin_anew(
+def test_with_another_optimizer_the_moments_begin_again(
     before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is refused, unless that is wanted."""
@@ -204,7 +208,7 @@ def test_the_second_call_tries_a_push_again_that_failed(
 def test_a_push_that_is_broken_off_costs_no_second_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a job ends before its upload does, each attempt would have evaluated anew."""
+    """Where a job ends before its upload does, each attempt would have evaluated again."""
 
     def broken_off(*_: object) -> None:
         raise KeyboardInterrupt
@@ -221,13 +225,32 @@ def test_a_push_that_is_broken_off_costs_no_second_evaluation(
     assert "hub       https://there" in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [(RunLog, "finish_trackers"), (RunMirror, "end")])
+def test_a_call_that_is_broken_off_at_its_very_end_gives_folder_and_log_back(
+    last: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook the process lives on after a second Ctrl-C, and its next call takes the folder."""
+
+    def broken_off(*_: object) -> None:
+        monkeypatch.undo()  # once
+        raise KeyboardInterrupt
+
+    handlers = logging.getLogger("ci_llm").handlers[:]
+    monkeypatch.setattr(*last, broken_off)
+    assert train(tmp_path, "max_train_steps=1") == 130
+    with CheckpointManager(tmp_path, writer_timeout=60.0) as manager:
+        manager.acquire_lease()
+    assert logging.getLogger("ci_llm").handlers == handlers
+
+
 def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sweep.json").write_text("{}")
     for words in ([], ["overwrite_output_dir=true"]):
         assert train(tmp_path, *words) == 2
-        assert "this folder holds a sweep, and no run" in capsys.readouterr().err
+        assert "this folder holds a sweep and not a run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
 
 

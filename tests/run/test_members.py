@@ -26,8 +26,6 @@ from ci_llm.run.step import members as crowd_requests
 from ci_llm.run.step.members import (
     FOLDER,
     CrowdChange,
-    CrowdRequest,
-    Decision,
     Members,
     RecordFailure,
     ask,
@@ -215,9 +213,9 @@ def test_the_state_of_a_run_carries_its_members_through_a_checkpoint() -> None:
     assert state.skipped == (1, 3, 4, 1)
     assert state.validation == Validation(step=2)  # the best step is one of the present crowd
     again = replace(state, validation=state.validation.after(9, 0.7, [0.8] * 4))
-    assert again.said_of_best == "; best of this crowd", "it is worse than what was best before the change"
-    assert TrainState(step=2, validation=best).said_of_best == "; best yet"
-    assert TrainState(step=3, validation=best).said_of_best == ""
+    assert again.best_note == "; best of this crowd", "it is worse than what was best before the change"
+    assert TrainState(step=2, validation=best).best_note == "; best yet"
+    assert TrainState(step=3, validation=best).best_note == ""
     known = load_json(dump_json(state.to_dict()))
     assert isinstance(known, dict)
     assert TrainState.from_dict(known) == state
@@ -232,8 +230,7 @@ def test_a_request_is_decided_once_and_stays_on_record(tmp_path: Path) -> None:
     asked = ask(tmp_path, "clone", 2, {"learning_rate": 1e-3})
     assert is_waiting(tmp_path)
     assert read_waiting(tmp_path) == [asked]
-    decision = Decision(asked.id, 7, asked.verb, asked.agent, asked.own)
-    decide(tmp_path, [decision])
+    decide(tmp_path, [replace(asked, step=7)])
     assert not is_waiting(tmp_path)
     assert [each.change for each in read_record(tmp_path)] == [CrowdChange(7, "clone", 2, {"learning_rate": 1e-3})]
     (tmp_path / FOLDER / f"{asked.id}.json").write_text('{"verb": "clone", "agent": 2}')  # a kill before it was removed
@@ -261,7 +258,6 @@ def test_a_file_that_is_no_request_is_refused(tmp_path: Path, content: str, says
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "odd.json").write_text(content)
     (found,) = read_waiting(tmp_path)
-    assert isinstance(found, Decision)
     assert found.refused is not None
     assert says in found.refused
     decide(tmp_path, [found])
@@ -303,7 +299,7 @@ def test_a_request_holds_only_what_is_checked_again(tmp_path: Path) -> None:
     asked = ask(tmp_path, "clone", 0, {"name": "x", "num_warmup_steps": None})
     written = json.loads((tmp_path / FOLDER / f"{asked.id}.json").read_text())
     assert written == {"verb": "clone", "agent": 0, "own": {"name": "x", "num_warmup_steps": None}}
-    assert isinstance(read_waiting(tmp_path)[0], CrowdRequest)
+    assert [each.refused for each in read_waiting(tmp_path)] == [None]
     with pytest.raises(ConfigError, match="learning_rate is"):
         settings_of_clone(entries_of({"learning_rate": -1.0}, "here"))
 

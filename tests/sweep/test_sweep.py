@@ -311,7 +311,7 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     (folder / "run").mkdir()
     (folder / "run/beginning.json").write_text("{}")
     assert call(server, folder, arguments=[*dry, *words()]) == [2]
-    assert "this folder holds a run, and no sweep" in (folder / "log").read_text()
+    assert "this folder holds a run and not a sweep" in (folder / "log").read_text()
     assert not (folder / LOADED).exists()
 
 
@@ -356,7 +356,7 @@ def test_random_trials_of_other_shapes_and_their_curves(server: ForkServer, new_
         "sampler": "tpe",
         "report_to": "tensorboard",
         "eval_steps": 2,
-        "num_workers": 1,  # forked anew for every segment
+        "num_workers": 1,  # forked again for every segment
         "mixed_precision": "auto",
         "model_dtype": "auto",
     }

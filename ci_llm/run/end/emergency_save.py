@@ -1,14 +1,14 @@
-"""An emergency save commits the last step boundary while a step that is longer than the grace is still computed.
+"""The emergency save: it commits the last step boundary while a step that is longer than the grace is still computed.
 
-Between two moves of the optimizer, the live weights and moments are those of the last boundary. So when the process
-will be killed before the step under way can be expected to end, a thread holds the optimizer back, commits the boundary
-from the live tensors, and ends the process, whatever its main thread is doing. The main process decides. The other
-processes leave the states of their generators for its checkpoint, and exit after it.
+Between two updates by the optimizer, the live weights and moments are those of the last boundary. If the process will
+probably be killed before the step under way ends, a thread blocks the optimizer, commits the boundary from the live
+tensors, and ends the process, whatever its main thread is doing. The main process decides. The other processes leave
+the states of their generators for its checkpoint, and exit after it.
 
 In an elastic job, a process that has lost a peer in the middle of a step commits the boundary as well. Every process
-holds all agents, so any that is left can do it: the one that has the lease of the folder, or can take it over from the
-dead. Other jobs do not: the generators of the dead are lost, and the same number of processes resumes from the last
-checkpoint bit for bit.
+holds all agents, so any one that is left can do it: the one that has the lease of the folder, or takes it over from a
+dead process. Other jobs do not do this: without the generators of the dead process the checkpoint would not be exact,
+and the same number of processes resumes from the last checkpoint bit for bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STOP_POLL_S: Final = 1.0  # a request to stop wakes the thread at once; this is
 def seconds_left(
     now: float, began: float, killed_at: float, steps_s: Sequence[float], saves_s: Sequence[float]
 ) -> float:
-    """Seconds until the step under way must be given up; 0 or less: now.
+    """Seconds until the step under way must be given up; 0 or less means now.
 
     Args:
         now, began, killed_at: times of one clock; when the step began, and when the process is expected to be killed.
@@ -61,10 +61,10 @@ def seconds_left(
 
 @contextmanager
 def beside_the_step(device: torch.device, moved: torch.cuda.Event | None) -> Iterator[None]:
-    """Let this thread use a GPU beside the step that is given up, and not behind all the work that is queued for it.
+    """Let this thread use a GPU without waiting for the queued work of the step that is given up.
 
     Args:
-        moved: the end of the last move of the optimizer, which is waited for; None on a CPU.
+        moved: the end of the last update by the optimizer, which is waited for; None on a CPU.
     """
     if moved is None:
         yield
@@ -85,7 +85,7 @@ class EmergencySave:
         step: returns the optimizer steps taken.
         save: commits the state of a run after its last boundary, without a collective. It takes the states of the
             generators of every process by index, None where they are not known.
-        send: sends what is saved away from this disk, as far as time allows; only the request to requeue comes later.
+        send: sends the checkpoint to the mirror, as far as time allows; only the request to requeue comes after it.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class EmergencySave:
         self._moving = True
 
     def _mark_device(self) -> torch.cuda.Event | None:
-        """The place in the work of a GPU that is queued so far."""
+        """An event behind the work that is queued on the GPU so far; None on a CPU."""
         device = self._processes.device
         return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -151,7 +151,7 @@ class EmergencySave:
             self._boundary_lock.release()
 
     def _save_without_peers(self) -> None:
-        """Commit the boundary from this process alone. It never hides the error that a peer is gone."""
+        """Commit the boundary from this process alone. It raises nothing, so that the error about the peer is seen."""
         step, own = self._boundary
         generators: list[dict[str, Any] | None] = [None] * self._processes.num_processes
         generators[self._processes.process_index] = own
@@ -163,7 +163,7 @@ class EmergencySave:
                 with beside_the_step(self._processes.device, self._moved):
                     self._save(generators)
                 break
-            except WriterBusy as error:  # of another process of the run, which saves it now, or is dead
+            except WriterBusy as error:  # another process of the run has the lease: it saves the step now, or is dead
                 if time.monotonic() > until:
                     logger.warning(f"step {step} is not saved: {error}")
                     break
@@ -196,7 +196,7 @@ class EmergencySave:
         return began is not None and seconds_left(now, began, killed_at, self._pace.steps_s, self._pace.saves_s) <= 0
 
     def _hold_back(self) -> bool:
-        """Keep the optimizer from moving; False if the run has ended by itself."""
+        """Block the optimizer; False if the run has ended by itself."""
         while not self._boundary_lock.acquire(timeout=_POLL_S):
             if self._over.is_set():
                 return False
@@ -228,7 +228,7 @@ class EmergencySave:
                 self._save(self._all_generators())
 
     def _all_generators(self) -> list[dict[str, Any] | None]:
-        """The generators of every process at the boundary, by index; None where a process has not left them in time."""
+        """The generators of every process at the boundary, by index; None if a process has not left them in time."""
         step, own = self._boundary
         until = time.monotonic() + OTHERS_S
         found: list[dict[str, Any] | None] = [own]
@@ -253,7 +253,7 @@ class EmergencySave:
                     self._exit(reason)
 
     def _why_main_has_left(self) -> str | None:
-        """The reason for which the main process has saved and left; None if it has not."""
+        """The reason for which the main process has saved and left; None if it is still there."""
         try:
             status = read_status(self._config.run_folder)
         except BadInput:

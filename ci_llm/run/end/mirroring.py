@@ -1,6 +1,6 @@
-"""The mirror of one run: it fills an empty disk, follows the checkpoints, and has the last seconds of the grace.
+"""The mirror of one run: it fills an empty disk, follows the checkpoints, and sends the last files within the grace.
 
-It works on the main process only. On the others, and without the key `mirror`, every method does nothing.
+It works on the main process only. On other processes, and without the key `mirror`, its methods do nothing.
 """
 
 from __future__ import annotations
@@ -26,33 +26,26 @@ from ci_llm.run.end.shutdown import expected_kill
 
 logger = logging.getLogger(__name__)
 
-#: What follows beside the checkpoints: what a run leaves for people and for its next attempt.
+#: The files that are sent beside the checkpoints: those for people, and those for the next attempt.
 RUN_FILES: Final = (
-    *(
-        BEGINNING,
-        CROWD_CHANGES,
-        RECOVERY,
-        SKIPPED_BATCHES,
-        "status.json",
-        "training.log",
-        "metrics.jsonl",
-        "loss_log.csv",
-    ),
+    *(BEGINNING, CROWD_CHANGES, RECOVERY, SKIPPED_BATCHES, "status.json", "training.log"),
+    *("metrics.jsonl", "loss_log.csv"),
     *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )
-#: How long a run that nobody kills waits for its mirror, and then, or after a failure, for its last files.
+#: How long a run that nobody kills waits until its mirror has the checkpoints.
 AT_THE_END_S: Final = 600.0
+#: How long a run that is complete or has failed waits until its mirror has the last files.
 LAST_FILES_S: Final = 30.0
 MARGIN_S: Final = 1.0
-#: The request to requeue a SLURM job comes after the last file, and must not come too late.
+#: Time kept for the request to requeue a SLURM job, which comes after the last file.
 REQUEUE_S: Final = 4.0
-#: Of the grace: the status of an interrupted run must be written in any case, even if the store does not answer.
+#: The share of the grace for checkpoints; the rest is for the status, which is written even if the store is silent.
 SHARE_BEFORE_STATUS: Final = 0.6
 
 
 def require_store(config: Config) -> None:
-    """Refuse a mirror whose store this installation cannot speak to, before anything is loaded. Raises BadInput."""
+    """Refuse a mirror whose store this installation cannot use, before anything is loaded. Raises BadInput."""
     if config.mirror is not None:
         open_objects(config.mirror)
 
@@ -61,11 +54,7 @@ class RunMirror:
     """The mirror of one run, if it has one."""
 
     def __init__(
-        self,
-        config: Config,
-        manager: CheckpointManager,
-        processes: Processes,
-        interrupts: Interrupts,
+        self, config: Config, manager: CheckpointManager, processes: Processes, interrupts: Interrupts
     ) -> None:
         self._config, self._manager, self._interrupts = config, manager, interrupts
         self._launch: Launch = processes.launch
@@ -87,7 +76,7 @@ class RunMirror:
         self.on_change(asdict(state))
 
     def fill_disk(self) -> None:
-        """Bring the newest step that verifies onto the disk, if only the mirror has it; before anything is decided.
+        """Copy the newest step that verifies to the disk, if only the mirror has it, before anything is decided.
 
         Raises:
             CheckpointError: the mirror holds another run, or does not answer while the disk is empty.
@@ -95,17 +84,17 @@ class RunMirror:
         if self._mirror is not None:
             self._found = fill(self._mirror.reader, self._manager, RUN_FILES)
 
-    def begin(self, going_on_from: int, attempt: int) -> None:
+    def begin(self, keeps: int, attempt: int) -> None:
         """Claim the mirror for this attempt, whose folder is leased, and send from here on.
 
         Args:
-            going_on_from: newer steps leave the line there; -1: all of them do.
+            keeps: the mirror's checkpoints after this step are superseded; -1: all of them.
 
         Raises:
             WriterBusy: the mirror holds another run, or another attempt has claimed it since `fill_disk`.
         """
         if (mirror := self._mirror) is not None:
-            mirror.begin(going_on_from, attempt, self._found)
+            mirror.begin(keeps, attempt, self._found)
             self._manager.after_save = lambda result: mirror.wake()
             logger.info(f"mirror    {mirror.state.url}")
 
@@ -115,14 +104,14 @@ class RunMirror:
         return frozenset() if self._mirror is None else self._mirror.sending
 
     def metrics(self) -> dict[str, float]:
-        """How far behind it is, for a line of metrics."""
+        """How far the mirror is behind, for a line of metrics."""
         return {} if self._mirror is None else self._mirror.metrics()
 
     def settle(self, stop: str | None) -> None:
-        """Send what the run has saved last, before its status says how it ended.
+        """Send the last checkpoint, before the status says how the run ended.
 
         Args:
-            stop: why it was asked to stop; None if it is complete.
+            stop: why the run was asked to stop; None if it is complete.
         """
         if stop is None:
             self.flush(AT_THE_END_S)
@@ -130,13 +119,13 @@ class RunMirror:
             self.flush_before_kill(SHARE_BEFORE_STATUS)
 
     def flush_before_kill(self, share: float = 1.0) -> None:
-        """Send what the run has saved last, for a share of the time that the process may be expected to live."""
+        """Send the last checkpoint, for a share of the time that is left until the process is killed."""
         margin = MARGIN_S if read_job() is None else MARGIN_S + REQUEUE_S
         killed_at = expected_kill(self._interrupts, self._config.grace_s, self._launch, None)
         self.flush(min(share * (killed_at - margin - time.monotonic()), AT_THE_END_S))
 
     def flush(self, seconds: float) -> None:
-        """Send all that is there, the newest step first, for so many seconds at most."""
+        """Send everything, the newest step first, for at most this many seconds."""
         if self._mirror is None or self._mirror.flush(max(seconds, 0.0)):
             return
         state = self._mirror.state
@@ -146,11 +135,11 @@ class RunMirror:
         )
 
     def end(self, status: str | None, error: BaseException | None) -> None:
-        """The last flush of an attempt, when all its files are written; then the thread ends.
+        """Send the last files of an attempt, and end the thread of the mirror.
 
         Args:
             status: completed or interrupted; None: neither.
-            error: that ended it. If it is a KeyboardInterrupt, nothing waits.
+            error: the error that ended the attempt. After a KeyboardInterrupt nothing is sent.
         """
         if self._mirror is None:
             return

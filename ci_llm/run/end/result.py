@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended; the same on every process. A run that fails is an exception and has none.
+    """How a run ended; the same on every process. A run that fails raises an error and has no result.
 
     A notebook shows it as the report of the run.
 
@@ -71,11 +71,11 @@ class Result:
 
     @property
     def scores(self) -> pd.DataFrame:
-        """The final evaluation, a line for the untrained base, each agent, their mean, their vote and the crowd.
+        """The final evaluation: a line for the untrained base, each agent, their mean, their vote and the crowd.
 
         Columns: `exact_match`, the share of right answers, with the ends `low` and `high` of its 95 % interval; `nll`,
-        nats per token of the reference, or what a row costs heads; `learning_rate`. What was not measured is NaN; no
-        line if it was interrupted.
+        nats per token of the reference, or the loss of a row for heads; `learning_rate`. A number that was not measured
+        is NaN. An interrupted run has no lines.
         """
         import pandas as pd
 
@@ -85,10 +85,10 @@ class Result:
 
     @property
     def history(self) -> pd.DataFrame:
-        """`metrics.jsonl` of all attempts of the run, and the final evaluation: a line per step, a column per number.
+        """`metrics.jsonl` of all attempts, and the final evaluation: a line per step, a column per number.
 
-        Losses and NLL are in nats per token, unless the objective is another one, and `step_time_s` is in seconds. NaN
-        where a step has no such number.
+        Losses and NLL are in nats per token, unless the objective has another unit; `step_time_s` is in seconds. A
+        number that a step does not have is NaN.
         """
         import pandas as pd
 
@@ -99,13 +99,15 @@ class Result:
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """The best evaluation of the crowd: its `step`, the `value`, and the `metric` that it is of, nll in nats per
-        token or exact_match; empty if the run was interrupted, or never evaluated the crowd."""
+        """The best evaluation of the crowd: `step`, `value` and `metric`, which is nll (nats per token) or exact_match.
+
+        Empty if the run was interrupted, or never evaluated the crowd.
+        """
         found = self.metrics.get("best") or {}
         return {**found["crowd"], "metric": found["metric"]} if found.get("crowd") else {}
 
     def plot(self) -> Any:
-        """Draw the training loss and the loss of the crowd on rows that are held out, over the steps.
+        """Draw the training loss, and the loss of the crowd on held-out rows, over the steps.
 
         Returns:
             the axes of Matplotlib.
@@ -152,7 +154,7 @@ def score_table(record: Mapping[str, Any], run: Path | str) -> str:
 
 
 def describe_not_finite(record: Mapping[str, Any]) -> str:
-    """What an `evaluation.json` says against the use of the adapters; empty if every agent has finite scores."""
+    """A warning if an `evaluation.json` has scores that are not finite; else empty."""
     bad = [k for k, loss in enumerate(record["nll"]["agents"]) if loss is None or not math.isfinite(loss)]
     if not bad:
         return ""
@@ -185,15 +187,16 @@ _GOES_ON = (
 )
 
 
-#: The keys that make a run longer which has taken its last step.
+#: The keys that make a run longer that has taken its last step.
 MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
 
 
 def log_next_steps(
     config: Config, launch: Launch, record: Mapping[str, Any], to_go_on: Mapping[str, str | None]
 ) -> None:
-    """Say what to do after a completed run; `record` is its `evaluation.json`, the rest as for `next_steps`."""
-    if warning := describe_not_finite(record):
+    """Log what to do after a completed run; `record` is its `evaluation.json`, for the rest see `next_steps`."""
+    warning = describe_not_finite(record)
+    if warning:
         logger.warning(warning)
         return
     for line in next_steps(config, partial(command_line, launch), to_go_on):
@@ -230,13 +233,16 @@ def next_steps(
     ]
 
 
-#: Keys that say something about the rows of one data set, and nothing about another's.
+#: Keys that are about the rows of one data set, and not about those of another one.
 _ABOUT_OTHER_ROWS: Final = tuple(with_trait("one_data_set"))
 
 
 def _with_own_data(config: Config) -> dict[str, str | None]:
-    """The keys to change for a fresh run on the reader's own rows. The embedded base gives way to another, and with it
-    all that was typed: its learning rate would ruin a larger one."""
+    """The keys to change for a fresh run on the reader's own rows.
+
+    A larger base takes the place of the embedded one. All keys that were typed go, because its learning rate would ruin
+    a larger base.
+    """
     changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
     if config.model_name == "embedded":
         preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
@@ -255,9 +261,9 @@ def write_page(
 ) -> None:
     """Write report.html, as the last act of an attempt. It never fails the run.
 
-    A run that was told to end has a grace. The page is left out when a third of the grace is over: to leave in time is
-    worth more, and `ci-llm report RUN` writes the page later. It is left out between two elastic rounds as well, where
-    the others wait for this process.
+    A run that was told to end writes no page once a third of its grace is over: to end in time is more important, and
+    `ci-llm report RUN` writes the page later. Between two elastic rounds it writes none either, because the others wait
+    for this process.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
@@ -274,8 +280,10 @@ def write_page(
 
 
 def push_result(config: Config, processes: Processes) -> None:
-    """Publish the final checkpoint, as `push_to_hub` asks for, unless it is known to be published. It never fails the
-    run, whose work is done; the next call of a run that is complete tries it again."""
+    """Publish the final checkpoint with `push_to_hub`, unless it is published already.
+
+    It never fails the run, whose work is done; the next call of a complete run tries again.
+    """
     if not (config.push_to_hub and processes.is_main_process):
         return
     from ci_llm.crowd.publishing import is_published, publish

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ _BRIEFLY_S = 3.0  # a process that is about to be killed cannot wait long for an
 
 
 def watch_walltime(config: Config, processes: Processes, pace: Pace, interrupts: Interrupts) -> Walltime:
-    """Turns the end of the job into a request to stop, on the main process; the ballot tells the others."""
+    """Make the end of the job a request to stop, on the main process; the ballot tells the other processes."""
     deadline = _deadline(config, processes.launch, job_end) if processes.is_main_process else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
@@ -57,9 +57,9 @@ def _deadline(config: Config, launch: Launch, end: Callable[[Job], float | None]
 def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:
     """When a run that was asked to stop is expected to be killed, by `time.monotonic()`.
 
-    If the reason is the end of its time: at that end. Else when SLURM says or after `grace_s`, and never later than its
+    If the reason is the end of its time, at that end. Else when SLURM says, or after `grace_s`, but not later than the
     launcher waits. Infinite where nobody kills: a callback has asked, or the `max_runtime` of a call from Python is
-    over. The emergency save would end the interpreter of the caller.
+    over. There an emergency save would end the interpreter of the caller.
     """
     asked_at, reason = interrupts.stop_requested_at or time.monotonic(), interrupts.stop_reason
     own_limit = launch.called_at is not None and deadline is not None and deadline.source == MAX_RUNTIME
@@ -68,13 +68,15 @@ def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadli
     nobody_kills = reason == STOPPED_BY_CALLBACK or (reason == REASON and own_limit)
     job = read_job()
     end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
-    by_slurm = time.monotonic() + end - time.time() if end else asked_at + (math.inf if nobody_kills else grace_s)
-    return by_slurm if nobody_kills else min(by_slurm, asked_at + launch.kill_delay_s)
+    by_slurm = time.monotonic() + end - time.time() if end else None
+    if nobody_kills:
+        return math.inf if by_slurm is None else by_slurm
+    return min(asked_at + grace_s if by_slurm is None else by_slurm, asked_at + launch.kill_delay_s)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a run, from when it has leased the folder; says and records how it ends.
+    """One attempt at a run, from the lease of the folder on; tells and records how it ends.
 
     Attributes:
         number: the same on every process.
@@ -95,14 +97,12 @@ class Attempt:
         return attempt_folder(self.config.run_folder, self.number)
 
     def interrupted(self, reason: str) -> Callable[[], str | None]:
-        """Say that the run was interrupted and how to resume it.
-
-        The step that counts is the one from which the same command resumes. A step that was trained and not saved is
-        trained again.
+        """Record and tell that the run was interrupted, at the step from which the same command resumes.
 
         Returns:
-            what puts the SLURM job of the run back into the queue. Only the lease may be released after it: SLURM ends
-            what is left of the job, and training.log says what SLURM has answered. It returns that answer.
+            a function that puts the SLURM job of the run back into the queue, and returns what SLURM answered; None
+            without a job. Call it last, while the folder is still leased: SLURM ends what is left of the job, and the
+            answer goes into training.log.
         """
         command = command_line(self.processes.launch)
         finish_save_in_flight(self.manager)
@@ -130,10 +130,10 @@ class Attempt:
         return line
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Record why this process fails; on the main process, also how the run ended.
+        """Record why this process fails; on the main process also that the run failed.
 
-        A disk that refuses either is reported and no more, because people have to see the error itself. They see it
-        once: the program prints it on the terminal, and training.log has it from here.
+        A disk that refuses is reported and raises nothing, because people have to see `error` itself: the program
+        prints it on the terminal, and this method puts it into training.log.
 
         Args:
             step: the optimizer steps taken.
@@ -155,7 +155,7 @@ class Attempt:
 
 
 def finish_save_in_flight(manager: CheckpointManager) -> None:
-    """Wait for the save in flight. Its error is reported and no more: an attempt that ends must not lose its status."""
+    """Wait for the save in flight. Its error is only reported, so that the status of the attempt is still written."""
     try:
         manager.wait_until_finished()
     except Exception as error:  # noqa: BLE001 - the run resumes from an older step
@@ -163,12 +163,12 @@ def finish_save_in_flight(manager: CheckpointManager) -> None:
 
 
 def described(error: Exception) -> str:
-    """An error in a line for people; with its type if no message was written for them."""
+    """An error in a line for people; it begins with the type if the message was not written for them."""
     return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def require_written(manager: CheckpointManager, processes: Processes) -> None:
-    """Refuse to call a run complete while its last checkpoint is not on the disk. A collective.
+    """Refuse to call a run complete unless its last checkpoint is on the disk. A collective.
 
     Raises:
         CheckpointError: on every process.
@@ -185,7 +185,7 @@ def require_written(manager: CheckpointManager, processes: Processes) -> None:
 
 
 def end_at_once(code: int, error: BaseException | None) -> None:
-    """End this process here: its library waits for a peer, also at the exit of the interpreter."""
+    """End this process at once: torch waits for a peer, also at the exit of the interpreter."""
     with suppress(OSError, ValueError):  # the terminal may be gone
         if error is not None:
             print(f"error: {error}", file=sys.stderr)
@@ -200,34 +200,31 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
         changes: for another run like it: a key with its new value, or None for a key that is left out.
 
     Returns:
-        words for a shell; of a run that Python called, for Python wherever the command of this process will not do.
+        a line for a shell. For a run that was called from Python, a call where no shell command would do the same.
     """
     if launch.called_at is not None and (changes is not None or hasattr(sys, "ps1")):
         return _call_again(changes or {})
     command = [*(launch.launcher_command or sys.orig_argv)]
     if changes is not None:
-        if not _ends_with(command, launch.arguments):
-            command = [sys.executable, "-m", "ci_llm", "train", *launch.arguments]
-        program = command[: len(command) - len(launch.arguments)]
+        arguments = [*launch.arguments]
+        program = command[: len(command) - len(arguments)]
+        if program + arguments != command:
+            program = [sys.executable, "-m", "ci_llm", "train"]
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
         command = [*program, *arguments_without(launch.arguments, changes), *given]
     return shell_line(command)
 
 
 def _call_again(changes: Mapping[str, str | None]) -> str:
-    """The call of `ci_llm.train` that is like the one before; only `config` stands for another one as a whole."""
+    """The call of `ci_llm.train` that is like the one before, with these keys; a `config` replaces all of its keys."""
     given = ", ".join(f"{key}={as_python(value)}" for key, value in changes.items() if value is not None)
     if "config" in changes:
         return f"ci_llm.train({given})"
     return "the same call of ci_llm.train" + (f" with {given}" if given else "")
 
 
-def _ends_with(command: Sequence[str], words: Sequence[str]) -> bool:
-    return [*command[len(command) - len(words) :]] == [*words]
-
-
 def reason_of(error: BaseException) -> str:
-    """The reason of a failure, as status.json has it: `nonfinite`, `disk_full`, ..., or `error:` and its type."""
+    """The reason of a failure for status.json: `nonfinite`, `disk_full`, ..., or `error:` and the type of the error."""
     if isinstance(error, PeerLost):
         return PEER_LOST
     for cause in _causes(error):
@@ -241,7 +238,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and the errors that it was raised from."""
+    """The error, and those from which it was raised."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -1,9 +1,9 @@
 """The watchdog ends a run without progress: the stacks of all its processes go into the log, the reason is `hang`.
 
 Every process watches its own main thread, which gives a sign of life at each micro-step, batch of an evaluation and
-generated token. The first process that is silent for too long creates a folder in that of the attempt. The others see
-it, write their stacks there, and all of them end. A process that waits in a collective can only be ended from another
-thread.
+generated token. The first process that is silent for too long creates the folder `hang` in that of the attempt. The
+others see the folder, write their stacks into it, and all of them end. It works in a thread of its own, because no
+other one can end a process whose main thread waits in a collective.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ci_llm.run.end.shutdown import Attempt, command_line
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
-#: The learned limit: this many times the longest silence that a sign of life followed, and never less than LEAST_S.
+#: The learned limit is this many times the longest silence so far that ended, and at least LEAST_S.
 TIMES: Final = 10.0
 LEAST_S: Final = 300.0
 
@@ -64,8 +64,7 @@ class Heartbeat:
 
 
 class SilenceTimer:
-    """How long a heartbeat has been silent. It adds up its own looks, so time in which the process was stopped does not
-    count.
+    """Measures the silence of a heartbeat by adding up looks, so that time in a stopped process does not count.
 
     Args:
         timeout_s: the limit on silence; None: learned.
@@ -137,16 +136,14 @@ class Watchdog:
 
     def _end(self, what: str) -> None:
         """End this process, whatever its main thread is doing; a disk that hangs or is full cannot prevent it."""
-        threading.Thread(target=self._exit_at_the_latest, name="ci_llm exit", daemon=True).start()
+        at_the_latest = threading.Timer(2 * OTHERS_S, os._exit, [1])
+        at_the_latest.daemon = True
+        at_the_latest.start()
         try:
             self._report(what)
             self._wait_for_others()
         finally:
             os._exit(1)
-
-    def _exit_at_the_latest(self) -> None:
-        time.sleep(2 * OTHERS_S)
-        os._exit(1)
 
     def _report(self, what: str) -> None:
         for write in self._reports(what):
@@ -171,7 +168,7 @@ class Watchdog:
         yield partial(self._attempt.status.finish, "failed", error.reason, command)
 
     def _append_to_log(self, text: str) -> None:
-        """Append without `RunLog`: it writes on the main process only, and the main thread may hold its lock."""
+        """Append without `RunLog`, which writes on the main process only, and whose lock the main thread may hold."""
         with Path(self._run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
             log.write(text)
 
@@ -182,9 +179,9 @@ class Watchdog:
             time.sleep(TICK_S / 10)
 
 
-#: For all children together. They are asked one after the other: they write into one file, where lines would mix.
+#: How long all children together may take. They are asked one after the other, because they write into one file.
 _ANSWERS_S: Final = 4.0
-#: A process that writes nothing for this long has written everything. On a busy machine it may pause between two lines.
+#: A process that writes nothing for this long has written everything; on a busy machine it may pause between lines.
 _LOOK_S: Final = 0.2
 
 
@@ -207,7 +204,7 @@ class Stacks:
         self._file.close()
 
     def take(self) -> str:
-        """The stacks of all threads, here and in every child process that answers within its share of a moment."""
+        """The stacks of all threads of this process, and of every child process that answers in time."""
         end = self._end()
         faulthandler.dump_traceback(self._file)
         stacks = [f"process {os.getpid()}:", self._since(end)]
@@ -221,7 +218,7 @@ class Stacks:
         return "\n".join(stacks)
 
     def _has_answered(self, end: int, until: float) -> bool:
-        """Whether the file has grown beyond `end` in time; returns when it grows no more."""
+        """Whether the file has grown beyond `end` in time; returns once it has stopped growing."""
         seen = end
         while time.monotonic() < until:
             time.sleep(_LOOK_S)

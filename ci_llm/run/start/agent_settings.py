@@ -26,7 +26,7 @@ from ci_llm.run.step.members import Members, config_of
 
 
 def lora_settings(config: Config) -> LoraSettings:
-    """What the configuration says about the agents, and about each of them."""
+    """The shapes of the agents, as the configuration has them."""
     own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
     return LoraSettings(
         num_agents=config.num_agents,
@@ -45,14 +45,14 @@ def lora_settings(config: Config) -> LoraSettings:
 
 
 def crowd_settings(config: Config, members: Members) -> LoraSettings:
-    """What the configuration says about these members."""
+    """The shapes of these members, as the configuration has them."""
     settings = lora_settings(config_of(config, members))
     entries = zip(settings.agents, members.agents, strict=True)
     return replace(settings, agents=tuple({**own, "index": member.index} for own, member in entries))
 
 
 def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
-    """The objective of these agents."""
+    """The objective of the agents of `config`."""
     drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
     keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
     bootstrap = tuple(keys) if any(drawn) else ()
@@ -70,7 +70,7 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
 
 
 def optimizer_of(config: Config, crowd: Crowd, rows: TrainingRows) -> torch.optim.Optimizer:
-    """The optimizer of these agents."""
+    """The optimizer of the agents of `config`."""
     groups = optimizer_groups(config, crowd, rows)
     if config.optimizer == "ivon":
         return Ivon(groups, config.ivon_hess_init)
@@ -78,7 +78,7 @@ def optimizer_of(config: Config, crowd: Crowd, rows: TrainingRows) -> torch.opti
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=fused)
 
 
-#: The most trained numbers per example of IVON. With more, its noise drowns what the base knows.
+#: The most trained parameters per example of IVON. With more of them, its noise drowns what the base knows.
 NUMBERS_PER_EXAMPLE: Final = 50
 
 
@@ -101,7 +101,7 @@ def optimizer_groups(config: Config, crowd: Crowd, rows: TrainingRows) -> list[d
 
 
 def schedules(config: Config, members: Members | None, total_steps: int) -> list[Callable[[int], float]]:
-    """`schedule` of every agent in the crowd as it stands."""
+    """The schedule of every agent that stands in the crowd."""
     now = config_of(config, members)
     count = partial(members.schedule_step, config) if members else _as_it_is
     if not now.agents:
@@ -114,12 +114,13 @@ def _as_it_is(step: int) -> int:
 
 
 def schedule(config: Config, total_steps: int, count: Callable[[int], int] = _as_it_is) -> Callable[[int], float]:
-    """Learning rate of 0-based step s, as a pure function.
+    """The learning rate as a pure function of the 0-based step.
 
-    With `schedule_steps` it is that of a run of so many steps, wherever this one ends; later steps have its last rate.
+    With `schedule_steps` it is the rate of a run of that many steps, wherever this run ends; later steps have the last
+    rate.
 
     Args:
-        count: from optimizer steps to steps of the schedule.
+        count: converts optimizer steps to steps of the schedule.
     """
     total = count(config.schedule_steps or total_steps)
     share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
@@ -130,7 +131,7 @@ def require_distinct_branches(config: Config) -> None:
     """Refuse branches that would stay equal, because nothing of their training differs.
 
     Raises:
-        ModelError: some would.
+        ModelError: some branches would stay equal.
     """
     if config.branch_at is None:
         return
@@ -148,7 +149,7 @@ def require_distinct_branches(config: Config) -> None:
 
 
 def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
-    """What tells this agent's training from that of another with the same start."""
+    """A key of the training of an agent: agents with the same start and key stay equal."""
     draws = agent.dropout or agent.dropconnect or own.row_weights == "bootstrap" or own.optimizer == "ivon"
     drawn = (agent.seed, agent.index) if draws else None
     return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))

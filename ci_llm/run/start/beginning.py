@@ -1,10 +1,9 @@
-"""The beginning of an attempt: the step from which it resumes, and what the run's folder asks of it.
+"""The beginning of an attempt: the step from which it resumes, and the requests in the run's folder.
 
-The run's beginning is on record in beginning.json. After that, every attempt resumes from the newest step of the run. A
-supervisor, a queue and a person repeat the same command. So `resume_from_checkpoint`, `restart_from` and
-`overwrite_output_dir` are about the run and not about one attempt: each acts the first time it is given, and the record
-holds that it has acted. What earlier attempts and the supervisor ask of this attempt lies in the folder as well
-(`Requests`).
+The file beginning.json records how the run began. Later attempts resume from the newest step of the run. Supervisors,
+queues and people repeat the same command, so `resume_from_checkpoint`, `restart_from` and `overwrite_output_dir` act
+only the first time they are given, and the record says that they have acted. Earlier attempts and the supervisor leave
+requests in the folder as well (`Requests`).
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ LATEST: Final = "latest"
 
 @dataclass(frozen=True)
 class Beginning:
-    """The record of a run.
+    """The record of how a run began.
 
     Attributes:
         source: the checkpoint, or folder of another run, from which it began; None: at step 0.
-        said: values of `resume_from_checkpoint` that mean this run, beside latest.
+        said: values of `resume_from_checkpoint`, beside latest, that mean this run.
         restarted_from: the `restart_from` that has acted, as long as every call repeats it.
-        overwrote: the settings with which `overwrite_output_dir` has acted; with others it acts again.
+        overwrote: the settings with which `overwrite_output_dir` has acted; with other settings it acts again.
     """
 
     source: str | None = None
@@ -66,20 +65,20 @@ class Beginning:
     overwrote: Mapping[str, Any] | None = None
 
     def also_meant_by(self, value: str | None) -> Beginning:
-        """The record with one more value of `resume_from_checkpoint` that means this run."""
+        """The record with `value` as one more `resume_from_checkpoint` that means this run."""
         return self if value in self.said else replace(self, said=(*self.said, value))
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt begins, and what its folder has to become.
+    """Where an attempt begins, and how its folder has to change.
 
     Attributes:
         source: the checkpoint to resume from; None: step 0.
         beginning: the record to write.
         keeps: the run's own checkpoints after this step are superseded; -1: all of them.
-        sets_aside: the folder holds another run, which moves aside.
-        note: a line for people; may be empty.
+        sets_aside: whether the folder holds another run, which moves aside.
+        note: a line for people if the call goes back on purpose; else empty.
     """
 
     source: Source | None
@@ -114,10 +113,10 @@ def _parsed(path: Path) -> Beginning:
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
-    """The record, as far as this attempt needs it: `latest` resumes from the run's own steps without one.
+    """The record in the folder; None without one, or if it is damaged and `latest` resumes without it.
 
     Raises:
-        CheckpointError: the file is not of this program, and what this call means depends on it.
+        CheckpointError: the record is damaged, and this call depends on it.
     """
     try:
         return read_beginning(manager.directory)
@@ -137,10 +136,10 @@ def _is_recorded(run_folder: Path, beginning: Beginning) -> bool:
 
 
 def prepare(manager: CheckpointManager, start: Start) -> list[str]:
-    """Move aside what `start` names, in a folder that is leased, and write the record; returns lines for people.
+    """Move aside what `start` supersedes, in a leased folder, and write the record; returns lines for people.
 
     Raises:
-        CheckpointError: the disk refuses it.
+        CheckpointError: the disk refuses a change.
     """
     folder = manager.directory
     lines = []
@@ -160,7 +159,7 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
 
 
 def cannot_begin(folder: Path, error: OSError) -> CheckpointError:
-    """The refusal where the disk takes nothing of a run that begins."""
+    """The error of an attempt whose first files the disk refuses."""
     return CheckpointError(
         f"the run cannot begin here: {error.strerror}",
         where=str(folder),
@@ -182,7 +181,7 @@ def find_start(
         at_most: the newest of the run's own steps that is trusted; None: any.
 
     Raises:
-        ConfigError: the folder holds a run that began otherwise; or a path holds no checkpoint of a run.
+        ConfigError: the folder holds a run that began in another way; or a path holds no checkpoint of a run.
         ProgressLost: the run had checkpoints, and none of them verifies.
         DamagedCheckpoint: the checkpoint at a path is damaged. A run falls back to an older step only in its own
             folder.
@@ -190,14 +189,16 @@ def find_start(
     wanted = _wanted(config)
     if config.overwrite_output_dir and not _has_overwritten(known, config, wanted):
         return _overwrite(config, wanted)
-    if (back := _restart(config)) is not None and (known is None or known.restarted_from != back):
+    back = _restart(config)
+    if back is not None and (known is None or known.restarted_from != back):
         return _go_back(manager, back, (known or Beginning()).also_meant_by(wanted))
     known = replace(known, restarted_from=back) if known else None
     steps = manager.all_steps()
     if not steps:
         if known is not None and any((manager.directory / QUARANTINE).glob("*")):
             raise _progress_lost(manager)
-        return _from_the_beginning(known if known and wanted in (LATEST, *known.said) else _first(wanted, known))
+        is_meant = known is not None and wanted in (LATEST, *known.said)
+        return _from_the_beginning(known if known and is_meant else _first(wanted, known))
     if known is None and wanted not in (LATEST, None):
         return _from_given(manager, open_source(wanted, _as_given(wanted)), Beginning(said=(wanted,)), wanted)
     known = _require_same_beginning(manager, steps, known, wanted)
@@ -218,7 +219,7 @@ def _progress_lost(manager: CheckpointManager) -> ProgressLost:
 
 
 def _wanted(config: Config) -> str | None:
-    """`resume_from_checkpoint`, with a path made absolute; the path of the run's own folder means latest."""
+    """`resume_from_checkpoint` with an absolute path; the path of the run's own folder means latest."""
     value = config.resume_from_checkpoint
     if value is None or value == LATEST:
         return value
@@ -255,13 +256,13 @@ def _from_own(source: Source, record: Beginning, note: str = "") -> Start:
 
 
 def _from_given(manager: CheckpointManager, source: Source, record: Beginning, given: str, note: str = "") -> Start:
-    """From a checkpoint given by path: one of the run's own, or one with which another line of steps begins."""
+    """The start from a checkpoint at a path: one of the run's own, or one of another run."""
     own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.directory)
     return _from_own(source, record, note) if own else Start(source, replace(record, source=given), note=note)
 
 
 def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None) -> bool:
-    """Whether `overwrite_output_dir` has made the run in the folder, so that it does not act again."""
+    """Whether `overwrite_output_dir` has already acted for the run in the folder."""
     return known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
 
 
@@ -270,10 +271,10 @@ _FIRST_DEFAULTS: Final = {"learning_rate": 2e-4, "lora_rank": 8, "lora_alpha": 1
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The keys off their defaults whose change would make this another run."""
+    """The keys that are not at their defaults, and whose change would make this another run."""
     defaults = Config(**_FIRST_DEFAULTS, held_out=config.held_out, long_rows=config.long_rows)
     settings = {one.key: one.new for one in defaults.diff(config) if one.kind == "sample-exact"}
-    return json.loads(json.dumps(settings))  # type: ignore[no-any-return]  # as the record has them, lists for tuples
+    return json.loads(json.dumps(settings))  # type: ignore[no-any-return]  # lists for tuples, as in the record
 
 
 def _overwrite(config: Config, wanted: str | None) -> Start:
@@ -309,7 +310,7 @@ def _require_same_beginning(
 ) -> Beginning:
     """The record, if `wanted` means the run that has these checkpoints.
 
-    The path of the run's own newest step means it too, and is added to the record.
+    The path of the run's own newest step means this run as well, and is added to the record.
     """
     if known is not None and wanted in known.said:
         return known
@@ -354,7 +355,7 @@ def require_same_step(processes: Processes, folder: Path, step: int | None) -> N
 
 
 def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
-    """For a run that would begin where it ends: its folder would never hold a step for the final checkpoint."""
+    """The error of a new run that would begin where it ends: no step would be taken for its final checkpoint."""
     out_of_patience = step < total_steps
     return ConfigError(
         f"nothing is left to train: the checkpoint is of step {step}, and "
@@ -367,19 +368,20 @@ def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
 
 
 def place_of_attempt() -> dict[str, object]:
-    """Where an attempt runs, for its record: a job of SLURM, a supervisor."""
+    """Where an attempt runs, for its record: in which SLURM job, and whether under a supervisor."""
     job = read_job()
-    return {**(job.record() if job else {}), **({"supervised": True} if SUPERVISED in os.environ else {})}
+    place: dict[str, object] = dict(job.record()) if job else {}
+    return place | {"supervised": True} if SUPERVISED in os.environ else place
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What lies in the run's folder for this attempt.
+    """The requests of the run's folder to this attempt.
 
     Attributes:
-        recovery: what the supervisor asks for.
-        at_most: the newest step from which this attempt may resume; None: any. It holds for one attempt only, which
-            ends it by writing its status.
+        recovery: the requests of the supervisor.
+        at_most: the newest step from which this attempt may resume; None: any. It holds for one attempt only, because
+            that one writes a status.
         bad_batches: steps that earlier attempts have skipped.
         beginning: how the run began; None: no attempt has recorded it.
         changes: changes of the crowd that earlier attempts have accepted.
@@ -393,7 +395,7 @@ class Requests:
 
 
 def read_requests(manager: CheckpointManager, config: Config) -> Requests:
-    """Read all of them.
+    """Read the requests in the folder of the run.
 
     Raises:
         CheckpointError: a file is not of this program, and this attempt depends on it.
@@ -407,7 +409,7 @@ def read_requests(manager: CheckpointManager, config: Config) -> Requests:
 
 
 def apply_requests(state: TrainState, requests: Requests, config: Config) -> TrainState:
-    """The state with what is asked for, on top of what the checkpoint holds."""
+    """The state of the checkpoint with the requests on top."""
     asked, members = requests.recovery, state.members
     recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
     if requests.changes:
@@ -416,7 +418,7 @@ def apply_requests(state: TrainState, requests: Requests, config: Config) -> Tra
 
 
 def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
-    """Lines for people: what the run does otherwise than its configuration says.
+    """Lines for people: in what the run differs from its configuration.
 
     Args:
         batch_size: as configured.
@@ -440,7 +442,7 @@ def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
 def find_beginning(
     config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
 ) -> tuple[Start, Requests]:
-    """Where an attempt begins, and what is asked of it. A collective."""
+    """Where an attempt begins, and the requests to it. A collective."""
     processes.on_main(mirror.fill_disk)
     requests = processes.on_main(partial(read_requests, manager, config))
     with processes.main_process_first():
@@ -448,6 +450,6 @@ def find_beginning(
     require_same_step(processes, config.run_folder, start.source.step if start.source else None)
     if start.sets_aside:  # the requests are for the run that moves aside
         requests = Requests()
-    if start.goes_back:  # it does not go the same way again
+    if start.goes_back:  # changes that earlier attempts have made after that step are not made again
         requests = replace(requests, changes=())
     return start, requests

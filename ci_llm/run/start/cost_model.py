@@ -1,10 +1,10 @@
-"""The cost of one micro-step, found without weights: operations and memory, by which keys that say auto are settled.
+"""The cost of one micro-step, traced without weights: operations and memory; and the keys that depend on it.
 
-Fake tensors know shape, dtype and device and have no storage, so that a base of eight billion parameters is traced
-on a laptop in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
+Fake tensors have shape, dtype and device but no storage. So a base of eight billion parameters is traced on a laptop
+in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
 
-`auto` of `pass_per_agent` and of `use_gradient_checkpointing` is settled here: where memory decides, by whether the
-activations would fit.
+`auto` of `pass_per_agent` and of `use_gradient_checkpointing` is settled here. Where memory decides, it is by whether
+the activations would fit.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 #: An allocator holds 7 to 20 % more than the living tensors (measured on a CPU against the resident size).
 ALLOCATED_PER_LIVING = 1.1
-GATHERED_COPIES = 2  # of a layer: as it comes from the others, and the weights that are copied out of it
-ROWS_TRACED = 2  # of a larger batch so many are traced, and half of them; the rest follows by proportion
+GATHERED_COPIES = 2  # of a layer: as it is received, and the weights that are copied out of it
+ROWS_TRACED = 2  # of a larger batch this many rows are traced, and half of them; the rest follows by proportion
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Trace:
     """One micro-step on one process.
 
     Attributes:
-        base_parameters: numbers of the frozen base.
-        base_bytes: what they take in the run's `model_dtype`, in one process.
-        agent_parameters: trainable numbers of one agent.
-        agents_bytes: the bytes of all agents, see `agent_copies`.
-        activation_bytes: the most that is allocated besides, at any moment of forward and backward.
-        flops: floating-point operations, a multiplication and an addition being two.
+        base_parameters: parameters of the frozen base.
+        base_bytes: bytes of the base in the run's `model_dtype`, in one process.
+        agent_parameters: trainable parameters of one agent.
+        agents_bytes: bytes of all agents, see `agent_copies`.
+        activation_bytes: the most bytes that are allocated besides, at any moment of forward and backward.
+        flops: floating-point operations; a multiplication and an addition are two.
     """
 
     base_parameters: int
@@ -76,12 +76,12 @@ class Trace:
 
     @property
     def device_bytes(self) -> int:
-        """Everything that lives on the device at the worst moment."""
+        """The bytes on the device at the worst moment."""
         return self.base_bytes + self.agents_bytes + self.activation_bytes
 
 
 class Untraceable(Exception):
-    """This architecture cannot be traced without values, as with tokens that are routed to experts."""
+    """This architecture cannot be traced without values: it routes tokens to experts, for instance."""
 
 
 def trace(
@@ -101,7 +101,7 @@ def trace(
 
     Raises:
         ModelError: the base is not a causal language model, or `lora_target_modules` does not fit it.
-        Untraceable: what the base does depends on numbers, which fake tensors do not have.
+        Untraceable: the computation depends on values, which fake tensors do not have.
     """
     with _fake_tensors():
         crowd = _crowd(config, shape, device)
@@ -125,7 +125,7 @@ def trace(
 
 
 def agent_copies(config: Config, device: torch.device) -> int:
-    """How many numbers are in the memory of the device for each that an agent trains."""
+    """The copies of each trained parameter that the device holds: weights, gradients, moments, snapshots."""
     drawn = 2 if config.optimizer == "ivon" else 0  # the noise of a step, and the weights with it
     saved = 3 if device.type == "cpu" else 0  # the copy of weights and moments that a checkpoint is written from
     started = 2 if config.reference == "start" else 0  # the start, and the weights while agents are compared with it
@@ -151,7 +151,7 @@ def _fake_tensors() -> Iterator[None]:
 
 
 def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:
-    """(bytes that quantised storage saves; bytes of the largest layer, which is dense during its products)."""
+    """(bytes that quantised storage saves; bytes of the largest layer, which is made dense for its product)."""
     if config.quantization is None:
         return 0, 0
     head = crowd.model.get_output_embeddings()
@@ -274,7 +274,7 @@ class _Ledger(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Operations by torch's own counter; it leaves out what works in place, and what oneDNN does."""
+    """Operations by torch's counter, and those that it leaves out: products in place, and those of oneDNN."""
     if (count := flop_registry.get(operation)) is not None:
         return float(count(*args, **kwargs, out_val=result))
     if operation.__name__ == "baddbmm_":
@@ -284,10 +284,8 @@ def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
     return 0.0
 
 
-#: Share of the free memory that an estimate may fill: the rest is for its error.
+#: The share of the free memory that an estimate may fill; the rest is for its error.
 USABLE: Final = 0.8
-
-
 #: Training reaches about this share of the speed of bare matrix products.
 EFFICIENCY: Final = 0.5
 _SIDE: Final = {"cpu": 768, "cuda": 4096}
@@ -312,14 +310,14 @@ def settle(
     before: Config | None,
     shape: PreTrainedConfig | None = None,
 ) -> Config:
-    """The configuration with true or false in place of auto, where memory may decide. The same on all processes.
+    """The configuration with values in place of auto, the same on all processes. A collective.
 
-    A collective. The base is in memory, and the agents are not.
+    The base is in memory by now, and the agents are not.
 
     Args:
         each: the rows of every agent, or of all.
-        before: the settings of the checkpoint that this run resumes from. It keeps what it began with.
-        shape: the shape of a base that a call in Python has loaded; None: `model_name` says where it is.
+        before: the settings of the checkpoint that the run resumes from; a run keeps the values it began with.
+        shape: the shape of a base that a call in Python has loaded; None: that of `model_name`.
     """
     if config.kernels == AUTO:
         kernels = FAST if before is None else before.kernels
@@ -341,7 +339,7 @@ def settle(
 
 
 def passes_without_estimate(config: Config, device: torch.device) -> tuple[bool | None, str]:
-    """What `pass_per_agent` is or becomes, and why; None where memory decides."""
+    """The value of `pass_per_agent`, and why; None where memory decides."""
     if config.pass_per_agent != AUTO:
         return config.pass_per_agent is True, "as it was configured"
     if find_form(config.diversity).rewarded:
@@ -356,7 +354,7 @@ def passes_without_estimate(config: Config, device: torch.device) -> tuple[bool 
 
 
 def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:
-    """Whether agents and activations are too large for the memory of any process. A collective.
+    """Whether agents and activations are too large for any process. A collective.
 
     Args:
         free: bytes that this process finds free beside the base.

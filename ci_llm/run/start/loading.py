@@ -1,4 +1,4 @@
-"""The input of a run: the base, the rows as tokens, their order, and what is counted in them before the run begins.
+"""The input of a run: the base, the rows as tokens, their order, and the settings that follow from the rows.
 
 Several runs of one process can share base and rows.
 """
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What takes long to load, and what runs of the same base and data can share, one after the other.
+    """Base and rows, which take long to load; runs of the same base and data can share them, one after the other.
 
     Attributes:
-        rows, eval_rows: those of every agent; agents that share a data set have one object.
-        judged: pairs or rated rows to evaluate on, of every agent; empty for single rows.
-        settled: what the rows say of keys that said auto.
+        rows, eval_rows: the rows of every agent; agents that share a data set have one object.
+        judged: pairs or rated rows to evaluate on, for every agent; empty for single rows.
+        settled: the values, by the rows, of keys that said auto.
     """
 
     base: Base
@@ -53,7 +53,7 @@ class Loaded:
     judged: list[TokenizedRows] = field(default_factory=list)
 
     def for_agents(self, count: int) -> Loaded:
-        """These parts for so many agents, where they were loaded for one."""
+        """Base and rows for `count` agents, if they were loaded for one."""
         if len(self.rows) == count:
             return self
         return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
@@ -108,10 +108,10 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
 
 
 def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) -> dict[str, Any]:
-    """What auto stands for with these rows; a line of the log says it where it is not sft.
+    """The values of keys that said auto, by the kind of the rows; an objective that is not sft is logged.
 
     Raises:
-        BadInput: rows of agents are of different kinds, or settings do not fit to the objective.
+        BadInput: rows of agents are of different kinds, or settings do not fit the objective.
     """
     kinds: set[RowKind] = {rows.form.kind for rows in each}
     if len(kinds) > 1:
@@ -141,8 +141,10 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
 
 
 def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[str, Any]:
-    """The classes of these labels. Labels that are to be predicted as numbers are looked at when they are tokenised: by
-    regression, and by a loss of somebody else's where they are not whole."""
+    """The settings that follow from the labels: their classes, or nothing if they are predicted as numbers.
+
+    Regression predicts numbers, and so does a loss from outside this package if labels are not whole.
+    """
     if config.objective == "regression" or (config.objective != "classification" and are_numbers(labels)):
         if len({*labels}) < 2:
             raise DataError("all rows have the same label", where=f"{where}, label", hint="give rows of several")
@@ -159,7 +161,7 @@ def _narrowed(
     rows_per_step: int,
     before: Config | None,
 ) -> bool:
-    """Whether less has to be read than these rows; `settled` then says how much, and else how much was."""
+    """Whether the rows have to be read again, because fewer or shorter ones are enough; updates `settled`."""
     if "eval_samples" in settled:
         allowed, taken = tokens_of_evaluation(config, rows, rows_per_step), num_tokens(eval_rows)
         if taken > allowed and (samples := settled["eval_samples"]) > LEAST:
@@ -173,7 +175,7 @@ def _narrowed(
 
 
 def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[TokenizedRows]) -> list[TokenizedRows]:
-    """The rows to evaluate on, which know how many of them some agent is trained on: copies count as well."""
+    """The rows to evaluate on, with the count of those that some agent is trained on; copies count as well."""
     different = {id(rows): rows for rows in trained}.values()
 
     def counted(own: TokenizedRows) -> TokenizedRows:
@@ -186,7 +188,7 @@ def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[T
 
 
 def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
-    """The rows with which a run begins: of every agent, or of all if they take the same in the same order."""
+    """The rows with which a run begins: those of every agent, or of all if they take the same in the same order."""
     return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
 
 
@@ -196,8 +198,8 @@ def rows_and_plan(
     """The rows that the members train on, and their order.
 
     Args:
-        rows: with which the run begins; those of every agent, if agents of the configuration have their own.
-        rows_per_step: the rows per step of all agents, or of each.
+        rows: the rows with which the run begins; those of every agent, if agents of the configuration have their own.
+        rows_per_step: the rows per step of all agents, or of each that has its own.
 
     Raises:
         BadInput: a member descends from an agent that the configuration no longer has.
@@ -223,7 +225,7 @@ def rows_and_plan(
 def data_phases(
     config: Config, rows: TrainingRows, state: TrainState, total_steps: int
 ) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
-    """(rows, order, first step, end) of what is left of a run: up to where its crowd branches, and from there on.
+    """(rows, order, first step, end) of the steps that are left: up to where the crowd branches, and after that.
 
     Both are known when an attempt begins, so that the loader workers of both are forked then.
 
@@ -242,7 +244,7 @@ def data_phases(
 
 
 def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
-    """How the crowd words a prompt; where the rows of agents have different forms, as those of the first agent."""
+    """The form in which the crowd words a prompt; if the rows of agents differ in it, that of the first agent."""
     forms = [form_of(rows) for rows in each]
     if len({*forms}) > 1:
         others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
@@ -254,7 +256,7 @@ def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
 
 
 def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: EvaluationRows) -> None:
-    """Log what the rows are, each data set once, and where those to evaluate on are from; warn of trained ones."""
+    """Log each data set once, and the rows to evaluate on; warn of rows that are also trained on."""
     different = {id(rows): rows for rows in each}
     for number, rows in different.items():
         if len(different) > 1:
@@ -269,30 +271,31 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
         if evaluated.rows.num_trained_on:
             level = logging.INFO if evaluated.rows.trained_on == "all" else logging.WARNING
             logger.log(level, f"data      {evaluated.rows.description[-1]}")
-    chosen = "the best step" if config.keeps_best else "one agent or a crowd" if config.crowd == "auto" else None
-    if chosen and (note := choice_by_test_rows(chosen, eval_rows.sets)):
-        logger.info(f"data      {note}")
+    if config.keeps_best or config.crowd == "auto":
+        chosen = "the best step" if config.keeps_best else "one agent or a crowd"
+        if note := choice_by_test_rows(chosen, eval_rows.sets):
+            logger.info(f"data      {note}")
 
 
 def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str | None:
-    """A note for people if something is chosen by rows of the split test; else None."""
+    """A note for people if `chosen` is chosen by rows of the split test; else None."""
     if not any(rows.rows.are_of_test for rows in evaluated):
         return None
     return f"{chosen} is chosen on the rows of split test; eval_split, eval_dataset_name or val_set_size names others"
 
 
 def _source(found: TokenizedRows) -> str:
-    """How many rows of which form are from where, in one line."""
+    """The number, form and source of the rows, in one line."""
     left_out = f", {count} left out" if (count := len(found.rows) - len({*found.row_numbers})) else ""
     cut = f", {found.num_cut} cut at max_seq_length" if found.num_cut else ""
     return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:
-    """The base of a run. With `base_sharding` every process keeps its part of the layers, and this is a collective.
+    """Load the base of a run. With `base_sharding` every process keeps a part of the layers: a collective.
 
     Args:
-        model_name: another base than that of `config`.
+        model_name: a base in place of that of `config`.
     """
     layers = None
     if shares_layers(config, processes):
@@ -347,7 +350,7 @@ def require_both_classes(rows: TokenizedRows) -> None:
     """Refuse rated rows that all have one label.
 
     Raises:
-        DataError: they have.
+        DataError: all rows have one label.
     """
     if rows.num_good in (0, len(rows)):
         raise DataError(
@@ -357,20 +360,20 @@ def require_both_classes(rows: TokenizedRows) -> None:
         )
 
 
-#: Rows of an evaluation at least, whatever it costs: fewer tell nothing.
+#: The fewest rows of an evaluation: fewer tell nothing.
 LEAST: Final = 50
-#: Training reads at least this many times what all evaluations read together.
+#: Training reads at least this many times as many tokens as all evaluations together.
 RATIO: Final = 3
 
 
 def steps_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
-    """The length of a run. Epochs are those of the agent with the most rows: all take their steps together.
+    """The steps of a run. Its epochs are those of the agent with the most rows: all agents take steps together.
 
-    It is that of a crowd that does not branch; `Members.total_steps` has the other.
+    For a crowd that branches see `Members.total_steps`.
 
     Args:
         num_rows: the number of rows of every agent that has its own, or of all.
-        rows_per_step: the rows per step of all agents, or of each; those of step 1 for good.
+        rows_per_step: the rows per step of all agents, or of each that has its own; fixed at step 1.
     """
     steps_per_epoch = max(-(-number // rows_per_step) for number in num_rows)
     # Rounded before it is rounded up: 0.1 x 30 is a little more than 3, and must not make a fourth step.
@@ -383,14 +386,14 @@ def _evaluations(config: Config, steps: int) -> int:
 
 
 def eval_samples_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
-    """Rows of an evaluation, if all rows are of one length; for the arguments see `steps_of`."""
+    """The rows of an evaluation, if all rows have the same length; for the arguments see `steps_of`."""
     steps = steps_of(config, num_rows, rows_per_step)
     read = steps * max(num_rows) // -(-max(num_rows) // rows_per_step)  # the last step of an epoch may be short
     return max(LEAST, read // (RATIO * _evaluations(config, steps)))
 
 
 def tokens_of_evaluation(config: Config, each: Sequence[TokenizedRows], rows_per_step: int) -> int:
-    """Tokens that an evaluation may read; those that training reads are the mean of the agents.
+    """The most tokens of an evaluation, as a share of those that an agent trains on, in the mean of agents.
 
     Args:
         each: the training rows of every agent.

@@ -9,6 +9,7 @@ are others.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,9 +54,9 @@ NAMED_AS_WELL: Final = frozenset(with_trait("names_run"))
 
 
 def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str:
-    """The hint of a refusal to resume: a new run beside the old one, or in its place, or the old one as it was.
+    """The hint of a refusal to resume: a new run beside the old one, a new run in its place, or the old settings.
 
-    The command is ready to be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
+    The command can be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
 
     Args:
         changes: what differs between the run in the folder and `config`.
@@ -79,11 +80,12 @@ def _new_name(changes: Iterable[Change], config: Config) -> str:
     named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
     parts = [config.experiment_name or "", *(f"{each.key}{_short(as_typed(each.new))}" for each in named)]
     name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._") or "run"
-    return name if _is_free(config, name) else next(n for i in range(2, 10**6) if _is_free(config, n := f"{name}-{i}"))
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(each for each in names if _is_free(config, each))
 
 
 def _short(value: str) -> str:
-    """A value in a name: of a path its last part."""
+    """A value for a name; a path gives its last part."""
     return Path(value).name if Path(value).is_absolute() else value
 
 
@@ -92,13 +94,13 @@ def _is_free(config: Config, name: str) -> bool:
 
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
-#: Keys whose effect `RunCheckpoint.environment` records, as micro-batch and determinism: that is compared instead.
+#: Keys whose effect `RunCheckpoint.environment` records, such as that of `batch_size`; the effect is compared.
 _RECORDED: Final = frozenset(with_trait("recorded"))
-#: What of an environment is counted.
+#: The entries of an environment that are compared one by one.
 _COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "shared_prompts", "all_reduce")
 
 
-#: Fingerprints that a resumed run must have, and what another one says.
+#: Fingerprints that must be the same in a resumed run, and the message about another one.
 _OTHER_INPUTS: Final = {
     "data": "the training rows are not those of the checkpoint: another data set, tokenizer, template or length,"
     " or a release of ci-llm that reads them in another way",
@@ -119,7 +121,7 @@ class Source:
 
     @cached_property
     def config(self) -> Config:
-        """The configuration with which the checkpoint was made. Raises CheckpointError: it cannot be read."""
+        """The configuration with which the checkpoint was made. Raises CheckpointError if it cannot be read."""
         where = str(self.folder)
         try:
             return parse_config(self.checkpoint.state["config.yaml"].decode(), where)
@@ -140,18 +142,21 @@ def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Sou
         at_most: the newest step that is trusted; None: any.
     """
     step = manager.latest_step(at_most=at_most)
-    return None if step is None else Source(found := manager.read(step), found.folder)
+    if step is None:
+        return None
+    checkpoint = manager.read(step)
+    return Source(checkpoint, checkpoint.folder)
 
 
 def open_source(given: str, where: str) -> Source:
-    """The checkpoint at a path or URL from outside: itself, or the newest of a run's folder or mirror.
+    """The checkpoint at a path or URL that a key gives; of a run's folder or mirror it is the newest one.
 
     Args:
         where: the key that gave the path, for the error.
 
     Raises:
-        ConfigError: it is not the checkpoint of a run.
-        DamagedCheckpoint: it is not as it was written.
+        ConfigError: there is no checkpoint of a run.
+        DamagedCheckpoint: the checkpoint is not as it was written.
     """
     folder = local_copy(given, where) if is_url(given) else require_checkpoint(Path(given), where)
     try:
@@ -163,7 +168,7 @@ def open_source(given: str, where: str) -> Source:
 
 
 def settle_precision(config: Config, processes: Processes, before: Config | None) -> Config:
-    """The configuration with a precision in place of auto; a checkpoint's settings say what its run began with."""
+    """The configuration with a precision in place of auto; `before` has the settings with which the run began."""
     config, line = processes.settle_precision(config, before)
     if line:
         logger.info(f"precision {line}")
@@ -176,7 +181,7 @@ class Restored:
 
     Attributes:
         trackers: ids under which trackers know the run.
-        lines: for people: what changed since then.
+        lines: changes since then, for people.
     """
 
     state: TrainState
@@ -186,14 +191,14 @@ class Restored:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """What a checkpoint of one run holds, and the way back from it.
+    """Collects the contents of a run's checkpoints, and restores the run from one.
 
     Attributes:
         rows: the rows of the training; their fingerprint goes into the manifest.
         tokenizer_files: name -> content.
-        last_good: its snapshots of agents in an episode of nonfinite steps are part of a checkpoint.
+        last_good: the snapshots of agents; a checkpoint has those of agents in an episode of nonfinite steps.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
-        bits: names and digest that decide the bits here, see `Run.measure`.
+        bits: the names and the digest of `Run.measure`.
     """
 
     config: Config
@@ -255,7 +260,7 @@ class RunCheckpoint:
         return zip(self.crowd.names, self.crowd.agents.rows, strict=True)
 
     def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
-        """What the manifest says of a checkpoint: position, and what a resume compares."""
+        """The information for the manifest: the position, and what a resume compares."""
         return {
             "epoch": epoch,
             "position": state.samples_seen,
@@ -264,7 +269,7 @@ class RunCheckpoint:
         }
 
     def fingerprints(self) -> dict[str, str]:
-        """What must be the same for a run to be the same run."""
+        """The fingerprints that must be the same for a run to be the same run."""
         return {
             "base": self.base.fingerprint,
             "base_rounded": self.base.rounded_fingerprint,
@@ -273,7 +278,7 @@ class RunCheckpoint:
         }
 
     def environment(self, state: TrainState) -> dict[str, Any]:
-        """What must be the same for a run to have the same bits."""
+        """The surroundings that must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
         parts = len(self.crowd.agents.gradients_to_add) if self.processes.num_processes > 2 else 1
         return {
@@ -294,7 +299,7 @@ class RunCheckpoint:
         }
 
     def restore(self, source: Source) -> Restored:
-        """Put weights and moments of the checkpoint in place; neither is touched if it does not fit.
+        """Put weights and moments of the checkpoint in place. Nothing is changed if the checkpoint does not fit.
 
         Raises:
             ForeignCheckpoint: another K, rank, base or data.
@@ -306,7 +311,7 @@ class RunCheckpoint:
         self.require_same_settings(source)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
-        same_moments = not _begins_moments_anew(changes)
+        same_moments = not _has_other_optimizer(changes)
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         for k, (name, row) in enumerate(self._named_rows()):
             self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
@@ -316,7 +321,7 @@ class RunCheckpoint:
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
 
     def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
-        """Set threads and generators as they were; returns the grade for people, and all that lowers it. A collective.
+        """Set threads and generators as they were; returns the grade, and what lowers it, for people. A collective.
 
         Args:
             measure: `Run.measure` for rows of these lengths; it fills `bits`.
@@ -347,11 +352,11 @@ class RunCheckpoint:
         return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
 
     def _restore_generators(self, saved: Any, step: int, same_processes: bool) -> list[str]:
-        """Set the global generators; returns what keeps them from being as they were.
+        """Set the global generators; returns the reasons why they are not as they were.
 
-        In as many processes as before, each gets its own back. In another number of processes none is handed on: rows
-        are dealt in another way, and every micro-step sets the generators by a key. What draws between the steps, such
-        as a callback, then begins from a key as well, so that a resume which is repeated draws the same.
+        With as many processes as before, each process gets its own generators back. With another number, rows are dealt
+        in another way, and the generators begin from a key, so that a repeated resume draws the same. Every micro-step
+        sets them by a key in any case: this is for what draws between the steps, such as a callback.
         """
         index, count = self.processes.process_index, self.processes.num_processes
         if not same_processes:
@@ -364,7 +369,7 @@ class RunCheckpoint:
         return odd
 
     def _meta(self, state: TrainState) -> dict[str, Any]:
-        """What describes the crowd; for agents with settings of their own also everything they were trained with."""
+        """The description of the crowd; agents with settings of their own have all their settings in it."""
         meta, config = self.crowd.meta(self.base.fingerprint), config_of(self.config, state.members)
         return meta | {"agents": _settings_of_agents(config)} if config.agents else meta
 
@@ -407,8 +412,10 @@ class RunCheckpoint:
             )
 
     def _is_same_base(self, source: Source) -> bool:
-        """Whether the weights are those of the checkpoint, bit by bit; or rounded to bf16, where another device loads
-        them in another precision (`model_dtype: null`)."""
+        """Whether the base has the weights of the checkpoint, bit by bit.
+
+        If another device loads them in another precision (`model_dtype: null`), they are compared rounded to bf16.
+        """
         prints: Any = source.checkpoint.manifest.info["fingerprints"]
         before, now = self._precisions(source)
         if before == now:
@@ -425,7 +432,7 @@ class RunCheckpoint:
         return bool(prints["data"] == self.rows.fingerprint)
 
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
-        """The rows, and what agents are compared with, of which older releases kept no fingerprint."""
+        """Refuse other training rows, and other adapters at the start; older releases kept no fingerprint of those."""
         prints: Any = source.checkpoint.manifest.info["fingerprints"]
         now = self.fingerprints()
         for key, what in _OTHER_INPUTS.items():
@@ -452,7 +459,7 @@ def _in_episode(state: TrainState) -> list[int]:
 
 
 def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
-    """The changes from which on steps have other bits than those of the run as it was."""
+    """The changes after which steps have other bits than those of the run as it was."""
     return [
         change
         for change in changes
@@ -463,7 +470,7 @@ def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
 
 
 def _follows_length(config: Config) -> bool:
-    """Whether a step depends on how long the run is: by its learning rate, or by the agents that take it."""
+    """Whether a step depends on the length of the run: by its learning rate, or by the agents that take it."""
     rates = any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
     return rates or config.crowd != "fixed" or config.branch_at is not None
 
@@ -472,18 +479,18 @@ def _shown(changes: Sequence[Change], config: Config) -> list[str]:
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" for c in _bits_changing(changes, config)):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
-    if _begins_moments_anew(changes):
+    if _has_other_optimizer(changes):
         lines.append("the moments of the optimizer begin again")
     return lines
 
 
-def _begins_moments_anew(changes: Sequence[Change]) -> bool:
-    """Whether the moments are those of another optimizer."""
+def _has_other_optimizer(changes: Sequence[Change]) -> bool:
+    """Whether the moments of the checkpoint are those of another optimizer."""
     return any(change.key == "optimizer" for change in changes)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two environments, apart from determinism, which a grade of its own is about."""
+    """The differences of two environments, apart from determinism, which has a grade of its own."""
     older = {"pass_per_agent": False, "kernels": PLAIN, "shared_prompts": False, "all_reduce": "one"}
     before = {**older, **as_called_now(before)}
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
@@ -491,7 +498,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def _other_bits(before: Mapping[str, Any], now: Mapping[str, Any], odd: Sequence[str]) -> Iterator[str]:
-    """What the digest says; nothing where there is none to compare, or where it may change by itself."""
+    """The difference of the digests, for people; nothing if one is missing, or may change by itself."""
     if "layer" not in before or before["processes"] != now["processes"] or not now["deterministic"]:
         return
     old, new = before["layer"]["digests"], now["layer"]["digests"]

@@ -1,4 +1,4 @@
-"""Callbacks: a program's own code, told what happens while a run trains, under the names of Transformers' Trainer.
+"""Callbacks: a program's own code, called while a run trains, at the events of Transformers' Trainer.
 
 A callback is an object with one or more methods of these names:
 
@@ -7,8 +7,8 @@ A callback is an object with one or more methods of these names:
             control.should_training_stop = metrics["eval/crowd/nll"] > 0.3
 
 `args` is the `Config`, `state` a `TrainerState`, `control` a `TrainerControl`. All values are plain and the same on
-every process. The random generators are afterwards as they were before, so a callback cannot change the bits of a run.
-It can ask the run to stop, and what it raises ends the run as any error does.
+every process. The random generators are restored after a callback, so that it cannot change the bits of a run. A
+callback can ask the run to stop, and an error that it raises ends the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHERE: Final = "train(callbacks=...)"
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the run stands.
+    """The position of the run.
 
     Attributes:
         global_step: optimizer steps taken.
@@ -46,10 +46,10 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """What a callback can ask for.
+    """The requests of a callback.
 
     Attributes:
-        should_training_stop: save the step just taken and leave, as after a signal. The same call resumes later.
+        should_training_stop: save the step just taken and end, as after a signal. The same call resumes later.
     """
 
     should_training_stop: bool = False
@@ -62,8 +62,8 @@ class Callbacks:
         callbacks: objects with methods named after events.
 
     Raises:
-        ConfigError: an object has no such method, or one for an event that does not exist here, or is one of
-            Transformers' own callbacks, which ask for more than there is here.
+        ConfigError: an object has no such method, or one for an unknown event; or it is one of Transformers' own
+            callbacks, which need more than this package offers.
     """
 
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
@@ -73,13 +73,14 @@ class Callbacks:
         self._callbacks = tuple(callbacks)
         for callback in self._callbacks:
             _check(callback)
-        self._methods = {event: [m for c in self._callbacks if (m := getattr(c, event, None))] for event in EVENTS}
+        found = {event: [getattr(callback, event, None) for callback in self._callbacks] for event in EVENTS}
+        self._methods = {event: [*filter(None, methods)] for event, methods in found.items()}
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
     def hears(self, *events: Event) -> bool:
-        """Whether one of them has a method for one of these events."""
+        """Whether a callback has a method for one of these events."""
         return any(self._methods[event] for event in events)
 
     def call_event(
@@ -89,12 +90,13 @@ class Callbacks:
 
         Args:
             config: the `args` of the call.
-            values: the keywords of the event, each a mapping; a callback gets a copy.
+            values: the keyword arguments of the event, each a mapping; a callback gets a copy.
 
         Returns:
-            whether one of them wants the run to stop.
+            whether a callback asks for a stop.
         """
-        if not (methods := self._methods[event]):
+        methods = self._methods[event]
+        if not methods:
             return False
         generators, control = determinism.capture(), TrainerControl()
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 class StopVote:
-    """Asks all processes between two steps whether the run shall stop. Each vote is also a sign of life.
+    """Asks all processes, between two steps, whether the run shall stop. Each vote is also a sign of life.
 
     Args:
-        interrupts: hold the request to stop that this process has received.
+        interrupts: the requests to stop that this process has received.
     """
 
     def __init__(self, processes: Processes, interrupts: Interrupts, heartbeat: Heartbeat) -> None:
@@ -55,17 +55,17 @@ class StopVote:
         self._interrupts, self._heartbeat = interrupts, heartbeat
 
     def vote(self, *, out_of_memory: bool = False) -> Verdict:
-        """What all processes say together. A collective."""
+        """The verdict of all processes. A collective."""
         self._heartbeat.tick()
         ballot = Ballot(num_targets=0, stop=self._interrupts.stop_reason, out_of_memory=out_of_memory)
         return self.processes.agree(ballot)
 
     def reason(self) -> str | None:
-        """Why the run shall stop, whichever process was asked; None if it shall not. A collective."""
+        """The reason to stop that any process has received; None if there is none. A collective."""
         return self.vote().stop
 
     def requested_here(self) -> bool:
-        """Whether this process was asked to stop; the others learn it by the next vote."""
+        """Whether this process was asked to stop; the other processes learn it by the next vote."""
         self._heartbeat.tick()
         return self._interrupts.stop_reason is not None
 
@@ -76,12 +76,12 @@ class Rounds:
     All processes vote in every round, with or without a batch left for them, so that all leave in the same round.
 
     Args:
-        report: called with how many of the numbers are done on all processes, before every round.
+        report: called before every round with the count of numbers that all processes have done.
 
     Attributes:
         batches: this process's share.
-        stop: the reason for which all have left; None if all have stayed.
-        out_of_memory: whether all have left because a batch did not fit.
+        stop: the reason for which all processes have left; None if they have stayed.
+        out_of_memory: whether all processes have left because a batch did not fit.
     """
 
     def __init__(
@@ -91,11 +91,10 @@ class Rounds:
         self._count, self._per_round = count, batch_size * vote.processes.num_processes
         self.stop: str | None = None
         self.out_of_memory = False
-        processes = vote.processes
-        # Process 0 has the longest share. One round more than that: a process may have left its last batch half done.
-        own, longest = (
-            share(range(count), i, processes.num_processes, batch_size) for i in (processes.process_index, 0)
-        )
+        index, num_processes = vote.processes.process_index, vote.processes.num_processes
+        own = share(range(count), index, num_processes, batch_size)
+        longest = share(range(count), 0, num_processes, batch_size)
+        # One round more than the longest share: a process may have left its last batch half done.
         self.batches = self._deal(own, 1 + len(longest))
 
     def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:
@@ -105,14 +104,15 @@ class Rounds:
             if self.stop is not None or self.out_of_memory:
                 return
             self._report(min(number * self._per_round, self._count))
-            yield from own[number : number + 1]  # nothing, if this process has no batch left; it still votes
+            if number < len(own):  # a process without a batch left still votes
+                yield own[number]
 
     def stop_requested_here(self) -> bool:
-        """Whether this process was asked to stop, or all are about to leave, so that it may leave its texts now."""
+        """Whether this process was asked to stop, or all are about to leave: it may leave its texts unfinished."""
         return self.stop is not None or self.out_of_memory or self._vote.requested_here()
 
     def end(self, *, out_of_memory: bool) -> None:
-        """Vote to the end, whether or not this process was dealt all of its batches."""
+        """Vote in the rounds that are left, without computing their batches."""
         self._failed = out_of_memory
         for _ in self.batches:
             pass
@@ -123,7 +123,8 @@ def validation_after(
 ) -> Validation:
     """The validation state with the evaluation after the present step; an evaluation counts once. A collective.
 
-    All processes take the main one's numbers: the last bit of a mean must not decide on one of them that a run ends.
+    All processes take the numbers of the main one: they must not end a run at different steps because the last bits of
+    their means differ.
 
     Args:
         metrics: the numbers of the evaluation, by the names of metrics.jsonl.
@@ -137,7 +138,7 @@ def validation_after(
 
 
 def kept_steps(config: Config, validation: Validation) -> tuple[int, ...]:
-    """Steps whose checkpoints pruning spares."""
+    """The steps whose checkpoints are not pruned."""
     best = validation.best_step
     return (best,) if config.keeps_best and best is not None else ()
 
@@ -145,7 +146,7 @@ def kept_steps(config: Config, validation: Validation) -> tuple[int, ...]:
 def result_of(config: Config, state: TrainState, manager: CheckpointManager, processes: Processes) -> Checkpoint | None:
     """The checkpoint whose weights are the result of the run; None for the last step. A collective.
 
-    With `load_best_model_at_end` that of the best step, as long as it is whole. Every process reads it once.
+    With `load_best_model_at_end` it is that of the best step, unless it is damaged. Every process reads it once.
     """
     best = state.validation.best_step
     if not config.load_best_model_at_end or best is None or best == state.step:
@@ -156,7 +157,8 @@ def result_of(config: Config, state: TrainState, manager: CheckpointManager, pro
         found = manager.read(best)
     except CheckpointError as error:
         damage = str(error)
-    if damages := [each for each in processes.gather_object(damage) if each is not None]:
+    damages = [each for each in processes.gather_object(damage) if each is not None]
+    if damages:
         logger.warning(f"the best step, {best}, cannot be the result, so the last one is: {damages[0]}")
         return None
     return found
@@ -175,8 +177,8 @@ def weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
         agents.weights.copy_(own)
 
 
+S = TypeVar("S")
 T = TypeVar("T")
-
 
 _SHOWN_CHARACTERS: Final = 400
 
@@ -185,17 +187,17 @@ class Evaluator:
     """Scores agents and crowd; each process takes its share of the rows.
 
     Args:
-        rows: to evaluate on. Where agents have sets of their own, all answer each set, batch by batch as the agents
-            would alone whose set it is; the sets then score these agents, and all of them the crowd.
+        rows: the rows to evaluate on. Where agents have sets of their own, all agents answer every set, in the batches
+            that its owners would have alone. A set scores its owners, and all sets together score the crowd.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
 
     Attributes:
-        at_most: rows at a time; None: as many as the configuration asks for.
-        objective: what judges pairs and rated rows.
-        judged: sets of these; all agents judge all of them.
-        note: keeps what status.json says of an evaluation, before it begins and afterwards: after a kill, the next
-            attempt evaluates fewer rows at a time.
+        at_most: the most rows at a time; None: as many as the configuration asks for.
+        objective: judges pairs and rated rows.
+        judged: sets of pairs or rated rows; all agents judge all sets.
+        note: called with fields of status.json before and after an evaluation, so that the attempt after a kill
+            evaluates fewer rows at a time.
     """
 
     at_most: int | None = None
@@ -219,18 +221,14 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-
-        sets = []
-        for rows in self.rows.sets:
-            if (found := self._scores_on(rows, step, micro_batch_size)) is None:
-                return None
-            sets.append(found)
+        sets = _on_each(self.rows.sets, lambda rows: self._scores_on(rows, step, micro_batch_size))
+        if sets is None:
+            return None
         scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
-        if isinstance(self.objective, Preferences) and self.judged and not self._crowd.settings.outputs:
-            parts = [self._ranking_on(self.objective, rows, step, micro_batch_size) for rows in self.judged]
-            if None in parts:
-                return None
-            scores = replace(scores, judged=Ranking.joined(part for part in parts if part is not None))
+        objective = self.objective
+        if isinstance(objective, Preferences) and self.judged and not self._crowd.settings.outputs:
+            parts = _on_each(self.judged, lambda rows: self._ranking_on(objective, rows, step, micro_batch_size))
+            return None if parts is None else replace(scores, judged=Ranking.joined(parts))
         return scores
 
     def _ranking_on(
@@ -244,8 +242,9 @@ class Evaluator:
         return None if found is None else Ranking.joined(found)
 
     def training_nll(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> float | None:
-        """NLL of the agents, their mean, on the first rows of the training, at most as many as are evaluated on; None
-        if a stop was asked for. A collective.
+        """The mean NLL of the agents on training rows, in nats per target token; None if a stop was asked for.
+
+        A collective. It takes the first rows, at most as many as an evaluation has.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
@@ -267,8 +266,7 @@ class Evaluator:
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
         """Scores of generated answers. A collective.
 
-        None if a set of rows asks nothing, if answers are free text, if the agents have heads, or if a stop was asked
-        for.
+        None if a set of rows asks nothing, answers are free text, the agents have heads, or a stop was asked for.
 
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
@@ -283,14 +281,14 @@ class Evaluator:
         if self.judged_by == "nll" or not all(map(len, of_sets)):
             return None
         for asked in of_sets:
-            said = f"the answers that they generate to {len(asked)} of these, of at most {self._limit} tokens"
-            logger.info(f"evaluate  {said}")
+            most = f"of at most {self._limit} tokens"
+            logger.info(f"evaluate  the answers that they generate to {len(asked)} of these, {most}")
         return self._answers(step, micro_batch_size)
 
     def base(self, step: int, micro_batch_size: int, *, answers: bool) -> dict[str, float] | None:
-        """`base` of evaluation.json, by a pass without agents over the same rows. A collective.
+        """`base` of evaluation.json: the scores of a pass without agents over the same rows. A collective.
 
-        Empty if the agents have heads, since a base has none; None if a stop was asked for.
+        Empty if the agents have heads, because a base has no heads; None if a stop was asked for.
 
         Args:
             answers: whether answers are generated.
@@ -312,7 +310,7 @@ class Evaluator:
 
     @cached_property
     def judged_by(self) -> JudgedBy:
-        """What judges the rows: that of the sets if they have one in common, else the NLL."""
+        """The measure that judges the rows: that of all sets if they have the same one, else the NLL."""
         assert self._crowd.prompter is not None
         heads = self._crowd.settings.outputs
         found = {scoring.judged_by(rows, self._crowd.prompter, heads=heads) for rows in self.rows.sets}
@@ -324,20 +322,18 @@ class Evaluator:
 
     @cached_property
     def _limit(self) -> int:
-        """Tokens of a generated answer at most."""
+        """The most tokens of a generated answer."""
         return self._config.answer_tokens(max(asked.longest for asked in self._asked))
 
     def _answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
-        sets = []
-        for asked in self._asked:
-            if (found := self._score_answers(asked, step, micro_batch_size, self._limit)) is None:
-                return None
-            sets.append(found)
+        sets = _on_each(self._asked, lambda asked: self._score_answers(asked, step, micro_batch_size, self._limit))
+        if sets is None:
+            return None
         scores = sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
         return replace(scores, asked=how_asked(self._asked, self._limit))
 
     def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
-        """Log how many rows ask something and are cut; warn if no other row asks anything."""
+        """Log how many rows ask something but are cut; warn if that leaves no row to ask."""
         within = f"no place for a whole answer within {self._config.max_seq_length} tokens"
         if too_long := sum(asked.too_long for asked in of_sets):
             logger.info(f"evaluate  not asked: {too_long} rows, {within}")
@@ -348,9 +344,9 @@ class Evaluator:
             )
 
     def example(self, step: int) -> Solved | None:
-        """The answer to one question, the same one in every evaluation. A collective.
+        """The answer to one question, the same question in every evaluation. A collective.
 
-        None if the rows ask nothing, if the agents have heads, or if a stop was asked for.
+        None if the rows ask nothing, the agents have heads, or a stop was asked for.
 
         Raises:
             OutOfMemory: on every process.
@@ -392,9 +388,9 @@ class Evaluator:
     def _on_all_processes(
         self, what: str, step: int, count: int, batch_size: int, work: Callable[[Rounds], T | None]
     ) -> list[T] | None:
-        """What `work` returns on every process, repeated in smaller batches where memory ran out; None at a stop.
+        """The results of `work` on every process; repeated in smaller batches where memory ran out. None at a stop.
 
-        It is computed by plain kernels: scores and answers are those of the saved crowd, to the last digit.
+        Plain kernels compute them: scores and answers are those of the saved crowd, to the last digit.
         """
         processes = self._vote.processes
         size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
@@ -415,8 +411,22 @@ class Evaluator:
         return processes.gather_object(own)
 
 
+def _on_each(sets: Iterable[S], work: Callable[[S], T | None]) -> list[T] | None:
+    """The results of `work` on every set; None as soon as one is None, because a stop was asked for."""
+    results = []
+    for each in sets:
+        result = work(each)
+        if result is None:
+            return None
+        results.append(result)
+    return results
+
+
 def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_match") -> str:
-    """A line for people: the crowd, and the mean of its agents; of free text the NLL alone. Few rows are counted."""
+    """A line for people: the scores of the crowd and the means of its agents; free text has only an NLL.
+
+    If there are few rows, the line says how many.
+    """
     *agents, exact = scores.exact_match
     *agents_nll, nll = scores.mean_nll
     rows = scores.right.shape[1]
@@ -433,7 +443,7 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
 
 
 def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> str:
-    """A question, what the crowd answered, and whether that is right; for free text what the row has."""
+    """A question, the answer of the crowd, and whether it is right; for free text the answer of the row."""
     *agents, crowd, _ = example.right
     verdict = "right" if crowd else f"wrong: {example.wanted} is right"
     verdict += f"; of {len(agents)} agents alone, {sum(agents)} answer right" if len(agents) > 1 else ""
@@ -447,13 +457,13 @@ def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> st
 
 
 def _end_of(text: str) -> str:
-    """The text in one line; of a long one the end, where the question stands, and the answer."""
+    """The text in one line; if it is long only its end, where the question or the answer stands."""
     line = text.strip().replace("\n", "⏎")
     return line if len(line) <= _SHOWN_CHARACTERS else f"... {line[-_SHOWN_CHARACTERS:]}"
 
 
 def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]:
-    """The scores as metrics: nats per target token, and the share of rows reproduced exactly.
+    """The scores as metrics: nats per target token, and the share of rows that are reproduced exactly.
 
     Args:
         names: the names of the agents.
@@ -478,8 +488,7 @@ def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def sets_record(scores: Scores, rows: EvaluationRows) -> dict[str, Any]:
-    """`sets` of evaluation.json, where agents have sets of their own: how every agent does on each of them, by teacher
-    forcing."""
+    """`sets` of evaluation.json: the teacher-forced scores of all agents on each set; empty if agents share a set."""
     if rows.are_common:
         return {}
     records, start = [], 0

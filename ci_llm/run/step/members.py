@@ -44,10 +44,10 @@ class Member:
     """One agent of the crowd.
 
     Attributes:
-        number: names it for good; no other agent of the run gets it.
+        number: names the agent for good; no other agent of the run gets it.
         own: its settings over the common keys, as an entry of `agents:` has them.
-        index: keys what it draws, with its seed; a clone draws as the agent that it is a copy of.
-        origin: the number of the agent from which it descends, of those with which the run began.
+        index: with the seed it keys what the agent draws; a clone draws as its original does.
+        origin: the number of the first agent of the run from which this one descends.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Member:
 
     @property
     def folder(self) -> str:
-        """Its name in metrics, in the log and in checkpoints."""
+        """The name of the agent in metrics, in the log and in checkpoints."""
         return f"agent{self.number}"
 
 
@@ -66,9 +66,9 @@ class CrowdChange:
     """A change of the crowd.
 
     Attributes:
-        step: it acts when so many optimizer steps are taken.
-        agent: number of the agent that branches, is stopped, is cloned, is joined by the others, or stays alone.
-        own: what a clone has of its own over what it had.
+        step: the optimizer steps taken when it acts.
+        agent: the number of the agent that branches, is stopped, is cloned, is joined by the others, or stays alone.
+        own: settings of a clone that differ from those of its original.
     """
 
     step: int
@@ -86,7 +86,7 @@ class CrowdChange:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CrowdChange:
-        """What `dataclasses.asdict` made of one, also after a way through JSON."""
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         return cls(**{**values, "own": from_plain(values["own"])})
 
 
@@ -96,9 +96,9 @@ class Members:
 
     Attributes:
         agents: in the order of the crowd's storage, which is that of their numbers.
-        given: so many numbers were given to agents so far.
-        since: optimizer steps taken when the crowd became what it is.
-        agent_steps: steps taken until then, counted for every agent that took them.
+        given: how many numbers were given to agents so far.
+        since: the optimizer steps taken at the last change of the crowd.
+        agent_steps: the steps taken until then, counted for every agent that took them.
         planned: changes to come, in order.
         made: changes so far.
     """
@@ -118,17 +118,17 @@ class Members:
 
     @classmethod
     def first(cls, config: Config, steps: int) -> Members | None:
-        """With whom a run begins; None: with the agents of the configuration, as long as nobody asks for a change.
+        """The members with which a run begins; None: the agents of the configuration, until somebody asks for a change.
 
-        With `branch_at` and with `crowd: auto` it begins with one agent. All agent-steps together are those of
-        `num_agents` agents over `steps` steps. An agent that may stay alone learns more slowly from the first step on,
-        because its training is so many times as long: by the square root of that.
+        With `branch_at` and with `crowd: auto` a run begins with one agent. All agent-steps together are those of
+        `num_agents` agents over `steps` steps. The training of an agent that may stay alone is `num_agents` times as
+        long, so its learning rate is divided by the square root of `num_agents` from the first step on.
 
         Args:
-            steps: what the configuration asks for: `max_train_steps`, or as many as `epochs` has.
+            steps: what the configuration asks for: `max_train_steps`, or the steps of `epochs`.
 
         Raises:
-            ConfigError: the run would be over before the others come.
+            ConfigError: the run would be over before the other agents come.
         """
         if steps < 2 and (config.crowd == "auto" or config.branch_at is not None):
             key = "crowd" if config.crowd == "auto" else "branch_at"
@@ -153,7 +153,7 @@ class Members:
 
     @property
     def are_configured(self) -> bool:
-        """Whether these are the agents of the configuration, because nothing has changed yet."""
+        """Whether these are the agents of the configuration: nothing has changed, and no one waits."""
         return not self.made and not self.waits
 
     @property
@@ -163,13 +163,12 @@ class Members:
 
     @property
     def common_start(self) -> bool:
-        """Whether changes have left nothing but copies of one of the first agents."""
+        """Whether all agents are, after changes, copies of one first agent."""
         changed = any(change.verb not in ("join", "stay_alone") for change in self.made)
         return changed and len({each.origin for each in self.agents}) == 1
 
     def origins_within(self, num_agents: int) -> OldPlaces:
-        """For each agent the place at which its origin stands in the crowd of so many with which a run begins; the
-        first for one that has joined since."""
+        """For each agent the place of its origin among the `num_agents` first ones; 0 for one that has joined since."""
         return [each.origin if each.origin < num_agents else 0 for each in self.agents]
 
     def outlook(self, total_steps: int) -> Iterator[str]:
@@ -189,10 +188,10 @@ class Members:
         return next((change.step for change in self.made if change.verb == "join"), None)
 
     def schedule_step(self, config: Config, step: int) -> int:
-        """The place in the learning-rate schedule after `step` optimizer steps. One step of K branches counts as K.
+        """The place in the learning-rate schedule after `step` optimizer steps.
 
-        So the schedule spans the agent-steps. Over optimizer steps it would be near its end when the crowd branches.
-        When agents join, the schedule starts again for all.
+        One step of K branches counts as K, so that the schedule spans the agent-steps: over optimizer steps it would be
+        near its end when the crowd branches. When agents join, the schedule starts again for all.
         """
         if (joined := self.joined_at) is not None:
             return max(0, step - joined)
@@ -202,8 +201,8 @@ class Members:
     def total_steps(self, config: Config, steps: int) -> int:
         """The optimizer steps of the whole run where the configuration asks for `steps`.
 
-        The step at which the crowd branches, or is joined, is fixed when the run begins, also if the run is made longer
-        later. An agent that stays alone takes the steps of all.
+        The step at which the crowd branches or is joined is fixed when the run begins, and stays if the run is made
+        longer. An agent that stays alone takes the steps of all.
         """
         if (trunk := self.trunk_steps) is not None:
             return trunk + max(1, steps - trunk // config.num_agents)
@@ -214,11 +213,11 @@ class Members:
         return steps
 
     def agent_steps_at(self, step: int) -> int:
-        """Steps taken, counted for every agent that took them, when `step` optimizer steps are taken."""
+        """The agent-steps after `step` optimizer steps: steps, counted for every agent that took them."""
         return self.agent_steps + (step - self.since) * len(self.agents)
 
     def with_planned(self, changes: Sequence[CrowdChange]) -> Members:
-        """These members with more changes to come; known ones count once, and nobody joins who shall stay alone."""
+        """The members with more changes to come. A known change counts once; `stay_alone` cancels `join`."""
         new = [change for change in changes if change not in (*self.planned, *self.made)]
         planned = sorted((*self.planned, *new), key=lambda change: change.step)
         if any(change.verb == "stay_alone" for change in planned):
@@ -226,7 +225,7 @@ class Members:
         return replace(self, planned=tuple(planned))
 
     def at_once(self, step: int) -> Members:
-        """These members after all that is planned at this step."""
+        """The members with all planned changes moved to this step."""
         return replace(self, planned=tuple(replace(change, step=step) for change in self.planned))
 
     def objection(self, change: CrowdChange, dropped: Collection[int] = ()) -> str | None:
@@ -257,8 +256,7 @@ class Members:
         """The crowd after the changes that act when `step` steps are taken.
 
         Returns:
-            the members, and for each of them the place in `self` of the agent that it is or is a copy of; None for a
-            new one.
+            the members, and for each its place in `self`, or that of its original; None for a new agent.
         """
         members, sources = self, list[int | None](range(len(self.agents)))
         for change in [change for change in self.planned if change.step <= step]:
@@ -301,16 +299,16 @@ class Members:
 
 
 def _step_of_choice(config: Config, steps: int) -> int:
-    """After which step `crowd: auto` decides, where `num_agents` agents would take so many.
+    """The step after which `crowd: auto` decides; `steps` is what `num_agents` agents would take.
 
-    After an eighth of the agent-steps: so early that a crowd still has most of them, and late enough for the rows of a
-    small set to have come again.
+    It is an eighth of the agent-steps: early enough for a crowd to have most of them, and late enough for the rows of a
+    small data set to have come twice.
     """
     return max(1, config.num_agents * steps // 8)
 
 
 def config_of(config: Config, members: Members | None) -> Config:
-    """The configuration in which `agents` are those that stand in the crowd now."""
+    """The configuration whose `agents` are those that stand in the crowd now."""
     if members is None or members.are_configured:
         return config
     entries = tuple({NAME: each.folder, **each.own} for each in members.agents)
@@ -322,9 +320,9 @@ def _member(number: int, own: Mapping[str, Any], origin: int) -> Member:
 
 
 def _of_branch(number: int, config: Config) -> dict[str, Any]:
-    """What a branch has of its own unless its entry in `agents:` says otherwise: row weights, and an order of the rows.
+    """The settings of a branch, unless its entry in `agents:` has others: own row weights, own order of the rows.
 
-    A diversity term compares agents on the same rows, so that these keep the common order.
+    A diversity term compares agents on the same rows, so with one the order stays common.
     """
     if config.diversity != "none":
         return {"row_weights": "bootstrap"}
@@ -343,21 +341,12 @@ FOLDER: Final = "requests"
 
 @dataclass(frozen=True)
 class CrowdRequest:
-    """What somebody asks for; `id` is the name of its file."""
-
-    id: str
-    verb: Verb
-    agent: int
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a run made of a request.
+    """What somebody asks for, and what the run decided.
 
     Attributes:
-        step: the optimizer steps taken when it acts, or when it was refused.
-        refused: why it does not act; None if it acts.
+        id: the name of its file.
+        step: the optimizer steps taken when it acts, or when it was refused; 0 while it waits.
+        refused: why it does not act; None if it waits or acts.
     """
 
     id: str
@@ -369,23 +358,23 @@ class Decision:
 
     @property
     def change(self) -> CrowdChange:
-        """What acts."""
+        """The change that it asks for."""
         return CrowdChange.from_dict({"step": self.step, "verb": self.verb, "agent": self.agent, "own": self.own})
 
 
 @dataclass
 class RecordFailure:
-    """Why the disk takes no decision at present; None if it takes them."""
+    """Why the disk takes no decisions at present; None if it takes them."""
 
     reason: str | None = None
 
     def failed(self, reason: str) -> bool:
-        """Note that the disk took none, and why; whether the reason is another one than that of the step before."""
+        """Note why the disk took no decision; returns whether the reason differs from that of the step before."""
         before, self.reason = self.reason, reason
         return reason != before
 
     def succeeded(self) -> None:
-        """Note that the disk took one."""
+        """Note that the disk took a decision."""
         self.reason = None
 
 
@@ -398,7 +387,7 @@ def ask(run_folder: Path, verb: Verb, agent: int, own: Mapping[str, Any]) -> Cro
     Raises:
         CheckpointError: the disk refuses the file.
     """
-    request = CrowdRequest(f"{time.time_ns()}-{os.getpid()}", verb, agent, own)
+    request = CrowdRequest(f"{time.time_ns()}-{os.getpid()}", 0, verb, agent, own)
     write_known(_path(run_folder, request.id), {"verb": verb, "agent": agent, "own": to_plain(own)}, "the request")
     return request
 
@@ -421,34 +410,34 @@ def settings_of_clone(entries: Sequence[Entry]) -> dict[str, Any]:
 def is_waiting(run_folder: Path) -> bool:
     """Whether a request lies in the folder; asked at every step.
 
-    It takes one system call where nobody has asked for anything yet, and four afterwards: as long as two or three
-    calls of stat, which would not see a second request within the same tick of the disk's clock.
+    It takes one system call if nobody has asked yet, and four afterwards. `stat` would take as long, and would not see
+    a second request within the same tick of the disk's clock.
     """
     return bool(_names(run_folder))
 
 
-def read_waiting(run_folder: Path) -> list[CrowdRequest | Decision]:
-    """The requests in the folder that nobody has decided about, the oldest first; a refusal where a file is none."""
-    known = {decision.id for decision in read_record(run_folder)}  # a kill may have come before they were removed
+def read_waiting(run_folder: Path) -> list[CrowdRequest]:
+    """The requests in the folder that are not decided, the oldest first; a file that holds no request is refused."""
+    known = {decided.id for decided in read_record(run_folder)}  # a kill may have come before they were removed
     return [_read(_path(run_folder, name)) for name in sorted(_names(run_folder)) if name not in known]
 
 
-def decide(run_folder: Path, decisions: Sequence[Decision]) -> None:
-    """Put decisions on record, and then remove every request that is decided.
+def decide(run_folder: Path, decided: Sequence[CrowdRequest]) -> None:
+    """Put decided requests on record, and then remove the files of all that are on record.
 
     Raises:
         OSError: the disk refuses the record, and so nothing is decided.
     """
-    known = [*read_record(run_folder), *decisions]
-    if decisions:
+    known = [*read_record(run_folder), *decided]
+    if decided:
         _write_record(run_folder, known)
-    for decision in known:
+    for request in known:
         with suppress(OSError):  # it is on record, and so it is not read again
-            _path(run_folder, decision.id).unlink(missing_ok=True)
+            _path(run_folder, request.id).unlink(missing_ok=True)
 
 
-def read_record(run_folder: Path) -> list[Decision]:
-    """What became of the requests so far.
+def read_record(run_folder: Path) -> list[CrowdRequest]:
+    """The requests that were decided so far.
 
     Raises:
         CheckpointError: the file is not of this program.
@@ -456,26 +445,26 @@ def read_record(run_folder: Path) -> list[Decision]:
     return read_known(run_folder / CROWD_CHANGES, _parsed_record, "no record of changes") or []
 
 
-def _parsed_record(path: Path) -> list[Decision]:
+def _parsed_record(path: Path) -> list[CrowdRequest]:
     value: Any = read_json(path)
-    return [Decision(**decision) for decision in value]
+    return [CrowdRequest(**decided) for decided in value]
 
 
 def forget_after(run_folder: Path, step: int) -> None:
-    """Take what acts after `step` off the record: the run goes back to it on purpose.
+    """Remove from the record what acts after `step`, because the run goes back to that step on purpose.
 
     Raises:
         CheckpointError: the file is not of this program.
     """
-    known = read_record(run_folder)
-    if kept := [decision for decision in known if decision.step <= step]:
+    kept = [decided for decided in read_record(run_folder) if decided.step <= step]
+    if kept:
         _write_record(run_folder, kept)
     else:
         (run_folder / CROWD_CHANGES).unlink(missing_ok=True)
 
 
-def _write_record(run_folder: Path, decisions: Sequence[Decision]) -> None:
-    write_json(run_folder / CROWD_CHANGES, [{**asdict(each), "own": to_plain(each.own)} for each in decisions])
+def _write_record(run_folder: Path, decided: Sequence[CrowdRequest]) -> None:
+    write_json(run_folder / CROWD_CHANGES, [{**asdict(each), "own": to_plain(each.own)} for each in decided])
 
 
 def _names(run_folder: Path) -> list[str]:
@@ -489,14 +478,14 @@ def _path(run_folder: Path, name: str) -> Path:
     return run_folder / FOLDER / f"{name}.json"
 
 
-def _read(path: Path) -> CrowdRequest | Decision:
+def _read(path: Path) -> CrowdRequest:
     try:
         value: Any = read_json(path)
         verb, agent, own = value["verb"], value["agent"], value.get("own", {})
         if verb not in ("stop", "clone") or type(agent) is not int or (own and verb == "stop"):
             raise ValueError("it asks for nothing that a run can do")
-        return CrowdRequest(path.stem, verb, agent, settings_of_clone(entries_of(own, path.name)))
+        return CrowdRequest(path.stem, 0, verb, agent, settings_of_clone(entries_of(own, path.name)))
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        return Decision(path.stem, 0, "unknown", 0, refused=f"no request: {error}")
+        return CrowdRequest(path.stem, 0, "unknown", 0, refused=f"no request: {error}")
     except ConfigError as error:
-        return Decision(path.stem, 0, verb, agent, refused=error.what)
+        return CrowdRequest(path.stem, 0, verb, agent, refused=error.what)

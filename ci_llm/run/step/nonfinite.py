@@ -1,8 +1,7 @@
-"""The response to numbers that are not finite: who is left out of a step, rolled back, and which batch is skipped.
+"""The response to numbers that are not finite: agents are left out of a step or rolled back, batches are skipped.
 
-The ballot of the step carries the findings of every process, before the gradients are added up. So finding them costs
-no extra wait for the device, and every process draws the same conclusion. `nonfinite_policy.py` computes what follows;
-this file carries it out.
+The ballot of the step carries the findings of every process, before the gradients are added up. So the check needs no
+extra wait for the device, and every process responds alike. `nonfinite_policy.py` decides; this file acts.
 
 Legend: K agents, P numbers of an agent.
 """
@@ -34,11 +33,11 @@ HUGE: Final = 1e15
 
 @dataclass(frozen=True)
 class Findings:
-    """What the processes have found about one step together.
+    """The findings of all processes about one step.
 
     Attributes:
         left_out: agents that do not move in this step.
-        nonfinite: those of them whose numbers the policy counts.
+        nonfinite: the agents among them that were not finite and count for the policy.
         bad_batch: every agent was nonfinite in this step, now or in an earlier attempt.
         tokens: packed tokens, of all processes, on which at least one agent was trained.
         own_rows: whether each agent had rows of its own.
@@ -54,7 +53,7 @@ class Findings:
 
     @property
     def overflowed(self) -> tuple[int, ...]:
-        """Agents for which the fp16 loss scale was too large: a smaller one mends that."""
+        """Agents for which the fp16 loss scale was too large; a smaller scale mends that."""
         return tuple(k for k in self.left_out if k not in self.nonfinite and k not in self.dropped)
 
 
@@ -72,7 +71,7 @@ def findings_of(
     dropped: Sequence[int] = (),
     own_rows: bool = False,
 ) -> Findings:
-    """What the verdict on a step means.
+    """The findings in the verdict on a step.
 
     Args:
         loss_scale: the factor on fp16 losses; None in every other precision.
@@ -94,14 +93,14 @@ def findings_of(
 
 
 class NonFiniteResponse:
-    """Carries out what follows from the findings of a step, after the optimizer has moved.
+    """Acts on the findings of a step, after the optimizer has moved.
 
     Args:
-        bounds: how far the responses go.
-        last_good: where agents are rolled back to.
-        run_folder: holds skipped_batches.json.
-        may_write: whether this process writes files of the run, now.
-        drops_agents: an agent that no response helps is dropped, as long as another one is left.
+        bounds: the limits of the responses.
+        last_good: the snapshots for rollbacks.
+        run_folder: the folder of skipped_batches.json.
+        may_write: whether this process may write files of the run now.
+        drops_agents: whether an agent that no response helps is dropped, as long as another one is left.
     """
 
     def __init__(
@@ -118,18 +117,18 @@ class NonFiniteResponse:
         self._drops_agents = drops_agents
 
     def dropped(self, recovery: RecoveryState) -> tuple[int, ...]:
-        """The agents that are left out of every step from here on."""
+        """The agents that take no steps any more."""
         return tuple(k for k, agent in enumerate(recovery.agents) if agent.is_exhausted(self._bounds))
 
     def respond(self, state: TrainState, rows: Callable[[int], Sequence[int]], findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
 
         Args:
-            state: after the step.
-            rows: the rows of a step.
+            state: the state after the step.
+            rows: returns the rows of a step.
 
         Returns:
-            the state with the recovery state that follows.
+            the state with the new recovery state.
 
         Raises:
             NonFinite: no response is left inside the run. The weights are those of the last good steps.
@@ -144,7 +143,8 @@ class NonFiniteResponse:
             if after.agents[k].rollbacks > before.agents[k].rollbacks:
                 kept = self._last_good.roll_back(k)
                 logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
-        if exhausted := [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]:
+        exhausted = [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]
+        if exhausted:
             if not self._drops_agents or len(self.dropped(after)) == len(after.agents):
                 raise _exhausted(after, exhausted, state.names, self._bounds)
             names = ", ".join(state.names[k] for k in exhausted)
@@ -176,7 +176,7 @@ class NonFiniteResponse:
         )
 
     def _record(self, recovery: RecoveryState) -> None:
-        """Tell later attempts now: one that follows a kill before the next checkpoint would compute the batch again."""
+        """Write the skipped batches for later attempts, which may resume from a checkpoint before this step."""
         if self._may_write():
             write_skipped_batches(self._run_folder, recovery.bad_batches)
 
@@ -212,7 +212,7 @@ def _short(rows: Sequence[int]) -> str:
 
 
 def recovery_metrics(state: TrainState, batch_size: int) -> dict[str, float]:
-    """What was left out, cut, rolled back and skipped so far, for the metrics; nothing in a run without faults.
+    """The counts of skips, cuts and rollbacks so far, for the metrics; empty in a run without faults.
 
     Args:
         batch_size: as configured.

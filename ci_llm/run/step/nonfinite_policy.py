@@ -1,12 +1,12 @@
-"""The policy for numbers that are not finite: what follows per agent and step, as pure functions of plain values.
+"""The policy for numbers that are not finite: the response to an agent in a step, by pure functions of plain values.
 
 The response to one agent escalates. It is left out of the step, and its learning rate is cut. After `max_in_a_row`
-nonfinite steps in a row it is rolled back to its last good snapshot. After as many again in the same episode, the
-attempt ends. An agent with rows of its own keeps its rate until it is rolled back: until then its rows are the first
-suspects, and only it has read them.
+nonfinite steps in a row it is rolled back to its last good snapshot. After as many more in the same episode, the
+attempt ends. An agent with rows of its own keeps its rate until it is rolled back, because its rows, which only it has
+read, are the more probable cause.
 
-If every agent is nonfinite in a step, the batch is taken for the cause: it is skipped permanently. `max_in_a_row` such
-steps in a row end the attempt, because then the weights are the cause and not the batches.
+If every agent is nonfinite in a step, the batch is the probable cause: it is skipped for good. After `max_in_a_row`
+such steps in a row the weights are the probable cause, and the attempt ends.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LEAST_LR_FACTOR: Final = 0.01
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far the responses go; each field is a key of the configuration.
+    """The limits of the responses, by keys of the configuration.
 
     Attributes:
         lr_divisor: `nonfinite_lr_factor`, at least 1: a nonfinite step divides the agent's learning rate by it.
         max_in_a_row: `max_consecutive_nonfinite`.
         good_after: `good_after_steps`: this many finite steps in a row end an episode.
-        own_rows: each agent has rows of its own in a step; else all have the same.
+        own_rows: whether each agent has rows of its own in a step.
     """
 
     lr_divisor: float = 1.5
@@ -97,7 +97,7 @@ class AgentRecovery:
         return replace(worse, nonfinite_in_a_row=0, rolled_back=True, rollbacks=self.rollbacks + 1)
 
     def is_exhausted(self, bounds: Bounds) -> bool:
-        """Whether no response is left that helps inside the run: only its end."""
+        """Whether no response is left inside the run."""
         return self.rolled_back and self.nonfinite_in_a_row >= bounds.max_in_a_row
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,8 +112,7 @@ class AgentRecovery:
 
 @dataclass(frozen=True)
 class RecoveryState:
-    """What a run does differently because of what happened to it. Checkpoints hold it; it never changes the
-    configuration.
+    """What a run does differently because of faults. It is part of checkpoints, and never changes the configuration.
 
     Attributes:
         agents: [K].
@@ -121,9 +120,9 @@ class RecoveryState:
         bad_batches_in_a_row: bad batches since the last other step. A step in which all agents overflow is another
             step: the loss scale is halved, so overflows stop by themselves.
         requested_lr_factor: multiplies the learning rate of every agent; the supervisor asks for it.
-        micro_batch_size: rows per process and micro-step are at most this many; None: as configured.
-        recompute: layers are recomputed in the backward pass, whatever is configured.
-        pass_per_agent: every agent takes passes of its own, whatever is configured.
+        micro_batch_size: the most rows per process and micro-step; None: as configured.
+        recompute: whether layers are recomputed in the backward pass, whatever is configured.
+        pass_per_agent: whether every agent takes passes of its own, whatever is configured.
     """
 
     agents: tuple[AgentRecovery, ...] = ()
@@ -135,7 +134,7 @@ class RecoveryState:
     pass_per_agent: bool = False
 
     def lr_factor(self, agent: int) -> float:
-        """What multiplies the scheduled learning rate of an agent; exactly 1 in a run without faults."""
+        """The factor on the scheduled learning rate of an agent; exactly 1 in a run without faults."""
         return self.requested_lr_factor * self.agents[agent].lr_factor
 
     def limit(self, batch_size: int) -> int:
@@ -146,7 +145,7 @@ class RecoveryState:
         """Whether every agent was nonfinite at this step before, on the same rows.
 
         Args:
-            rows: the rows of a step; they cost time, and are asked for only if the step was bad.
+            rows: returns the rows of a step; called only if the step was bad, because it takes time.
         """
         known = [batch.rows for batch in self.bad_batches if batch.step == step]
         return bool(known) and tuple(rows(step)) in known
@@ -179,7 +178,7 @@ class RecoveryState:
         return replace(self, bad_batches=tuple(batch for batch in self.bad_batches if batch.step < step))
 
     def with_requests(self, lr_factor: float, micro_batch_size: int | None) -> RecoveryState:
-        """The state with what the supervisor asks for; a request never loosens what is in force already."""
+        """The state with the requests of the supervisor; a request never loosens a limit."""
         sizes = [size for size in (self.micro_batch_size, micro_batch_size) if size is not None]
         return replace(
             self,

@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 def in_parts(rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
-    """The same rows in the same order, in micro-batches of at most `size` rows, or of each agent's own."""
+    """The micro-batches divided into ones of at most `size` rows (of each agent that has its own), in order."""
     if all(batch.num_units <= size for batch in micro_batches):
         return micro_batches
     if isinstance(rows, AgentRows):
         each = [
-            _packed_anew(own, [batch.each[k] for batch in micro_batches if isinstance(batch, AgentBatches)], size)
+            _packed_in_parts(own, [batch.each[k] for batch in micro_batches if isinstance(batch, AgentBatches)], size)
             for k, own in enumerate(rows.each)
         ]
         return [AgentBatches(together) for together in zip_longest(*each)]
-    return [*_packed_anew(rows, [batch for batch in micro_batches if isinstance(batch, Batch)], size)]
+    return [*_packed_in_parts(rows, [batch for batch in micro_batches if isinstance(batch, Batch)], size)]
 
 
-def _packed_anew(rows: TokenizedRows, micro_batches: Sequence[Batch | None], size: int) -> list[Batch]:
+def _packed_in_parts(rows: TokenizedRows, micro_batches: Sequence[Batch | None], size: int) -> list[Batch]:
     numbers = [number for batch in micro_batches if batch is not None for number in batch.sample_ids]
     parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
     return [pack([rows[number] for number in part], part) for part in parts]
@@ -53,7 +53,7 @@ def _packed_anew(rows: TokenizedRows, micro_batches: Sequence[Batch | None], siz
 
 @dataclass(frozen=True)
 class MemoryRelief:
-    """Reduces what the next attempt needs; every process takes the same decision without talking to the others."""
+    """Reduces the memory that the next attempt needs; every process decides the same without communication."""
 
     config: Config
     base: Base
@@ -61,10 +61,10 @@ class MemoryRelief:
     num_processes: int
 
     def relieve(self, state: TrainState, complaint: str | None) -> TrainState:
-        """Make the next attempt at the same step need less.
+        """Reduce the memory that the next attempt at the same step needs.
 
         Args:
-            complaint: the message of this process's allocator; None where another process ran out.
+            complaint: the message of this process's allocator; None if only another process ran out.
 
         Raises:
             OutOfMemory: nothing is left to reduce.
@@ -89,10 +89,10 @@ class MemoryRelief:
         return replace(state, recovery=recovery)
 
     def smaller_batch(self, step: int, size: int, complaint: str | None) -> int:
-        """The rows at a time for the next attempt at an evaluation that did not fit with `size`.
+        """The rows at a time for the next attempt at an evaluation that did not fit with `size` rows.
 
         Raises:
-            OutOfMemory: `size` was a single row.
+            OutOfMemory: `size` is a single row.
         """
         self._release_cache()
         if size == 1:
@@ -111,7 +111,7 @@ class MemoryRelief:
         return not agents.pass_per_agent and self.crowd.num_agents > 1 and not find_form(self.config.diversity).rewarded
 
     def _rows_at_once(self, state: TrainState) -> int:
-        """The rows of the largest micro-batch that any process had in this step, which every process can compute."""
+        """The rows of the largest micro-batch of any process in this step, which every process can compute."""
         limit = state.recovery.limit(self.config.batch_size)
         return min(limit, -(-state.rows_per_step // self.num_processes))
 
@@ -128,7 +128,7 @@ class MemoryRelief:
 
 
 def memory_held(device: torch.device) -> str:
-    """What this process holds and what its device has, for people."""
+    """The memory that this process holds, and that of its device, for people."""
     is_gpu = device.type == "cuda"
     held = torch.cuda.memory_allocated(device) if is_gpu else psutil.Process().memory_info().rss
     free, total = free_memory(device)

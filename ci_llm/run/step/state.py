@@ -1,10 +1,11 @@
-"""The state of a run beside live weights and moments: plain frozen values, and the copies that agents fall back to.
+"""The state of a run beside weights and moments: plain frozen values, and the snapshots for a rollback.
 
 A step replaces the plain values by new ones. They are the same on every process, and checkpoints hold them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
@@ -28,7 +29,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Validation:
-    """What the evaluations have shown so far: part of the state of a run, the same on every process.
+    """The results of the evaluations so far: a part of the state of a run, the same on every process.
 
     Attributes:
         metric: what is compared: "nll" or "exact_match".
@@ -46,8 +47,8 @@ class Validation:
     def after(self, step: int, crowd: float, agents: Sequence[float], threshold: float = 0.0) -> Validation:
         """The state with the evaluation after `step`.
 
-        Every gain makes a new best; a gain above the threshold resets the count. Transformers does the same: its best
-        metric moves on any gain, and its patience compares with the threshold. NaN is never better.
+        As in Transformers, every gain makes a new best, and a gain above the threshold resets the count. NaN is never
+        better.
         """
         lead = self._lead(crowd, self.crowd)
         known = self.agents or (None,) * len(agents)
@@ -63,9 +64,9 @@ class Validation:
         )
 
     def _lead(self, value: float, best: Best | None) -> float:
-        """How much better `value` is than the best so far; infinite for the first number, NaN for none."""
+        """By how much `value` is better than the best so far; infinite for the first number, NaN for NaN."""
         if best is None:
-            return float("inf") if value == value else value
+            return value if math.isnan(value) else math.inf
         return value - best.value if METRICS[self.metric].greater else best.value - value
 
     @property
@@ -74,7 +75,7 @@ class Validation:
         return self.crowd.step if self.crowd else None
 
     def described(self, threshold: float = 0.0) -> str:
-        """In words; for `threshold` see `after`."""
+        """The state in words; for `threshold` see `after`."""
         if self.crowd is None:
             return f"no evaluation has given the crowd a {self.metric} yet"
         gain = f"gain above {threshold:g}" if threshold else "gain"
@@ -91,7 +92,7 @@ class Validation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validation:
-        """What `dataclasses.asdict` made of one."""
+        """The inverse of `dataclasses.asdict`."""
         agents = tuple(_best(best) for best in values.get("agents", ()))
         return cls(**{**values, "crowd": _best(values.get("crowd")), "agents": agents})
 
@@ -106,7 +107,7 @@ _KEYS: Final = {"rows_per_step": "effective_batch", "recovery": "healing"}
 
 @dataclass(frozen=True)
 class Choice:
-    """What `crowd: auto` has decided, and why.
+    """The decision of `crowd: auto`, and the numbers that led to it.
 
     Attributes:
         step: the step of the evaluation that decided.
@@ -129,10 +130,10 @@ class Choice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Choice:
-        """What `dataclasses.asdict` made of one.
+        """The inverse of `dataclasses.asdict`.
 
         Raises:
-            CheckpointError: an earlier version made it, in whose runs all agents began.
+            CheckpointError: an earlier version made the choice, in whose runs all agents began.
         """
         if "alone" not in values:
             raise CheckpointError(
@@ -152,13 +153,13 @@ class TrainState:
         samples_seen: rows consumed by all processes.
         tokens_seen: packed tokens consumed by all processes.
         rows_per_step: rows of one optimizer step over all processes, fixed at step 1 for the whole run.
-        skipped: per agent, the steps in which it was left out because its gradient was not finite.
-        recovery: what the run does differently because of what happened to it.
+        skipped: per agent, the number of steps in which it was left out because its gradient was not finite.
+        recovery: what the run does differently because of faults.
         loss_scale: the factor on fp16 losses; None in every other precision.
         clean_steps: steps since the last overflow or the last growth of the loss scale.
         validation: what the evaluations have shown so far.
-        members: who is in the crowd; None: the agents of the configuration, from the first step on.
-        choice: what `crowd: auto` has decided; None: nothing yet.
+        members: the members of the crowd; None: the agents of the configuration, from the first step on.
+        choice: the decision of `crowd: auto`; None: there is none yet.
     """
 
     step: int = 0
@@ -179,19 +180,23 @@ class TrainState:
         return self.members.folders if self.members else [f"agent{k}" for k in range(len(self.skipped))]
 
     @property
-    def said_of_best(self) -> str:
-        """What the line of an evaluation adds if this step is the best: of this crowd, once its agents have changed."""
+    def best_note(self) -> str:
+        """The end of the line about an evaluation if this step is the best one; else empty."""
         if self.validation.best_step != self.step:
             return ""
         return "; best of this crowd" if self.members and self.members.made else "; best yet"
 
     @property
     def agent_steps(self) -> int:
-        """Optimizer steps taken, counted for every agent that took them: what runs of different crowds compare by."""
+        """Optimizer steps taken, counted for every agent that took them: they compare runs of different crowds."""
         return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
 
     def with_members(self, members: Members, sources: OldPlaces) -> TrainState:
-        """The state of a crowd whose agents are copies of these, or new; the search for its best step begins again."""
+        """The state of a crowd that has changed; the search for its best step begins again.
+
+        Args:
+            sources: see `OldPlaces`.
+        """
         before, new = self.recovery.agents, AgentRecovery()
         recovery = replace(self.recovery, agents=tuple(new if place is None else before[place] for place in sources))
         return replace(
@@ -203,7 +208,7 @@ class TrainState:
         )
 
     def with_choice(self, choice: Choice, members: Members) -> TrainState:
-        """The state with this decision and the members that follow from it."""
+        """The state with this decision, and the members that follow from it."""
         return replace(self, choice=choice, members=members)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
@@ -211,7 +216,7 @@ class TrainState:
 
         Args:
             left_out: agents that did not move.
-            overflowed: those of them for which the loss scale was too large.
+            overflowed: the agents among them for which the loss scale was too large.
         """
         skipped = tuple(n + (k in left_out) for k, n in enumerate(self.skipped))
         moved = replace(
@@ -224,7 +229,7 @@ class TrainState:
         return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(overflowed))
 
     def _rescaled(self, scale: float, overflow: bool) -> TrainState:
-        """Halve on overflow, double after 2000 clean steps, as PyTorch's GradScaler does."""
+        """The state with the next loss scale: halved on overflow, doubled after 2000 clean steps, as by GradScaler."""
         if overflow:
             return replace(self, loss_scale=scale / 2, clean_steps=0)
         if self.clean_steps + 1 >= 2000:
@@ -241,7 +246,7 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The inverse of `to_dict`; what an older checkpoint does not hold has its default."""
+        """The inverse of `to_dict`; a key that an older checkpoint lacks has its default."""
         skipped, recovery = tuple(values["skipped"]), values.get("healing")
         names = {key: name for name, key in _KEYS.items()}
         rebuilt = {
@@ -256,13 +261,13 @@ class TrainState:
         return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})
 
 
-#: Steps between two copies. A copy costs as much as the optimizer's step; a rollback loses at most this many steps.
+#: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
 EVERY_STEPS: Final = 20
 
 
 @dataclass
 class _Snapshot:
-    """One agent's state after `step` steps; no moments before the optimizer's first step."""
+    """The state of one agent after `step` steps; it has no moments before the optimizer's first step."""
 
     step: int
     weights: Tensor
@@ -270,13 +275,13 @@ class _Snapshot:
 
 
 class LastGood:
-    """The snapshot to which each agent can be rolled back: weights and moments, copied every few steps while finite.
+    """The snapshots to which agents can be rolled back: weights and moments, copied every few steps while finite.
 
-    It lies in the memory of the device: a copy waits for no transfer.
+    They lie in the memory of the device, so that a copy waits for no transfer.
 
     Args:
-        rows: [P] parameters, one per agent.
-        optimizer: its state of a row holds the agent's moments.
+        rows: the weights, a parameter [P] for each agent.
+        optimizer: holds the moments of an agent as its state of that parameter.
     """
 
     def __init__(self, rows: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -284,7 +289,7 @@ class LastGood:
         self._snapshots: dict[int, _Snapshot] = {}
 
     def replace_agents(self, rows: Sequence[nn.Parameter], sources: OldPlaces) -> None:
-        """Go on with the rows of a crowd that has changed."""
+        """Continue with the rows of a crowd that has changed."""
         before, self._rows = self._snapshots, rows
         known = {k: before[source] for k, source in enumerate(sources) if source is not None and source in before}
         self._snapshots = {
@@ -293,7 +298,7 @@ class LastGood:
         }
 
     def keep(self, agent: int, step: int) -> None:
-        """Copy the agent as it is after `step` steps, over the copy before."""
+        """Copy the agent as it is after `step` steps, into the place of the copy before."""
         row = self._rows[agent]
         weights, moments = row.detach(), self._optimizer.state.get(row, {})
         old = self._snapshots.get(agent)
@@ -318,7 +323,7 @@ class LastGood:
             self.keep(agent, step)
 
     def roll_back(self, agent: int) -> int:
-        """Give the agent the weights and moments of its snapshot; returns the number of steps it had taken then."""
+        """Give the agent the weights and moments of its snapshot; returns the step of the snapshot."""
         kept, row = self._snapshots[agent], self._rows[agent]
         row.data.copy_(kept.weights)
         self._optimizer.state.pop(row, None)
@@ -332,7 +337,11 @@ class LastGood:
         return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
 
     def load(self, agents: Iterable[int], saved: Mapping[str, Any], *, with_moments: bool = True) -> None:
-        """The inverse of `state_of`; without moments if they are those of another optimizer."""
+        """The inverse of `state_of`.
+
+        Args:
+            with_moments: false if the moments are those of another optimizer.
+        """
         for k in agents:
             row, state = self._rows[k], saved[f"agent{k}"]
             found = state["moments"] if with_moments else {}
@@ -341,13 +350,10 @@ class LastGood:
 
 
 def placed(moments: Mapping[str, Tensor], row: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """An agent's saved moments where the optimizer keeps those of the weights `row`.
+    """The saved moments of an agent, with the dtype and device of its weights `row`.
 
-    The step counter stays an fp32 scalar, on the CPU unless the optimizer is fused, as in torch's `load_state_dict`: a
-    plain AdamW reads its number in every step, which would wait for a GPU.
+    The step counter stays an fp32 scalar. As in torch's `load_state_dict` it is on the CPU unless the optimizer is
+    fused: a plain AdamW reads it in every step, which would wait for a GPU.
     """
-    on_device = optimizer.defaults.get("fused")
-    return {
-        name: tensor.to(row) if name != "step" else tensor.to(row.device if on_device else "cpu")
-        for name, tensor in moments.items()
-    }
+    place_of_step = row.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return {name: tensor.to(place_of_step) if name == "step" else tensor.to(row) for name, tensor in moments.items()}

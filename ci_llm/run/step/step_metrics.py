@@ -28,22 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 _KEY: Final = "interval"  # of a manifest
-#: Metrics of which the difference is told as well.
+#: Metrics whose difference is a metric as well.
 BETTER, WORSE = "rewards/chosen", "rewards/rejected"
 
 
 class StepMetrics:
-    """Sums over the optimizer steps since the last line. Steps in which nothing was trained on are not among them.
+    """Sums over the optimizer steps since the last line of metrics; steps without training do not count.
 
-    A loss is a mean over target tokens, so a long step weighs more than a short one. A norm is a mean over steps. The
-    steps in which an agent was not finite do not count for that agent; the metrics say how many those are.
+    A loss is a mean over target tokens, so a long step weighs more than a short one. A norm is a mean over steps. Steps
+    in which an agent was not finite do not count for that agent; the metrics tell their number.
 
-    A checkpoint in the middle of an interval holds its sums, so that a run that resumes from there reports the means of
-    the undisturbed run. The speed is that of the present attempt.
+    A checkpoint in the middle of an interval holds its sums, so that a resumed run reports the means of the undisturbed
+    run. The speed is that of the present attempt.
 
     Args:
         num_agents: K.
-        device: on which the gradient norms are. They are added up there, because reading them would wait for it.
+        device: the device of the gradient norms. They are added up there, because reading them would wait for it.
     """
 
     def __init__(self, num_agents: int, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class StepMetrics:
             targets: [K + 1] target tokens of the step: of each agent, then of all.
             sums: [K + 1] over them: loss of each agent in nats, then the diversity.
             norms: [K] the gradient norm of each agent.
-            left_out: agents that did not move in it, whose loss or gradient was not finite, or overflowed.
+            left_out: agents that did not move in the step, because they were not finite or overflowed.
         """
         self._trained += 1
         for i, value in enumerate(sums):
@@ -117,8 +117,9 @@ class StepMetrics:
             means |= {f"train/{name}/loss": loss, f"train/{name}/grad_norm": _mean(total, count)}
             for metric, (total, count) in self._named.get(name, {}).items():
                 means[f"train/{name}/{metric}"] = _mean(total, count)
-            if (better := f"train/{name}/{BETTER}") in means:
-                means[f"train/{name}/rewards/margins"] = means[better] - means[f"train/{name}/{WORSE}"]
+            better = means.get(f"train/{name}/{BETTER}")
+            if better is not None:
+                means[f"train/{name}/rewards/margins"] = better - means[f"train/{name}/{WORSE}"]
         return means
 
     def speed(self) -> dict[str, float]:
@@ -128,7 +129,7 @@ class StepMetrics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around an evaluation: its time is not that of a step."""
+        """Stop the clock within the block, for an evaluation."""
         began = time.perf_counter()
         try:
             yield
@@ -136,7 +137,7 @@ class StepMetrics:
             self._since += time.perf_counter() - began
 
     def record(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of the sums; nothing right after a line."""
+        """The sums for the manifest of a checkpoint; empty right after a line of metrics."""
         if not self._trained:
             return {}
         norms, norm_steps = self._norms.tolist()
@@ -145,8 +146,9 @@ class StepMetrics:
         return {_KEY: {"steps": self._trained, **sums, **named}}
 
     def load(self, info: Mapping[str, Any]) -> None:
-        """Continue the sums of a checkpoint, if its manifest holds any."""
-        if saved := info.get(_KEY):
+        """Continue the sums in the manifest of a checkpoint, if there are any."""
+        saved = info.get(_KEY)
+        if saved:
             self._trained = saved["steps"]
             self._named = {name: {**own} for name, own in saved.get("named", {}).items()}
             self._sums, self._targets = [*saved["sums"]], [*saved["targets"]]
@@ -159,10 +161,10 @@ def _mean(total: float, count: float) -> float:
 
 FIRST: Final = 3  # steps whose median is the loss at the beginning; a median ignores one bad batch
 RECENT: Final = 20  # steps whose mean is the loss now
-LEAST: Final = 5  # the same for a run that is shorter than two such windows
-RISE: Final = 1.25  # a loss has risen when it is this many times the one at the beginning,
-EARLY_RISE: Final = 2.0  # over fewer than RECENT steps this many times,
-SPREADS: Final = 3.0  # and by this many standard deviations of single batches
+LEAST: Final = 5  # the fewest such steps, in a run that is shorter than two windows
+RISE: Final = 1.25  # a loss has risen if it is this many times the loss at the beginning,
+EARLY_RISE: Final = 2.0  # this many times over fewer than RECENT steps,
+SPREADS: Final = 3.0  # and if the rise is this many standard deviations of single batches
 STILL: Final = 1e-9  # a gradient norm below this counts as none: weights in fp32 do not move by it
 LOOKS: Final = 2  # looks in a row without a gradient before there is a warning
 SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simply learned its rows
@@ -170,11 +172,11 @@ SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simp
 
 @dataclass
 class Learning:
-    """Whether the agents learn: their losses and gradient norms so far, and a warning only when there is no doubt.
+    """Tells by losses and gradient norms whether the agents learn, and warns if they clearly do not.
 
-    It warns of two things: the loss of an agent has risen above that of the first steps by more than batches differ, or
-    an agent gets no gradient any more while its loss is not small. A learning rate that is too large is the usual cause
-    of both. The run continues; the warning is in its status and in its results.
+    It warns if the loss of an agent has risen above that of the first steps by more than batches differ, or if an agent
+    gets no gradient any more while its loss is not small. The usual cause of both is a learning rate that is too large.
+    The run continues; the warning is in its status and in its results.
 
     Attributes:
         names: the names of the agents, for messages.
@@ -229,7 +231,7 @@ class Learning:
         return self.first_loss is not None and len(self._recent) == self.window
 
     def warning(self) -> str | None:
-        """What is wrong, in a sentence; None if nothing is."""
+        """The warning in a sentence; None if there is none."""
         if still := [k for k, looks in enumerate(self._still) if looks >= LOOKS]:
             now = statistics.fmean(self._recent[-1][k] for k in still)
             return f"no gradient reaches {self._named(still)} any more, at a loss of {now:.3g}: nothing is learned"
@@ -244,7 +246,7 @@ class Learning:
         return None
 
     def report(self, status: RunStatus, learning_rates: str) -> None:
-        """Warn once when the agents stop learning, and say when they learn again; the status holds what is true now.
+        """Warn once when agents stop learning, and log when they learn again; the status has the present warning.
 
         Args:
             learning_rates: the learning rates of the agents, in words.

@@ -1,8 +1,8 @@
-"""What an objective has to know of the whole step before the first backward pass: counts of it, and KTO's `kl`.
+"""The facts of a whole step that an objective needs before the first backward pass: counts, and KTO's `kl`.
 
 The counts follow from the plan, which every process can compute, and from the rows. `kl` needs passes of its own over
-mismatched rows: the prompt of each row with the answer of the row before it in the step, whoever computes that one.
-Their sums are added by a vote, which also says whether memory ran out on some process.
+mismatched rows: the prompt of each row with the answer of the row before it in the step, whichever process has that
+row. A vote adds up their sums, and tells whether memory ran out on some process.
 
 Legend: K agents.
 """
@@ -36,9 +36,9 @@ class WholeStep:
     Args:
         step: its number.
         micro_batches: the micro-batches of this process.
-        rows, plan: those of all agents, or of each.
+        rows, plan: rows and order of all agents, or of each.
         limit: `max_seq_length`.
-        seed: the seed of what is drawn.
+        seed: the seed of random numbers.
         tick: called before every pass, as a sign of life.
     """
 
@@ -53,10 +53,10 @@ class WholeStep:
     tick: Callable[[], object]
 
     def objective(self, objective: TrainedObjective) -> tuple[TrainedObjective | None, str | None]:
-        """The objective with what it has to know of the step. A collective, if it needs mismatched rows.
+        """The objective with the facts of the step. A collective, if it needs mismatched rows.
 
         Returns:
-            the objective; or None where memory ran out on some process, and the message of this one's allocator.
+            (the objective, None); or (None, the message of this process's allocator) if memory ran out on any process.
         """
         if not isinstance(objective, Preferences):
             return objective, None
@@ -86,7 +86,7 @@ class WholeStep:
 
     @torch.no_grad()
     def _differences(self) -> Tensor:
-        """[K] fp64 by how much the agents find mismatched rows of this process more probable than the base, summed."""
+        """[K] fp64 log-probability of this process's mismatched rows by the agents minus that by the base, summed."""
         crowd = self.crowd
         before = [_rows_before(plan, self.step) for _, plan in self._each]
         sums = torch.zeros(crowd.num_agents, dtype=torch.float64, device=crowd.device)
@@ -105,7 +105,7 @@ class WholeStep:
         return sums
 
     def _add(self, sums: Tensor, rows: Any, agent: int | None) -> None:
-        """Add what one pass finds, of one agent or of all."""
+        """Add the differences of one pass, for one agent or for all."""
         found: Any = self.crowd(rows)
         outputs = found.each if isinstance(rows, AgentBatches) else [found]
         for place, (output, own) in enumerate(zip(outputs, _agents_of(rows), strict=True)):
@@ -128,10 +128,10 @@ def _nll_share(rows: TokenizedRows, plan: Plan, step: int) -> float:
 
 
 def _rows_before(plan: Plan, step: int) -> dict[int, int]:
-    """The row before each row of the step: the last one stands before the first, and for a single row one of another
-    step."""
+    """The row before each row of the step: the last one before the first; one of another step before a single row."""
     rows = plan.rows(step)
-    last = rows[-1] if len(rows) > 1 else plan.rows(step - 1 if step else 1)[-1]
+    other_step = step - 1 if step else 1
+    last = rows[-1] if len(rows) > 1 else plan.rows(other_step)[-1]
     return dict(zip(rows, [last, *rows[:-1]], strict=True))
 
 
