@@ -110,7 +110,7 @@ def entry_of(
 
 @dataclass(frozen=True)
 class Pruning:
-    """What `prune` has removed, or would remove.
+    """The steps that `prune` has kept and removed, or would.
 
     Attributes:
         kept, removed: steps, the newest first; those kept include the pinned ones.
@@ -186,7 +186,7 @@ def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
         pinned = pinned_steps(directory)
     except BadInput as error:
         what = f"which step is the best is not known, and nothing was removed: {error.what}"
-        raise BadInput(what, where=error.where, hint="the next start of the run writes it anew") from error
+        raise BadInput(what, where=error.where, hint="the next start of the run writes it again") from error
     kept: list[int] = []
     damaged: list[str] = []
     older = sorted(steps, reverse=True)

@@ -219,7 +219,8 @@ def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder
             where=str(folder.parent),
             hint="close the other manager of this folder first, or save with that one",
         )
-    if (why := owner.why_gone(me, silent_s, timeout_s)) is None:
+    why = owner.why_gone(me, silent_s, timeout_s)
+    if why is None:
         raise WriterBusy(
             f"{owner} writes to this folder (heartbeat {duration(round(max(silent_s, 0.0)))} ago)",
             where=str(folder.parent),

@@ -95,7 +95,7 @@ class FailureHistory:
     Args:
         seconds: that all attempts have run, added up.
         failures: attempts that ended without having saved where they stood.
-        left: whether the attempt saved this because it was asked to stop; its end is then no failure.
+        left: whether the attempt saved this because it was asked to stop; its end is then not a failure.
     """
 
     seconds: float = 0.0

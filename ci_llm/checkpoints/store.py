@@ -117,7 +117,7 @@ def refuse_run(target: Path) -> None:
 
 @contextlib.contextmanager
 def _reading_back() -> Iterator[None]:
-    """What keeps this process from reading what it has written is an error of the disk, as in writing."""
+    """Raise the OSError that kept this process from reading back what it wrote: it is an error of the disk."""
     try:
         yield
     except DamagedCheckpoint:
@@ -316,10 +316,11 @@ class CheckpointStore:
         Args:
             heal: move what does not verify to `quarantine/`, unless another attempt writes here; keeps no lease for it.
         """
-        return None if (newest := self._newest(verify_folder, heal, None)) is None else newest.step
+        newest = self._newest(verify_folder, heal, None)
+        return None if newest is None else newest.step
 
     def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """The same step as `latest`, with the bytes that were verified, so that nobody reads them again.
+        """The newest step that verifies, with its bytes, so that nobody reads them again.
 
         Args:
             at_most: steps after this one are passed over, unread; None for no limit.

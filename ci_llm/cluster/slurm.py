@@ -100,7 +100,7 @@ def current_job_end(job: Job, query: Query = query) -> float | None:
 
 
 def query_job(job: Job, query: Query = query) -> JobInfo | None:
-    """What scontrol reports about the job; None without an answer."""
+    """The state of the job, as scontrol reports it; None without an answer."""
     answer = query(["scontrol", "show", "job", "-o", job.id])
     if not answer:
         return None
@@ -131,7 +131,7 @@ class QueuedJob:
 
 
 def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob] | None:
-    """Those of the jobs that squeue still lists, by id; None if it fails."""
+    """The jobs that squeue still lists, by id; None if it fails."""
     # For one job that is long gone squeue fails; of several it lists those that are there. So each is named twice.
     answer = query(["squeue", "-h", "-r", "-j", ",".join([*ids, *ids]), "-o", "%i|%T|%r|%L"])
     if answer is None:
@@ -187,7 +187,7 @@ def requeue(
         return None
     job = read_job(environ)
     if job is None:
-        return "not put back into a queue: this is no SLURM job" if wanted is True else None
+        return "not put back into a queue: this is not a SLURM job" if wanted is True else None
     # SLURM would requeue a job that makes no progress, or that a person has stopped: that is decided here.
     obstacle = reason_not_to_requeue(job, query_job(job, query), reason, max_requeues, without_progress)
     if obstacle is None and query(["scontrol", "requeue", job.id]) is None:

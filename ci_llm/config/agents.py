@@ -25,7 +25,7 @@ _NOBODY: Final = Entry("agents", Items(()), "")
 
 @dataclass
 class OwnEntries:
-    """What the sources say of single agents.
+    """The entries of single agents, from all sources.
 
     Attributes:
         entries: one mapping per agent; empty where no source says anything.

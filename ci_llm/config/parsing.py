@@ -312,7 +312,7 @@ _NOUNS: dict[Any, str] = {
 
 
 def expected(field: FieldInfo) -> str:
-    """What the field takes, in words: `a whole number of at least 1, or auto, or null`."""
+    """The values that the field takes, in words: `a whole number of at least 1, or auto, or null`."""
     null_last = sorted(kinds_of(field), key=lambda kind: (kind.type is types.NoneType, kind.choices == ("auto",)))
     return ", or ".join(_words(kind) for kind in null_last)
 

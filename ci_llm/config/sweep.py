@@ -121,7 +121,7 @@ class SweepReading:
 
 @dataclass
 class _Written:
-    """What is left of the sources once the spaces are taken out."""
+    """The spaces and the keys of a sweep that were found in the sources."""
 
     spaces: dict[str, _Space] = field(default_factory=dict)
     keys: dict[str, parsing.Entry] = field(default_factory=dict)

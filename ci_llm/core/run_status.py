@@ -93,7 +93,7 @@ class Status:
 
     @property
     def exit_code(self) -> int:
-        """What `ci-llm status` exits with: 0 completed, 75 interrupted, 3 running, 1 failed or vanished."""
+        """The exit code of `ci-llm status`: 0 completed, 75 interrupted, 3 running, 1 failed or vanished."""
         return _EXIT_CODES.get(self.status, 1)
 
 

@@ -87,7 +87,7 @@ def _read_completion(row: RawRow) -> Row | None:
 
 
 def _read_pair(row: RawRow) -> Row | None:
-    """What is asked, with what precedes and follows it, and what is answered; both may be messages."""
+    """A prompt, with its context and input, and its answer; both may be messages."""
     prompt, answer = row["prompt"], row["answer"]
     if isinstance(prompt, list):
         given = messages_of(prompt)
@@ -141,7 +141,7 @@ def _read_preference(row: RawRow) -> Row | None:
 
 
 def _margin(row: RawRow) -> float | None:
-    """By how much the chosen answer is better, as people have said; None: nobody has."""
+    """The margin by which people prefer the chosen answer; None without one."""
     if (margin := row.get("margin")) is None:
         return None
     if not isinstance(margin, int | float) or not math.isfinite(margin):
@@ -448,7 +448,7 @@ def _better_answers(columns: Sequence[str]) -> str:
 
 
 def _advice(columns: Sequence[str], where: str) -> str:
-    """What to do about columns of which no form is made."""
+    """The hint for columns of which no form is made."""
     of_splits = ".json" in where and {"data", "train"} & {*columns}
     first = (
         "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""

@@ -80,7 +80,7 @@ class ScreenArea:
         return f"{ERASE}{self._rendered(_styled(text), soft_wrap=True)}{self._area}"
 
     def erased(self) -> str:
-        """No area any more."""
+        """Remove the area."""
         self._area = ""
         return ERASE
 
@@ -128,7 +128,7 @@ class NotebookArea:
         return f"{text}\n"
 
     def erased(self) -> str:
-        """No area any more; the next one is another output."""
+        """Remove the area; the next one is another output."""
         if self._handle is not None:
             self._handle.update({"text/html": ""}, raw=True)
         self._handle = None
@@ -172,7 +172,7 @@ GAP: Final = Text("  ")
 
 
 class View:
-    """What is known of a run, and how it looks now.
+    """The progress of a run, drawn for a terminal.
 
     It shows bars, speed and the losses of the agents, made to fit the width:
 

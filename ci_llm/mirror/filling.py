@@ -125,7 +125,8 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
         _take(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    if token != (now := Token(run, head.generation)):
+    now = Token(run, head.generation)
+    if token != now:
         write_token(folder, now)
     return Found(head.generation, damage, same_run=True)
 

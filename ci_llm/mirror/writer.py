@@ -239,11 +239,9 @@ class MirrorWriter:
                 hint="end this process if the other one is the same run",
             )
         self._version = found.version
-        return (
-            error
-            if isinstance(error, MirrorUnreachable)
-            else MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
-        )
+        if isinstance(error, MirrorUnreachable):
+            return error
+        return MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
 
     # Removing
 

@@ -146,7 +146,7 @@ class ExternalScript:
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
         """The script with its configuration as the last adjustment left it, in the environment of this process."""
-        # Anew for every attempt: the last one may have written a checkpoint.
+        # Looked up for every attempt: the last one may have written a checkpoint.
         self._checkpoint_before = self._resumption.newest()
         self._command.resume_words = self._resumption.words()
         return self._command.words(), {SUPERVISED: f"{self.grace_s:g}", **os.environ}
@@ -164,7 +164,7 @@ class ExternalScript:
         return f"{SAVE_SIGNALS[0]} is for the training: send it to its own process"
 
     def classify(self, result: AttemptResult) -> Outcome:
-        """Judge by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
+        """Classify by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
         rate = script_settings.number(self._command.value(self._lr_key))
         outcome = classify_by_output(
             result,

@@ -95,7 +95,7 @@ class Target(Protocol):
         ...
 
     def close(self) -> list[str]:
-        """Remove everything temporary; return what is to say at the end, in lines."""
+        """Remove everything temporary; return the last lines of the log."""
         ...
 
 

@@ -100,7 +100,8 @@ class OwnRun:
         status = self._status_of_attempt()
         if status is None or status.status not in ("running", "vanished"):
             return None
-        if (sign := (evidence.num_lines, status.heartbeat)) != self._last_sign:
+        sign = evidence.num_lines, status.heartbeat
+        if sign != self._last_sign:
             self._last_sign, self._last_sign_at = sign, now
         return StopOrder("SIGKILL", "hang") if now - self._last_sign_at > HANG_AFTER_S else None
 
@@ -122,7 +123,7 @@ class OwnRun:
         return f"{wanted} to process {status.pid}: it saves and goes on"
 
     def classify(self, result: AttemptResult) -> Outcome:
-        """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
+        """Classify by what the run wrote about its end; by exit code and output where it could write nothing."""
         self._recovery = run_folder.read_recovery(self._folder)  # an attempt that started again has moved it aside
         status = self._status_of_attempt()
         failures = run_folder.read_failures(self._folder, status.attempt) if status else []
@@ -151,7 +152,8 @@ class OwnRun:
             factor = decision.learning_rate / self._highest_rate
             new = replace(new, learning_rate_factor=factor)
             lines.append(f"learning rate: {self._recovery.learning_rate_factor:.3g} -> {factor:.3g} of the schedule's")
-        is_evaluation = (last := self._status_of_attempt()) is not None and last.phase == "evaluation"
+        last = self._status_of_attempt()
+        is_evaluation = last is not None and last.phase == "evaluation"
         if decision.batch_size is not None and is_evaluation:
             lines.append(
                 f"evaluation: fewer than {self._micro_batch_size()} rows at a time; the training stays as it is"
@@ -179,7 +181,7 @@ class OwnRun:
         )
 
     def close(self) -> list[str]:
-        """Remove nothing: there is nothing temporary."""
+        """Remove nothing: an own run leaves nothing temporary."""
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{newest} in {self._folder}", UNCHANGED]
@@ -200,9 +202,9 @@ class OwnRun:
         return good_step > furthest
 
     def _micro_batch_size(self) -> int:
-        """The one in force. The trainer may have cut it by itself; then it is in status.json.
+        """The micro-batch size in force. If the trainer has cut it by itself, it is in status.json.
 
-        Of an attempt that ended in an evaluation it is the batch of that, which the next attempt cuts by itself.
+        If the attempt ended in an evaluation, the batch size of that evaluation, which the next attempt cuts by itself.
         """
         status = self._status_of_attempt()
         if status and status.phase and status.evaluation_batch_size:
@@ -220,7 +222,7 @@ class OwnRun:
         return max((step for step in steps if allowed is None or step <= allowed), default=0)
 
     def _status(self) -> Status | None:
-        """How the last attempt stands; None if none has written that, or it cannot be read: no training ends by it."""
+        """The status of the last attempt; None if there is none, or it cannot be read: no training ends by that."""
         try:
             return read_status(self._folder)
         except (BadInput, OSError):
@@ -235,7 +237,7 @@ class OwnRun:
         return None
 
     def _status_of_attempt(self) -> Status | None:
-        """The status, if the attempt that was launched last has written it; otherwise it is that of an earlier one."""
+        """The status, if the attempt that was launched last has written it; None if an earlier one has."""
         status, before = self._status(), self._status_before
         if status is None or before is None:
             return status
@@ -249,7 +251,7 @@ class SweepRun(OwnRun):
         return read_sweep(default_file(), words).config
 
     def close(self) -> list[str]:
-        """Remove nothing: there is nothing temporary."""
+        """Remove nothing: an own run leaves nothing temporary."""
         return [f"sweep: {self._folder}", UNCHANGED]
 
     def _newest_step(self) -> int:

@@ -203,7 +203,7 @@ class PartWriter:
 
         Raises:
             CheckpointError: what went wrong here; on process 0 also what went wrong elsewhere. A disk that fails is
-                no error but a result.
+                a result, not an error.
             PeerLost: a process has ended.
         """
         message = GAVE_UP
