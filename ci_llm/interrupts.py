@@ -243,7 +243,7 @@ class Interrupts:
         if self.pass_on is not None:
             self.pass_on(_name(number))
         elif number in self._save_signals:
-            self.announce(f"{_name(number)}: saving after this step, then going on")
+            self.announce(f"{_name(number)}: saving after this step, then continuing")
         elif number == signal.SIGINT and number in self._stop_signals:
             self._on_ctrl_c()
         elif number in self._stop_signals and not self._stopping.is_set():

@@ -132,12 +132,12 @@ class Lease:
             raise CheckpointError(
                 "the folder of this run was removed or moved while it was running",
                 where=str(place),
-                hint="put it back where it was, and start again: the run goes on from the newest checkpoint in it",
+                hint="put it back where it was, and start again: the run resumes from the newest checkpoint in it",
             )
         raise WriterBusy(
             f"attempt {self.attempt} was taken over by another attempt and must not write any more",
             where=str(place),
-            hint="end this process; the other one goes on",
+            hint="end this process; the other one continues",
         )
 
 

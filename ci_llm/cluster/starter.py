@@ -113,8 +113,8 @@ def start_again(number: int, launch: Launch, interrupts: Interrupts, say: Callab
         if code is not None or interrupts.stop_reason is not None:
             return code
         say(
-            f"launch    the step does not come up ({COME_UP_S:g} s without a sign): this goes on in the batch script,"
-            " and a preemption, scancel or the limit may lose what was done since the last save"
+            f"launch    the step does not come up ({COME_UP_S:g} s without a sign): this process continues in the batch"
+            " script, and a preemption, scancel or the limit may lose what was done since the last save"
         )
     if number == 1:
         return None

@@ -96,7 +96,7 @@ def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.num_agents == 1:
         what = "branch_at makes num_agents of one agent, and num_agents is 1"
         yield Clash(("branch_at", "num_agents"), what, "set num_agents to 4, or branch_at to null")
-    for keys, share in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "go on with the rows")):
+    for keys, share in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "continue with the rows")):
         for key in [key for key in keys if any(key in own for own in c.agents)]:
             what = f"{key} differs between agents, and branches {share} of one agent"
             yield Clash(("branch_at", "agents"), what, f"write {key} once for all, or set branch_at to null")
@@ -166,7 +166,9 @@ def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """A URL that does not name a mirror, or would put a secret into every log."""
     for key in ("mirror", "resume_from_checkpoint", "restart_from"):
         value = getattr(c, key)
-        if (value if key == "mirror" else is_url(value)) and (problem := why_no_mirror(value)):
+        means_mirror = value is not None and (key == "mirror" or is_url(value))
+        problem = why_no_mirror(value) if means_mirror else None
+        if problem:
             yield Clash((key,), *problem)
 
 

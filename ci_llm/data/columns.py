@@ -133,7 +133,8 @@ def _read_preference(row: RawRow) -> Row | None:
         given = messages_of(prompt) if isinstance(prompt, list) else (Message("user", text_of(prompt)),)
         begin, said = len(given), [(*given, *each) for each in said]
     else:
-        begin = next((n for n, (a, b) in enumerate(zip(*said, strict=False)) if a != b), min(map(len, said)))
+        differ = [first != second for first, second in zip(*said, strict=False)]
+        begin = differ.index(True) if True in differ else len(differ)
     system = () if said[0][0].role == "system" else _system(row)
     tools = tools_of(row.get("tools"))
     better, worse = (_chat((*system, *each), len(system) + begin, tools) for each in said)

@@ -137,10 +137,10 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
-    if columns := _columns_of(lists):
-        return {
-            unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
-        }
+    columns = _columns_of(lists)
+    if columns:
+        rows_of_columns = zip(*columns.values(), strict=True)
+        return {unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in rows_of_columns])}
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
     if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):

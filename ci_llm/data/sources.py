@@ -279,7 +279,7 @@ def recognised(
     if not hasattr(data, "__len__"):
         raise DataError(
             "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
-            "buffer, so an interrupted run could not go on exactly.",
+            "buffer, so an interrupted run could not resume exactly.",
             where=where,
             hint="load it without streaming=True",
         )

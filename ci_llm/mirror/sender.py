@@ -255,7 +255,7 @@ class Mirror:
             return
         what = error.what if isinstance(error, CheckpointError) else str(error)
         if failures == 1:
-            logger.warning(f"mirror    {what}; it is tried again, and the training goes on")
+            logger.warning(f"mirror    {what}; it is tried again, and the training continues")
         self._change(error=what)
         hurry = self._limiter.hurry  # a flush, or the end, wakes a thread that waits
         (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
@@ -369,6 +369,6 @@ class Mirror:
             why = f" ({self.state.error})" if self.state.error else ""
             logger.warning(
                 f"mirror    {duration(self.state.behind_s)} behind{why}: the newest step here is {newest},"
-                f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
+                f" there {self.state.step}; if this machine is lost now, the run resumes from that one"
             )
         self.on_change(self.state)

@@ -46,7 +46,7 @@ class OwnRun:
 
     restarts_from_scratch = False
     user_patterns = UserPatterns()  # its failures are in its folder
-    rerun_effect = "the same command goes on"
+    rerun_effect = "the same command resumes"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
@@ -120,7 +120,7 @@ class OwnRun:
         is_here = status is not None and status.pid_space == pid_space() and status.pid in descendants
         if status is None or not is_here or status.status != "running" or not send(status.pid, wanted):
             return f"nothing is saved: there is no training on this machine that reacts to {wanted}"
-        return f"{wanted} to process {status.pid}: it saves and goes on"
+        return f"{wanted} to process {status.pid}: it saves and continues"
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Classify by what the run wrote about its end; by exit code and output where it could write nothing."""

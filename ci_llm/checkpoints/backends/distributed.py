@@ -158,7 +158,7 @@ class PartWriter:
         self._parts: Sequence[Part] = ()
 
     def share(self, entries: Sequence[StateEntry]) -> Sequence[StateEntry]:
-        """What this process is to write of a state, before anything is begun.
+        """The part of a state that this process writes, before anything is begun.
 
         The first state is compared between the processes, bit by bit. Later ones are not: their names and shapes are,
         when they are written.
@@ -241,7 +241,10 @@ class PartWriter:
         return result
 
     def _follow(self, step: int, write: Callable[[Path], Message]) -> SaveResult:
-        while "draft" in (order := _exchange(self._channel, {})[0]):
+        while True:
+            order = _exchange(self._channel, {})[0]
+            if "draft" not in order:
+                return SaveResult(**order["result"])
             message = GAVE_UP
             try:
                 message = write(Path(order["draft"]))
@@ -249,13 +252,12 @@ class PartWriter:
                 received = _exchange(self._channel, message)
             if (who := _who_gave_up(received)) is not None:
                 return self._given_up(step, f"process {who} could not write its part")
-        return SaveResult(**order["result"])
 
 
 def _write(
     store: CheckpointStore, files: Mapping[str, FileImage], records: Mapping[str, FileRecord], draft: Path
 ) -> Message:
-    """The message about it: empty if all is well. Process 0 decides what an error of the disk means."""
+    """Write a part; the message for process 0 is empty, or the error, of which process 0 decides what it means."""
     try:
         store.write_part(draft, files, records)
     except OSError as error:
