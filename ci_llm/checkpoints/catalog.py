@@ -136,7 +136,8 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     """
     if keep < 1:
         raise BadInput("at least one checkpoint must be kept", where=f"--keep {keep}", hint="give 1 or more")
-    if not (steps := numbered_steps(directory)):
+    steps = numbered_steps(directory)
+    if not steps:
         raise BadInput("no numbered checkpoint is here", where=str(directory), hint="give the output_dir of a run")
     return _plan(directory, steps, keep) if dry_run else _remove(directory, keep)
 

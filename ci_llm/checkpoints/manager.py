@@ -487,7 +487,8 @@ class CheckpointManager:
             CheckpointError: there is no such step, or none at all.
         """
         self.wait_until_finished()
-        if step is None and (step := self.latest_step()) is None:
+        step = self.latest_step() if step is None else step
+        if step is None:
             raise CheckpointError("there is no checkpoint to restore", where=str(self.directory))
         opened, self._opened = self._opened, None
         if opened is None or opened.manifest.step != step:

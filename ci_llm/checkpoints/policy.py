@@ -259,7 +259,8 @@ class RetentionPolicy:
         """How good a step is, the more the better; None without metrics."""
         if step not in self._known:
             self._known[step] = metrics_of(directory, step)
-        if self._best_fn is None or (metrics := self._known[step]) is None:
+        metrics = self._known[step]
+        if self._best_fn is None or metrics is None:
             return None
         value = float(self._best_fn(metrics))
         if math.isnan(value):

@@ -93,7 +93,8 @@ def job_end(job: Job, environ: Mapping[str, str] = os.environ, query: Query = qu
 def current_job_end(job: Job, query: Query = query) -> float | None:
     """Unix seconds at which SLURM ends the job, always by a query: the end may have been moved since the start."""
     answer = query(["squeue", "-h", "-j", job.id, "-o", "%e"])
-    if (end := _unix_seconds(answer or "")) is not None:
+    end = _unix_seconds(answer or "")
+    if end is not None:
         return end
     info = query_job(job, query)
     return info.end if info else None

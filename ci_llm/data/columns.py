@@ -206,7 +206,8 @@ def _read_tokens(row: RawRow) -> Row | None:
     labels = numbers_of(row.get("labels"))
     if len(kept) != len(ids) or (labels is not None and len(labels) != len(ids)):
         raise ValueError(f"{len(ids)} input_ids, {len(kept)} in attention_mask, {len(labels or ids)} labels")
-    if odd := [(i, one) for i, one in zip(ids, labels or (), strict=False) if one not in (i, NOT_LEARNED)]:
+    odd = [(i, one) for i, one in zip(ids, labels or (), strict=False) if one not in (i, NOT_LEARNED)]
+    if odd:
         raise ValueError(f"label {odd[0][1]} stands at token {odd[0][0]}; a label is the token itself or {NOT_LEARNED}")
     given = tuple(token for token, keep in zip(ids, kept, strict=True) if keep)
     if labels is None:

@@ -225,7 +225,9 @@ class Tally:
             "too long": f"of more than max_seq_length {self.max_seq_length} tokens",
             "hidden tools": "whose tools the chat template cannot show",
         }
-        told = ", ".join(f"{number} {words}" for reason, words in reasons.items() if (number := self.left_out[reason]))
+        told = ", ".join(
+            f"{self.left_out[reason]} {words}" for reason, words in reasons.items() if self.left_out[reason]
+        )
         return f"{self.left_out.total()} of {self.rows} rows: {told}"
 
 

@@ -316,7 +316,8 @@ def _ends_column(line: str, value: re.Match[str], before: str, gap: str) -> bool
 
 
 def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
-    return any((match := pattern.search(line)) is not None and _happened(line, match) for pattern in patterns)
+    matches = (pattern.search(line) for pattern in patterns)
+    return any(match is not None and _happened(line, match) for match in matches)
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
@@ -437,7 +438,8 @@ class Evidence:
         """Take one line of the output into account."""
         line = plain(line[:_MAX_LINE_LENGTH])
         self._tracebacks.note(line)  # with its indentation, which the rest does without
-        if not (line := line.strip()):
+        line = line.strip()
+        if not line:
             return
         self.num_lines += 1
         self._lines_since_memory += not self._tracebacks.is_open
@@ -456,7 +458,8 @@ class Evidence:
     def _note_wandb(self, line: str) -> None:
         self.wandb_resumed |= says_resumed(line)
         # A later line may name the same run without its project: the fuller one stays.
-        if (run := wandb_run(line)) is not None and (run.project or run.id not in self.wandb_runs):
+        run = wandb_run(line)
+        if run is not None and (run.project or run.id not in self.wandb_runs):
             self.wandb_runs[run.id] = run
 
     def _note_out_of_memory(self, line: str) -> None:

@@ -128,7 +128,8 @@ class OwnRun:
         status = self._status_of_attempt()
         failures = run_folder.read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
-        if kind == "completed" and status is None and (damage := self._damage_of_status()):
+        damage = self._damage_of_status() if kind == "completed" and status is None else None
+        if damage:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
         cause = run_folder.earliest_failure(failures)
@@ -161,11 +162,12 @@ class OwnRun:
         elif decision.batch_size is not None:
             new = replace(new, micro_batch_size=decision.batch_size)
             lines.append(f"micro-batch: {self._micro_batch_size()} -> {decision.batch_size}, the effective batch holds")
-        if decision.resume_at_most_step is not None and (status := self._status()) is not None:
+        status = self._status()
+        if decision.resume_at_most_step is not None and status is not None:
             new = replace(new, resume_at_most_step=decision.resume_at_most_step, after_attempt=status.attempt)
             lines.append(f"going back to a checkpoint of step {decision.resume_at_most_step} or before")
         if new != self._recovery:
-            attempt = status.attempt if (status := self._status()) else 0
+            attempt = status.attempt if status else 0
             self._recovery = replace(new, because=(*new.because, f"attempt {attempt}: {decision.why}"))
             run_folder.write_recovery(self._folder, self._recovery)
         return lines

@@ -179,7 +179,8 @@ class PartWriter:
         received = self._channel.exchange_result_of(lambda: dump_json(contents(entries)))
         states: list[Any] = [load_json(message) for message in received]
         for index, theirs in enumerate(states):
-            if odd := sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key)):
+            odd = sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key))
+            if odd:
                 raise CheckpointError(
                     f"process {index} does not hold the state of process 0: {', '.join(odd)}",
                     where="checkpoint_backend: distributed",
@@ -214,7 +215,8 @@ class PartWriter:
             message = {"outline": outline(self._parts), "records": described}
         finally:
             received = _exchange(self._channel, message)
-        if (who := _who_gave_up(received)) is not None:
+        who = _who_gave_up(received)
+        if who is not None:
             return self._given_up(step, f"process {who} could not copy its part")
         if len({each["outline"] for each in received}) > 1:
             return self._given_up(step, "the processes do not hold tensors of the same names and shapes")
@@ -250,7 +252,8 @@ class PartWriter:
                 message = write(Path(order["draft"]))
             finally:
                 received = _exchange(self._channel, message)
-            if (who := _who_gave_up(received)) is not None:
+            who = _who_gave_up(received)
+            if who is not None:
                 return self._given_up(step, f"process {who} could not write its part")
 
 
