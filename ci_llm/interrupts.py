@@ -233,15 +233,17 @@ class Interrupts:
     # In the listening thread, at the moment of the signal
 
     def _listen(self) -> None:
-        while _QUIT not in (numbers := os.read(self._read_fd, 64)):
+        numbers = os.read(self._read_fd, 64)
+        while _QUIT not in numbers:
             for number in numbers:
                 self._on_signal(number)
+            numbers = os.read(self._read_fd, 64)
 
     def _on_signal(self, number: int) -> None:
         if self.pass_on is not None:
             self.pass_on(_name(number))
         elif number in self._save_signals:
-            self.announce(f"{_name(number)}: saving after this step, then going on")
+            self.announce(f"{_name(number)}: saving after this step, then continuing")
         elif number == signal.SIGINT and number in self._stop_signals:
             self._on_ctrl_c()
         elif number in self._stop_signals and not self._stopping.is_set():

@@ -269,7 +269,7 @@ def test_the_announcement_says_what_the_run_will_do() -> None:
         heard.clear()
         send(signal.SIGUSR1)
         assert heard.wait(DEADLINE_S)
-    assert lines == ["SIGTERM: saving step 37", "SIGUSR1: saving after this step, then going on"]
+    assert lines == ["SIGTERM: saving step 37", "SIGUSR1: saving after this step, then continuing"]
 
 
 def test_without_a_place_of_its_own_an_announcement_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:

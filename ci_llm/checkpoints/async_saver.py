@@ -27,7 +27,7 @@ from ci_llm.errors import CheckpointError, CiLlmError
 logger = logging.getLogger(__name__)
 
 
-#: Of the first tensor of a file, in bytes: a multiple of every item size, so that every view of the block is aligned.
+#: The first tensor of each file starts at a multiple of so many bytes: every item size divides it.
 ALIGNMENT = 64
 
 
@@ -291,13 +291,15 @@ class AsyncSaver:
         Only this method raises it, and `begin`, which calls it. An optimizer's step would be the wrong place: one
         process would leave it by an exception while the others wait for that process in the next collective.
         """
-        if (job := self._job) is not None:
-            try:
-                job.result()
-            finally:
-                # Another thread may have begun the next one meanwhile: only the job that was waited for is done with.
-                if self._job is job:
-                    self._job = None
+        job = self._job
+        if job is None:
+            return
+        try:
+            job.result()
+        finally:
+            # Another thread may have begun the next one meanwhile: only the job that was waited for is done with.
+            if self._job is job:
+                self._job = None
 
     def close(self) -> None:
         """Wait for the end of the thread, whatever the result; the optimizers are free again."""

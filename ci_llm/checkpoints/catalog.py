@@ -110,7 +110,7 @@ def entry_of(
 
 @dataclass(frozen=True)
 class Pruning:
-    """What `prune` has removed, or would remove.
+    """The steps that `prune` has kept and removed, or would.
 
     Attributes:
         kept, removed: steps, the newest first; those kept include the pinned ones.
@@ -136,7 +136,8 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     """
     if keep < 1:
         raise BadInput("at least one checkpoint must be kept", where=f"--keep {keep}", hint="give 1 or more")
-    if not (steps := numbered_steps(directory)):
+    steps = numbered_steps(directory)
+    if not steps:
         raise BadInput("no numbered checkpoint is here", where=str(directory), hint="give the output_dir of a run")
     return _plan(directory, steps, keep) if dry_run else _remove(directory, keep)
 
@@ -186,7 +187,7 @@ def _plan(directory: Path, steps: list[int], keep: int) -> Pruning:
         pinned = pinned_steps(directory)
     except BadInput as error:
         what = f"which step is the best is not known, and nothing was removed: {error.what}"
-        raise BadInput(what, where=error.where, hint="the next start of the run writes it anew") from error
+        raise BadInput(what, where=error.where, hint="the next start of the run writes it again") from error
     kept: list[int] = []
     damaged: list[str] = []
     older = sorted(steps, reverse=True)

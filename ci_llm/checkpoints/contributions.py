@@ -25,7 +25,7 @@ from ci_llm.errors import CheckpointError, ForeignCheckpoint
 
 
 class Votes(NamedTuple):
-    """How many processes say so, each."""
+    """For each question, the number of processes that answer yes."""
 
     stop: int
     save_requested: int
@@ -39,7 +39,7 @@ class Votes(NamedTuple):
 
 
 class SaveVote:
-    """The votes on the step that the loop is at."""
+    """The votes of all processes on the present step, counted once."""
 
     def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
@@ -174,7 +174,7 @@ class Restored(NamedTuple):
 
 
 class Gradients:
-    """The gradients of one loop.
+    """The gradients of one training loop.
 
     They are saved with a checkpoint that is made inside an unfinished accumulation window, and restored:
 
@@ -290,7 +290,7 @@ class Gradients:
         return not all_left_over and any(gradient is not None for gradient in gradients)
 
 
-#: Those of the managers that are open; a manager that is forgotten leaves the set by itself.
+#: The gradients of every open manager; a manager that is garbage leaves the set by itself.
 _FOLLOWING: Final[weakref.WeakSet[Gradients]] = weakref.WeakSet()
 
 

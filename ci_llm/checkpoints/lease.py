@@ -132,12 +132,12 @@ class Lease:
             raise CheckpointError(
                 "the folder of this run was removed or moved while it was running",
                 where=str(place),
-                hint="put it back where it was, and start again: the run goes on from the newest checkpoint in it",
+                hint="put it back where it was, and start again: the run resumes from the newest checkpoint in it",
             )
         raise WriterBusy(
             f"attempt {self.attempt} was taken over by another attempt and must not write any more",
             where=str(place),
-            hint="end this process; the other one goes on",
+            hint="end this process; the other one continues",
         )
 
 
@@ -219,7 +219,8 @@ def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder
             where=str(folder.parent),
             hint="close the other manager of this folder first, or save with that one",
         )
-    if (why := owner.why_gone(me, silent_s, timeout_s)) is None:
+    why = owner.why_gone(me, silent_s, timeout_s)
+    if why is None:
         raise WriterBusy(
             f"{owner} writes to this folder (heartbeat {duration(round(max(silent_s, 0.0)))} ago)",
             where=str(folder.parent),

@@ -85,26 +85,25 @@ def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> No
     objects.update({key: _put(target, taken[key], key) for key, target in objects.items()})
 
 
-def _check_fit(target: object, saved: object, where: str) -> None:
+def _check_fit(target: object, saved: Any, where: str) -> None:
+    """Raise ForeignCheckpoint if `saved` cannot be put into `target`; an object checks its own state later."""
+    here = _describe(target)
+    fits = not _is_of_other_kind(saved, target)
+    items: Iterable[tuple[Any, Any, str]] = ()
     if isinstance(target, Tensor):
-        same = isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (target.shape, target.dtype)
-        if not same:
-            raise _misfit(where, _describe(target), _describe(saved))
-    elif not _holds_objects(target):
-        if _is_of_other_kind(saved, target):
-            raise _misfit(where, _describe(target), _describe(saved))
-    elif isinstance(target, MutableMapping):
-        if not isinstance(saved, dict) or saved.keys() != target.keys():
-            raise _misfit(where, _describe(target), _describe(saved))
-        for key, item in target.items():
-            _check_fit(item, saved[key], f"{where}.{key}")
-    elif isinstance(target, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or _is_of_other_kind(saved, target) or len(saved) != len(target):
-            raise _misfit(where, _describe(target), _describe(saved))
-        for i, item in enumerate(target):
-            _check_fit(item, saved[i], f"{where}[{i}]")
-    elif isinstance(target, Mapping):
-        raise _misfit(where, f"a {type(target).__name__}, which cannot be filled", _describe(saved))
+        fits = isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (target.shape, target.dtype)
+    elif isinstance(target, MutableMapping) and _holds_objects(target):
+        fits = isinstance(saved, dict) and saved.keys() == target.keys()
+        items = ((item, saved[key], f"{where}.{key}") for key, item in target.items())
+    elif isinstance(target, Mapping) and _holds_objects(target):
+        fits, here = False, f"a {type(target).__name__}, which cannot be filled"
+    elif isinstance(target, (list, tuple)) and _holds_objects(target):
+        fits = fits and len(saved) == len(target)
+        items = ((item, saved[i], f"{where}[{i}]") for i, item in enumerate(target))
+    if not fits:
+        raise ForeignCheckpoint(f"here is {here}, the checkpoint holds {_describe(saved)}", where=where)
+    for item, value, place in items:
+        _check_fit(item, value, place)
 
 
 def _is_of_other_kind(saved: object, target: object) -> bool:
@@ -129,10 +128,6 @@ def _describe(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"
-
-
-def _misfit(where: str, here: str, there: str) -> ForeignCheckpoint:
-    return ForeignCheckpoint(f"here is {here}, the checkpoint holds {there}", where=where)
 
 
 def _put(target: Any, saved: Any, where: str) -> Any:
@@ -492,7 +487,8 @@ class CheckpointManager:
             CheckpointError: there is no such step, or none at all.
         """
         self.wait_until_finished()
-        if step is None and (step := self.latest_step()) is None:
+        step = self.latest_step() if step is None else step
+        if step is None:
             raise CheckpointError("there is no checkpoint to restore", where=str(self.directory))
         opened, self._opened = self._opened, None
         if opened is None or opened.manifest.step != step:

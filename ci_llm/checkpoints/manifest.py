@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not os.path.isdir(folder):
             raise ValueError("there is no such folder")
         if is_run(folder):
-            raise ValueError("it is a run, and no checkpoint: move it out of this folder when it does not train")
+            raise ValueError("it is a run and not a checkpoint: move it out of this folder when it does not train")
         size = os.lstat(folder / MANIFEST).st_size
         if size > MAX_MANIFEST_BYTES:
             raise ValueError(f"the manifest has {size} bytes")
@@ -322,7 +322,7 @@ def tensor_spans(data: bytes) -> dict[str, tuple[int, int]]:
         raise ValueError(f"a safetensors header of {length} bytes is refused")
     header = parse_json(data[8 : 8 + length])
     if not isinstance(header, dict):
-        raise ValueError("the safetensors header is no object")
+        raise ValueError("the safetensors header is not an object")
     spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return {name: _span(entry, 8 + length) for name, entry in spans.items()}
 

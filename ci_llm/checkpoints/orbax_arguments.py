@@ -192,7 +192,8 @@ def _is_checkpointer(argument: Any) -> bool:
 def _changed(options: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(options):
         raise CheckpointError(f"a {type(options).__name__} holds no options", where="options=")
-    return {field.name: value for field in dataclasses.fields(options) if (value := _own(options, field)) is not None}
+    own = {field.name: _own(options, field) for field in dataclasses.fields(options)}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def _own(options: Any, field: Any) -> Any:

@@ -95,7 +95,7 @@ class FailureHistory:
     Args:
         seconds: that all attempts have run, added up.
         failures: attempts that ended without having saved where they stood.
-        left: whether the attempt saved this because it was asked to stop; its end is then no failure.
+        left: whether the attempt saved this because it was asked to stop; its end is then not a failure.
     """
 
     seconds: float = 0.0
@@ -259,7 +259,8 @@ class RetentionPolicy:
         """How good a step is, the more the better; None without metrics."""
         if step not in self._known:
             self._known[step] = metrics_of(directory, step)
-        if self._best_fn is None or (metrics := self._known[step]) is None:
+        metrics = self._known[step]
+        if self._best_fn is None or metrics is None:
             return None
         value = float(self._best_fn(metrics))
         if math.isnan(value):

@@ -69,7 +69,8 @@ def require_space(directory: Path, manifest: Manifest, disk: Filesystem) -> None
     """Raises OSError (ENOSPC) if the disk of `directory` cannot take the checkpoint and a margin."""
     sizes = [record.size for record in manifest.files.values()] + [len(manifest.dump())]
     needed = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes) + MARGIN_BYTES
-    if (free := disk.free_bytes(directory)) < needed:
+    free = disk.free_bytes(directory)
+    if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
 
 
@@ -117,7 +118,7 @@ def refuse_run(target: Path) -> None:
 
 @contextlib.contextmanager
 def _reading_back() -> Iterator[None]:
-    """What keeps this process from reading what it has written is an error of the disk, as in writing."""
+    """Raise the OSError that kept this process from reading back what it wrote: it is an error of the disk."""
     try:
         yield
     except DamagedCheckpoint:
@@ -316,10 +317,11 @@ class CheckpointStore:
         Args:
             heal: move what does not verify to `quarantine/`, unless another attempt writes here; keeps no lease for it.
         """
-        return None if (newest := self._newest(verify_folder, heal, None)) is None else newest.step
+        newest = self._newest(verify_folder, heal, None)
+        return None if newest is None else newest.step
 
     def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """The same step as `latest`, with the bytes that were verified, so that nobody reads them again.
+        """The newest step that verifies, with its bytes, so that nobody reads them again.
 
         Args:
             at_most: steps after this one are passed over, unread; None for no limit.
@@ -342,8 +344,10 @@ class CheckpointStore:
             self._look_twice(final, heal, read_manifest)
         seen = committed(self.directory)
         for step, folder in seen:
-            passed_over = at_most is not None and step > at_most
-            if not passed_over and (found := self._look_twice(folder, heal, look)) is not None:
+            if at_most is not None and step > at_most:
+                continue
+            found = self._look_twice(folder, heal, look)
+            if found is not None:
                 return found
         # A live writer may have committed a new one, and pruned those seen here, during the reading.
         return self._newest(look, heal, at_most) if set(committed(self.directory)) - set(seen) else None
@@ -380,7 +384,8 @@ class CheckpointStore:
             WriterBusy: another attempt holds the folder.
             ValueError: a name that no checkpoint may hold, a step below 0.
         """
-        if (step := operator.index(step)) < 0:
+        step = operator.index(step)
+        if step < 0:
             raise ValueError(f"a step counts from 0 on, not {step}")
         lease = self._held()
         target = step_folder(self.directory, step)
@@ -422,10 +427,12 @@ class CheckpointStore:
         self._held()
         began = time.monotonic()
         final = self.directory / FINAL
-        if (opened := self.open_newest()) is None:
+        opened = self.open_newest()
+        if opened is None:
             raise CheckpointError("no step is committed to make it from", where=str(final))
         own = step_folder(self.directory, opened.manifest.step).name
-        if opened.folder == final and (cause := self.adopt(opened, own)):  # nobody else has it meanwhile
+        cause = self.adopt(opened, own) if opened.folder == final else None  # nobody else has it meanwhile
+        if cause:
             return _not_saved(final, opened.manifest.step, cause, began)
         if step not in (None, opened.manifest.step):
             opened = self.read(step)
@@ -435,7 +442,8 @@ class CheckpointStore:
         records = {**manifest.files, **{name: image.record() for name, image in added.items()}}
         forms = {**manifest.forms, **dict.fromkeys(added, "bytes")}
         whole = replace(manifest, files=records, forms=forms)
-        if cause := self._commit(final, files, whole):
+        cause = self._commit(final, files, whole)
+        if cause:
             return _not_saved(final, manifest.step, cause, began)
         return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
 

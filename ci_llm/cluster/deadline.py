@@ -24,7 +24,7 @@ VARIABLE: Final = "CI_LLM_DEADLINE"
 REASON: Final = "walltime"
 MAX_RUNTIME: Final = "max_runtime"  # the source of a deadline that the caller has set
 QUANTILE: Final = 0.95
-MARGIN_S: Final = 10.0
+MARGIN_S: Final = 10.0  # for the exit of the program
 MEASUREMENTS: Final = 100
 _SHORTEST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 86400.0  # Event.wait takes at most 292 years, and a deadline may be infinite
@@ -83,17 +83,14 @@ def _unix_seconds(text: str) -> float:
         ) from error
 
 
-def seconds_until_stop(
-    left_s: float, steps_s: Sequence[float], saves_s: Sequence[float], *, margin_s: float = MARGIN_S
-) -> float:
+def seconds_until_stop(left_s: float, steps_s: Sequence[float], saves_s: Sequence[float]) -> float:
     """Seconds until the run must be asked to stop, so that the step under way and its save still fit before the end.
 
     Args:
         left_s: seconds until the end.
         steps_s, saves_s: measured durations in seconds.
-        margin_s: seconds for the exit of the program.
     """
-    return left_s - upper_quantile(steps_s) - upper_quantile(saves_s) - margin_s
+    return left_s - upper_quantile(steps_s) - upper_quantile(saves_s) - MARGIN_S
 
 
 def upper_quantile(durations: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ from ci_llm.errors import LaunchError
 
 #: The agent waits so long before it kills, between two rounds, whatever TORCH_ELASTIC_SHUTDOWN_TIMEOUT says.
 KILL_DELAY_S: Final = 30.0
-#: Of a process that was asked to stop and whose agent must not take this for the end of the job.
+#: The exit code after a stop, where the agent of torchrun must not take it for the end of the job.
 AGAIN_EXIT_CODE: Final = 75
 _NO_NAME: Final = ("", "none")  # the run id of torchrun without --rdzv-id
 
@@ -329,6 +329,12 @@ def option(command: Sequence[str], name: str) -> str:
     return found[1] if found else ""
 
 
+def is_cpu_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether the environment says that processes compute on the CPU, in the words of Accelerate."""
+    wanted = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    return wanted or environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cpu")
+
+
 def shell_line(command: Sequence[str]) -> str:
     """A command line as a person would type it: programs on PATH by their bare names."""
     program, *words = command
@@ -372,7 +378,7 @@ def _cpu_command(launch: Launch, environ: Mapping[str, str]) -> str:
     number = [] if option(options, "num_processes") else [f"--num_processes={launch.requested_processes or 'N'}"]
     # Without --multi_gpu the launcher starts a single process on such a machine, whatever the number.
     line = shell_line([*command[:place], "--multi_gpu", *number, *options, *command[end:]])
-    return f"ACCELERATE_USE_CPU=true {line}" if environ.get("ACCELERATE_USE_CPU", "").lower() == "true" else line
+    return f"ACCELERATE_USE_CPU=true {line}" if is_cpu_wanted(environ) else line
 
 
 def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:

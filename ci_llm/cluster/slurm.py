@@ -93,14 +93,15 @@ def job_end(job: Job, environ: Mapping[str, str] = os.environ, query: Query = qu
 def current_job_end(job: Job, query: Query = query) -> float | None:
     """Unix seconds at which SLURM ends the job, always by a query: the end may have been moved since the start."""
     answer = query(["squeue", "-h", "-j", job.id, "-o", "%e"])
-    if (end := _unix_seconds(answer or "")) is not None:
+    end = _unix_seconds(answer or "")
+    if end is not None:
         return end
     info = query_job(job, query)
     return info.end if info else None
 
 
 def query_job(job: Job, query: Query = query) -> JobInfo | None:
-    """What scontrol reports about the job; None without an answer."""
+    """The state of the job, as scontrol reports it; None without an answer."""
     answer = query(["scontrol", "show", "job", "-o", job.id])
     if not answer:
         return None
@@ -131,7 +132,7 @@ class QueuedJob:
 
 
 def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob] | None:
-    """Those of the jobs that squeue still lists, by id; None if it fails."""
+    """The jobs that squeue still lists, by id; None if it fails."""
     # For one job that is long gone squeue fails; of several it lists those that are there. So each is named twice.
     answer = query(["squeue", "-h", "-r", "-j", ",".join([*ids, *ids]), "-o", "%i|%T|%r|%L"])
     if answer is None:
@@ -187,7 +188,7 @@ def requeue(
         return None
     job = read_job(environ)
     if job is None:
-        return "not put back into a queue: this is no SLURM job" if wanted is True else None
+        return "not put back into a queue: this is not a SLURM job" if wanted is True else None
     # SLURM would requeue a job that makes no progress, or that a person has stopped: that is decided here.
     obstacle = reason_not_to_requeue(job, query_job(job, query), reason, max_requeues, without_progress)
     if obstacle is None and query(["scontrol", "requeue", job.id]) is None:

@@ -26,7 +26,7 @@ from typing import Final
 
 import psutil
 
-from ci_llm.cluster.launch import STARTED, SUPERVISED, Launch, accelerate_option, option, started_by
+from ci_llm.cluster.launch import STARTED, SUPERVISED, Launch, accelerate_option, is_cpu_wanted, option, started_by
 from ci_llm.core.run_status import is_alive
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE, Interrupts, ignore, notify_of_parent_death, send
@@ -61,13 +61,15 @@ def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mappi
     `--distributed` asks for one per GPU, and one without a GPU; `--distributed=N` for N. A number that Accelerate was
     asked for counts without a GPU only: with one, each process takes a GPU, and Accelerate starts as many.
     """
-    asked = [found[1] or "true" for word in words if (found := _DISTRIBUTED.fullmatch(word))][-1:]
+    found = [match for match in map(_DISTRIBUTED.fullmatch, words) if match]
+    asked = (found[-1][1] or "true") if found else ""  # the last one counts
     is_started = STARTED in environ or launch.num_processes > 1 or launch.launcher == "torchrun"
-    if is_started or asked == ["false"] or not (asked or launch.requested_processes):
+    if is_started or asked == "false" or not (asked or launch.requested_processes):
         return 1
-    if asked and asked[0].isdecimal():
-        return max(1, int(asked[0]))
-    if num_gpus := _num_gpus(environ):
+    if asked.isdecimal():
+        return max(1, int(asked))
+    num_gpus = _num_gpus(environ)
+    if num_gpus:
         return num_gpus if asked else 1
     on_one_machine = accelerate_option(launch.launcher_command, "num_machines") in ("", "1")
     return launch.requested_processes or 1 if on_one_machine else 1
@@ -75,8 +77,7 @@ def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mappi
 
 def _num_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """GPUs that a run would take. torch, which loads for seconds, is asked only where a driver has left its devices."""
-    on_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    if on_cpu or not any(any(devices.glob(name)) for name in _DEVICES):
+    if is_cpu_wanted(environ) or not any(any(devices.glob(name)) for name in _DEVICES):
         return 0
     import torch
 
@@ -112,8 +113,8 @@ def start_again(number: int, launch: Launch, interrupts: Interrupts, say: Callab
         if code is not None or interrupts.stop_reason is not None:
             return code
         say(
-            f"launch    the step does not come up ({COME_UP_S:g} s without a sign): this goes on in the batch script,"
-            " and a preemption, scancel or the limit may lose what was done since the last save"
+            f"launch    the step does not come up ({COME_UP_S:g} s without a sign): this process continues in the batch"
+            " script, and a preemption, scancel or the limit may lose what was done since the last save"
         )
     if number == 1:
         return None
@@ -214,13 +215,14 @@ def _wait_until_up(agent: subprocess.Popen[bytes], folder: Path, number: int, in
         time.sleep(_LOOK_S)
         told = _told(folder)
         pids = [pid for pid, word in told if word == _UP]
-        if (now := sum(map(_processor_seconds, {agent.pid, *(pid for pid, _ in told)}))) > used + _WORKING_S:
+        now = sum(map(_processor_seconds, {agent.pid, *(pid for pid, _ in told)}))
+        if now > used + _WORKING_S:
             used, until = now, time.monotonic() + COME_UP_S
     return pids
 
 
 def _processor_seconds(pid: int) -> float:
-    """What this process and its descendants have used of processors; 0 if one of them ends at this moment."""
+    """Seconds of processor time of a process and its descendants; 0 if one of them ends at this moment."""
     with suppress(psutil.NoSuchProcess):
         tree = psutil.Process(pid)
         return sum(sum(one.cpu_times()[:2]) for one in (tree, *tree.children(recursive=True)))

@@ -25,7 +25,7 @@ _NOBODY: Final = Entry("agents", Items(()), "")
 
 @dataclass
 class OwnEntries:
-    """What the sources say of single agents.
+    """The entries of single agents, from all sources.
 
     Attributes:
         entries: one mapping per agent; empty where no source says anything.
@@ -45,7 +45,8 @@ def take_own_entries(sources: Sequence[dict[str, Entry]], problems: list[Problem
     """
     own = OwnEntries()
     for number, source in enumerate(sources):
-        lists = {key: values for key in OWN_KEYS if key in source and (values := _values_of(key, source[key]))}
+        found = {key: _values_of(key, source[key]) for key in OWN_KEYS if key in source}
+        lists = {key: values for key, values in found.items() if values}
         listed = source.pop("agents", None)
         for key in OWN_KEYS:
             if own.entries and listed is None and key in source and key not in lists:

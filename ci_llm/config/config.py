@@ -157,7 +157,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         super().__setattr__("_reasons", reasons)
 
     def with_objective(self, objective: str) -> dict[str, Any]:
-        """What changes where the rows decide that auto stands for this objective."""
+        """The changed values, once the rows have decided that auto stands for this objective."""
         if "learning_rate" not in self._reasons:
             return {"objective": objective}
         asked = self.model_copy(update={"objective": objective, "learning_rate": "auto"})
@@ -221,7 +221,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         return [f"{', '.join(values)}: {why}" for why, values in by_reason.items()]
 
     def notices(self) -> list[str]:
-        """What to log once at the start: settings without effect, and doubtful ones."""
+        """Lines to log once at the start: settings without effect, and doubtful ones."""
         return find_notices(self)
 
     def dump(self) -> str:
@@ -233,7 +233,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         )
 
     def diff(self, other: Config) -> list[Change]:
-        """What `other` changes, seen from this configuration, in the order of the keys.
+        """The changes from this configuration to `other`, in the order of the keys.
 
         A key that differs between agents has a list of values, one for each.
         """

@@ -81,7 +81,7 @@ def read_config(
 
 @dataclass(frozen=True)
 class FileEntries:
-    """What a file says: its entries, and those of its section `sweep:`, if it has one."""
+    """The entries of a file, and those of its section `sweep:`, if it has one."""
 
     path: Path | None
     entries: list[parsing.Entry]
@@ -215,7 +215,7 @@ def as_typed(value: object) -> str:
 
 
 def as_python(typed: str) -> str:
-    """What is typed on a command line as a literal of Python; `...` stays."""
+    """The literal of Python for a value typed on a command line."""
     literal = {"true": "True", "false": "False", "null": "None"}.get(typed)
     return literal or (typed if re.fullmatch(r"[-+\d.e]+", typed) else repr(typed))
 

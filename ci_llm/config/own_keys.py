@@ -15,9 +15,9 @@ from ci_llm.config.run_keys import EvaluationKeys
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: What an agent may have of its own, beside `name`.
+#: The keys for which an agent may have a value of its own, beside `name`.
 OWN_KEYS: Final = tuple(key for key, _ in sorted(schema.with_trait("own").items(), key=lambda own: own[1]))
-#: Those that say which shape and scale its adapter has: a copy of an agent has the same.
+#: The own keys that give an adapter its shape and scale: a copy of an agent has the same values.
 SHAPE_KEYS: Final = tuple(key for key in OWN_KEYS if key in schema.with_trait("shape"))
 #: Which rows an agent trains on.
 ROWS_KEYS: Final = tuple(schema.with_trait("rows"))

@@ -9,6 +9,7 @@ well which of them counts.
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -312,7 +313,7 @@ _NOUNS: dict[Any, str] = {
 
 
 def expected(field: FieldInfo) -> str:
-    """What the field takes, in words: `a whole number of at least 1, or auto, or null`."""
+    """The values that the field takes, in words: `a whole number of at least 1, or auto, or null`."""
     null_last = sorted(kinds_of(field), key=lambda kind: (kind.type is types.NoneType, kind.choices == ("auto",)))
     return ", or ".join(_words(kind) for kind in null_last)
 
@@ -366,7 +367,8 @@ def _respellings(text: str) -> Iterator[str]:
     yield text.replace(",", ".")
     if re.fullmatch(r"[0-9.]+", text):
         yield text.lstrip("0")
-    if _NUMBER.fullmatch(text) and len(text) < 20 and (number := float(text.replace("_", ""))).is_integer():
+    number = float(text.replace("_", "")) if _NUMBER.fullmatch(text) and len(text) < 20 else math.nan
+    if number.is_integer():
         yield f"{number:.0f}"
 
 

@@ -138,12 +138,10 @@ def clashing(clash: Clash, given: Mapping[str, Entry]) -> Problem:
 def _nearest(name: str) -> str | None:
     """The key or alias most like `name`; `training.lr` is looked up as lr, `no_compile` as compile=false."""
     last = name.rpartition(".")[2]
-    if (
-        last.startswith("no_")
-        and foreign.canonical(last[3:]) in foreign.ACCEPTED
-        and foreign.flag_form(last[3:]) == "alone"
-    ):
-        return f"{foreign.canonical(last[3:])}=false"
+    switch = last.removeprefix("no_")
+    key = foreign.canonical(switch)
+    if switch != last and key in foreign.ACCEPTED and foreign.flag_form(switch) == "alone":
+        return f"{key}=false"
     near = nearest(last, [*foreign.ACCEPTED, *foreign.ALIASES, *foreign.TRANSLATIONS])
     return f"{near}, which is {foreign.ALIASES[near]}" if near in foreign.ALIASES else near
 
@@ -168,11 +166,8 @@ def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool
 
 def _add(given: dict[str, Entry], key: str, entry: Entry, problems: list[Problem], last_wins: bool) -> None:
     first = given.get(key)
-    if (
-        first is None
-        or (last_wins and foreign.normalized(first.name) == foreign.normalized(entry.name))
-        or _yields(first, entry, key)
-    ):
+    again = first is not None and foreign.normalized(first.name) == foreign.normalized(entry.name)
+    if first is None or (last_wins and again) or _yields(first, entry, key):
         given[key] = entry
     elif not _yields(entry, first, key):
         problems.append(given_twice(key, first, entry))

@@ -104,7 +104,7 @@ class CheckpointKeys(Keys):
         "latest",
         "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start",
         no_sweep=(
-            "trials go on from where the sweep has left them",
+            "trials resume from where the sweep left them",
             "leave it out; init_from=FOLDER starts all trials from adapters",
         ),
         place=True,
@@ -112,7 +112,7 @@ class CheckpointKeys(Keys):
     restart_from: PathText | None = free(
         None,
         "go back, once, to this step of the run or this checkpoint; null: off",
-        no_sweep=("trials go on from where the sweep has left them", "leave it out"),
+        no_sweep=("trials resume from where the sweep left them", "leave it out"),
     )
     overwrite_output_dir: bool = free(
         False,
@@ -128,12 +128,12 @@ class CheckpointKeys(Keys):
     tf32: bool = rounding(
         False, "on a GPU, multiply fp32 as TF32: several times faster, with 10 bits of mantissa in place of 23"
     )
-    async_save: bool = free(True, "write checkpoints while training goes on")
+    async_save: bool = free(True, "write checkpoints while training continues")
     checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
     on_disk_full: Literal["drop", "pause"] = free(
-        "drop", "drop: give the new checkpoint up and go on; pause: wait for space"
+        "drop", "drop: give the new checkpoint up and continue; pause: wait for space"
     )
     mirror: Text | None = free(
         None,
@@ -164,7 +164,7 @@ class InterruptionKeys(Keys):
     """Interruption, walltime, SLURM"""
 
     stop_signals: Signals = free(("SIGTERM", "SIGINT", "SIGUSR2"), "signals after which the run saves and ends")
-    save_signals: Signals = free(("SIGUSR1",), "signals after which the run saves and goes on")
+    save_signals: Signals = free(("SIGUSR1",), "signals after which the run saves and continues")
     grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
     max_runtime: Seconds | None = free(
         None, "save and end before n seconds, 1h30m or HH:MM:SS have passed; null: no limit"
@@ -187,7 +187,7 @@ class RecoveryKeys(Keys):
     good_after_steps: Count = exact(50, "finite steps in a row after which an agent counts as healthy again")
     drop_nonfinite_agents: bool = exact(
         False,
-        "an agent that stays nonfinite takes no further steps, and the others go on; false: the run ends",
+        "an agent that stays nonfinite takes no further steps, and the others continue; false: the run ends",
         if_set=True,
     )
     hang_timeout: Seconds | None = free(

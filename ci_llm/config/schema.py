@@ -419,7 +419,7 @@ class AllKeys(
 
 
 def meaning_of(field: FieldInfo) -> dict[str, Any]:
-    """What is said of a key beside its value: `kind`, `keeps_bits` and its traits."""
+    """The declaration of a key beside its default: `kind`, `keeps_bits` and its traits."""
     assert isinstance(field.json_schema_extra, dict)
     return field.json_schema_extra
 

@@ -50,7 +50,7 @@ class SweepKeys(BaseModel):
     )
     rungs: Count = Field(3, description="how often the trials are compared, the end of the sweep included")
     keep: Annotated[float, Gt(0), Lt(1)] = Field(
-        0.25, description="share of the trials that goes on after a rung, and length of a rung compared with the next"
+        0.25, description="share of the trials that continue after a rung, and length of a rung compared with the next"
     )
     metric: Metric = Field("nll", description="measure on the evaluation rows by which trials are compared")
     sampler: Literal["grid", "random", "tpe"] | None = Field(
@@ -121,7 +121,7 @@ class SweepReading:
 
 @dataclass
 class _Written:
-    """What is left of the sources once the spaces are taken out."""
+    """The spaces and the keys of a sweep that were found in the sources."""
 
     spaces: dict[str, _Space] = field(default_factory=dict)
     keys: dict[str, parsing.Entry] = field(default_factory=dict)
@@ -219,7 +219,9 @@ def _without_spaces(
         name, key = normalized(entry.name), key_of(entry)
         if own_keys and name in SweepKeys.model_fields:
             written.keys[name] = entry
-        elif (found := _space_of(entry, key, problems)) is None:
+            continue
+        found = _space_of(entry, key, problems)
+        if found is None:
             if own_keys and key in written.spaces:  # one value on the command line sets a space of the file aside
                 del written.spaces[key]
             yield entry

@@ -70,7 +70,7 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
 
 
 def _name_clashes(name: str) -> Iterator[Clash]:
-    """What no run can be called: its folder stands in output_dir, where another run may have its own."""
+    """Names that no run can have: its folder stands in output_dir, where another run may have its own."""
     if "/" in name or name in (".", ".."):
         what = f"experiment_name {name!r} is a path; it names a folder inside output_dir"
         yield Clash(("experiment_name",), what, "write a plain name, and the path as output_dir")
@@ -80,7 +80,7 @@ def _name_clashes(name: str) -> Iterator[Clash]:
 
 
 def _precision_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """What model_dtype fp64 excludes."""
+    """Values that model_dtype fp64 excludes."""
     if c.model_dtype == "fp64" and c.quantization:
         what = f"quantization {c.quantization} stores the weights in fewer bits than model_dtype fp64"
         yield Clash(("model_dtype", "quantization"), what, "set model_dtype to fp32, or quantization to null")
@@ -90,13 +90,13 @@ def _precision_clashes(c: KeysOfEach) -> Iterator[Clash]:
 
 
 def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """What excludes branches: they are copies of one agent."""
+    """Values with which branches cannot be: they are copies of one agent."""
     if c.branch_at is None:
         return
     if c.num_agents == 1:
         what = "branch_at makes num_agents of one agent, and num_agents is 1"
         yield Clash(("branch_at", "num_agents"), what, "set num_agents to 4, or branch_at to null")
-    for keys, share in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "go on with the rows")):
+    for keys, share in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "continue with the rows")):
         for key in [key for key in keys if any(key in own for own in c.agents)]:
             what = f"{key} differs between agents, and branches {share} of one agent"
             yield Clash(("branch_at", "agents"), what, f"write {key} once for all, or set branch_at to null")
@@ -105,7 +105,7 @@ def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
 
 
 def _choice_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """What leaves `crowd: auto` nothing to decide, or numbers that cannot be compared."""
+    """Values that leave `crowd: auto` nothing to decide, or numbers that cannot be compared."""
     if c.crowd == "fixed":
         return
     wrong = {
@@ -127,7 +127,7 @@ def _choice_clashes(c: KeysOfEach) -> Iterator[Clash]:
 
 
 def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """What only some objectives have."""
+    """Values that only other objectives take."""
     if c.objective == "auto":
         return
     metrics = ("nll", "exact_match", *measures_of(c.objective).metrics)
@@ -166,7 +166,9 @@ def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """A URL that does not name a mirror, or would put a secret into every log."""
     for key in ("mirror", "resume_from_checkpoint", "restart_from"):
         value = getattr(c, key)
-        if (value if key == "mirror" else is_url(value)) and (problem := why_no_mirror(value)):
+        means_mirror = value is not None and (key == "mirror" or is_url(value))
+        problem = why_no_mirror(value) if means_mirror else None
+        if problem:
             yield Clash((key,), *problem)
 
 

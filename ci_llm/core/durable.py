@@ -171,7 +171,7 @@ def read_fields(kind: type[DataclassInstance], path: Path | str) -> dict[str, An
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not JSON, or no object.
+        ValueError: the file does not hold a JSON object.
     """
     value = read_object(path)
     return {field.name: value[field.name] for field in fields(kind) if field.name in value}
@@ -360,7 +360,7 @@ def read_exactly(path: Path, size: int) -> bytes:
     return bytes(data)
 
 
-#: What some network filesystems say, which have no locks.
+#: Error numbers of network filesystems that have no locks.
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP})
 
 

@@ -69,6 +69,7 @@ def load_plugin(package: str, name: str, attribute: str, *default: Any) -> Any:
     Raises:
         BadInput: the package has no such module.
     """
-    if name not in (names := plugin_names(package)):
+    names = plugin_names(package)
+    if name not in names:
         raise BadInput(f"there is no {name!r}", where=package, hint=f"use one of {', '.join(names)}")
     return getattr(import_module(f"{package}.{name}"), attribute, *default)

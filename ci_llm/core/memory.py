@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What `work` returns; or None, and the message of the allocator.
+    """The result of `work` and None; or None and the allocator's message, if memory ran out.
 
     It returns outside of the `except` block: the traceback there holds every activation of the failed attempt.
     """
@@ -49,8 +49,8 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
     return None, complaint
 
 
-#: Of the two versions of control groups: the mark of their line in /proc/self/cgroup, where they are mounted, the files
-#: of limit and use, and how the names in memory.stat begin.
+#: The two versions of control groups: the mark of a line in /proc/self/cgroup, the mount point, the files of limit and
+#: use, and the prefix of the names in memory.stat.
 _CONTROLLERS: Final = (
     ("0::", "sys/fs/cgroup", "memory.max", "memory.current", ""),
     (":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -24,7 +24,7 @@ FAST: Final = "fast"
 NUMERICS: Final = {PLAIN: 1, FAST: 4}
 #: Parts that came later than the first fast kernels, by the newest version that had none of them.
 LATER: Final = {"2": ("products", "attention"), "3": ("attention",)}
-#: The same for what changes the bits of a GPU alone.
+#: The version of this package's arithmetic that changes the bits of a GPU alone.
 NUMERICS_OF_A_GPU: Final = 1
 
 LIBRARIES: Final = ("accelerate", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -84,7 +84,7 @@ def as_called_now(before: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is called otherwise than before, in words; `before` may be of an older release, which noted less."""
+    """The names that have changed, in words; `before` may be of an older release, which noted less."""
     odd: list[str] = []
     if "machine" not in before:
         odd = [_OLDER.format(before.get("device", "a machine"))]

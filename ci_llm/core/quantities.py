@@ -12,7 +12,8 @@ MOST_LISTED: Final = 8  # losses of agents; of more agents, the range is shown
 
 def duration(seconds: float) -> str:
     """Seconds in the two largest units: 0.02 s, 3.2 s, 42 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
-    if (rounded := round(seconds)) < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{rounded} s"
     days, hours, minutes = rounded // 86400, rounded // 3600 % 24, rounded // 60 % 60
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rounded % 60, "s")]
@@ -37,7 +38,7 @@ def size(nbytes: float) -> str:
 def short(number: float) -> str:
     """A number with three digits: 719, 12.4k, 1.2M, 8.03B."""
     for factor, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
+        if number >= 0.9995 * factor:  # 999.6 in three digits is 1k
             return f"{number / factor:.3g}{letter}"
     return f"{number:.3g}"
 

@@ -144,7 +144,8 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
 
 def _refuse_path(name: str, error: Exception) -> None:
     """Raises BadInput: the name begins with a folder that exists here, so that it was hardly meant for the hub."""
-    if "/" in name and (above := Path(name).parent).is_dir():
+    above = Path(name).parent
+    if "/" in name and above.is_dir():
         hint = f"give a folder that exists: ls {above}"
         raise BadInput("there is no such folder", where=name, hint=hint) from error
 

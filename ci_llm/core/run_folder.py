@@ -175,7 +175,7 @@ def read_record(kind: type[Record], path: Path) -> Record:
 def parsed(
     path: Path, parse: Callable[[Path], T], what: str, *, error: type[CiLlmError] = BadInput, hint: str = MOVE_AWAY
 ) -> T:
-    """What `parse` makes of a small file: the common end of all readers of records.
+    """The value that `parse` returns for a small file; its exceptions become errors that name the file.
 
     Args:
         what: begins the message of the error.
@@ -199,7 +199,7 @@ def parsed(
 
 
 def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = MOVE_AWAY) -> T | None:
-    """What `parse` makes of a small file that an earlier attempt has left; None where none has.
+    """The value that `parse` returns for a file that an earlier attempt may have left; None without the file.
 
     Raises:
         CheckpointError: the file was not written by this program, or may not be read.
@@ -366,7 +366,7 @@ def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None
 BEGINNING: Final = "beginning.json"
 #: What attempts have decided about changes of the crowd.
 CROWD_CHANGES: Final = "crowd_changes.json"
-#: Of a sweep: its record, the folder of its runs, and that of the agent of its best trial.
+#: Names in the folder of a sweep: its record, the folder of its runs, and the folder of the best trial's agent.
 SWEEP: Final = "sweep.json"
 SEGMENTS: Final = "segments"
 BEST: Final = "best"

@@ -93,7 +93,7 @@ class Status:
 
     @property
     def exit_code(self) -> int:
-        """What `ci-llm status` exits with: 0 completed, 75 interrupted, 3 running, 1 failed or vanished."""
+        """The exit code of `ci-llm status`: 0 completed, 75 interrupted, 3 running, 1 failed or vanished."""
         return _EXIT_CODES.get(self.status, 1)
 
 
@@ -264,10 +264,10 @@ def last_status(output_dir: Path | str) -> Status | None:
 def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:
     """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
 
+    A damaged status cannot be kept; that is logged, and the next attempt writes its own.
+
     Args:
         step, time: from its last line of metrics, which may be younger than its last heartbeat.
-
-    A damaged status cannot be kept; that is logged, and the next attempt writes its own.
 
     Raises:
         OSError: the disk refuses it.

@@ -41,7 +41,7 @@ METRICS: Final[Mapping[str, Metric]] = {
 
 @dataclass(frozen=True)
 class Measures:
-    """What runs of an objective measure, beside `nll` and `exact_match`, which all have.
+    """The measures of an objective, beside `nll` and `exact_match`, which all have.
 
     Attributes:
         metrics: by their names in `METRICS`.
@@ -59,7 +59,7 @@ class Measures:
 
     @property
     def told(self) -> str:
-        """The first one for people."""
+        """The first measure for people."""
         return self.right if self.first == "exact_match" else METRICS[self.first].told
 
     @property
@@ -81,12 +81,12 @@ _BY_OBJECTIVE: Final[Mapping[str, Measures]] = {
 
 
 def measures_of(objective: str) -> Measures:
-    """What runs of an objective measure; one that is not known here is taken to be of pairs."""
+    """The measures of an objective; an objective that is not known here is taken to be of pairs."""
     return _BY_OBJECTIVE.get(objective, _BY_OBJECTIVE["pairs"])
 
 
 def measures(evaluation: Mapping[str, Any]) -> Measures:
-    """What an `evaluation.json` measures."""
+    """The measures of an `evaluation.json`."""
     heads, pairs = evaluation.get("measured_by") == "heads", evaluation.get("preferences")
     if heads and pairs is None:
         return _BY_OBJECTIVE["regression" if evaluation.get("judged_by") == "nll" else "classification"]
@@ -96,10 +96,10 @@ def measures(evaluation: Mapping[str, Any]) -> Measures:
 
 
 def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
-    """What an `evaluation.json` says of a metric: `agents`, `crowd`, and their `intervals95` where these are known.
+    """The values of a metric in an `evaluation.json`: `agents`, `crowd`, and `intervals95` where these are known.
 
     Raises:
-        KeyError: nothing.
+        KeyError: it has no value of this metric.
     """
     part = METRICS[metric].part
     found = evaluation[part] if part else evaluation
@@ -107,7 +107,7 @@ def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
 
 
 def place_of_trial(trial: int, scores: Sequence[float | None], metric: str) -> tuple[bool, int, float, int]:
-    """What scored trials are sorted by: those that went furthest first, of these the best first, failed ones last.
+    """The sort key of a scored trial: those that went furthest first, among these the best first, failed ones last.
 
     Args:
         trial: its id; of equal ones the older comes first.
@@ -134,8 +134,10 @@ def share_interval(share: float, rows: int) -> tuple[float, float]:
 
 
 def paired_interval(differences: Sequence[float]) -> float | None:
-    """The half-width of the normal interval of their mean; None for too few rows, for one that is
-    not finite, or if all differences are equal."""
+    """The half-width of the normal 95 % interval of the mean difference.
+
+    None for too few rows, for a difference that is not finite, or if all are equal.
+    """
     is_known = len(differences) >= LEAST_ROWS and all(map(math.isfinite, differences))
     if not is_known or min(differences) == max(differences):
         return None

@@ -91,7 +91,7 @@ def weights_counted() -> Iterator[None]:
 
 
 def _count(bar: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """In place of a bar of Transformers."""
+    """The items of a progress bar of Transformers, counted where they are weights; other bars stay."""
     if len(arguments) == 1 and options.get("desc") == "Loading weights":
         return counted(arguments[0], "load", len(arguments[0]), "weights")
     return bar(*arguments, **options)

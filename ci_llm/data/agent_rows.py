@@ -23,7 +23,7 @@ U = TypeVar("U")
 
 
 def once_each(items: Sequence[T], make: Callable[[T], U]) -> list[U]:
-    """What `make` makes of every item; of items that are one object it makes one."""
+    """The result of `make` for every item; it is called once for items that are one object."""
     made = {number: make(item) for number, item in {id(item): item for item in items}.items()}
     return [made[id(item)] for item in items]
 

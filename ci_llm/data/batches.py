@@ -188,7 +188,7 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
         examples = [branch for unit in units for branch in unit.branches]
     lengths = [len(example.input_ids) for example in examples]
     if not lengths or not all(lengths) or any(example.supervised[0] for example in examples):
-        raise ValueError("a batch needs rows of at least one token, whose first token is no target")
+        raise ValueError("a batch needs rows of at least one token, whose first token is not a target")
     ends = np.cumsum(lengths)
     starts = ends - lengths
     input_ids = np.concatenate([example.input_ids for example in examples]).astype(np.int64)
@@ -251,7 +251,7 @@ def without_repeats(batch: Batch) -> tuple[Tensor, Tensor, tuple[int, ...], tupl
 
 
 def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """The same rows as a right-padded rectangle, for models that cannot run packed.
+    """The rows of a batch as a right-padded rectangle, for models that cannot run packed.
 
     Returns:
         The model's inputs, each int64 [B, T]: `input_ids`, `attention_mask` (1 on tokens, 0 on pads) and

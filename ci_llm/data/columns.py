@@ -87,7 +87,7 @@ def _read_completion(row: RawRow) -> Row | None:
 
 
 def _read_pair(row: RawRow) -> Row | None:
-    """What is asked, with what precedes and follows it, and what is answered; both may be messages."""
+    """A prompt, with its context and input, and its answer; both may be messages."""
     prompt, answer = row["prompt"], row["answer"]
     if isinstance(prompt, list):
         given = messages_of(prompt)
@@ -133,7 +133,8 @@ def _read_preference(row: RawRow) -> Row | None:
         given = messages_of(prompt) if isinstance(prompt, list) else (Message("user", text_of(prompt)),)
         begin, said = len(given), [(*given, *each) for each in said]
     else:
-        begin = next((n for n, (a, b) in enumerate(zip(*said, strict=False)) if a != b), min(map(len, said)))
+        differ = [first != second for first, second in zip(*said, strict=False)]
+        begin = differ.index(True) if True in differ else len(differ)
     system = () if said[0][0].role == "system" else _system(row)
     tools = tools_of(row.get("tools"))
     better, worse = (_chat((*system, *each), len(system) + begin, tools) for each in said)
@@ -141,7 +142,7 @@ def _read_preference(row: RawRow) -> Row | None:
 
 
 def _margin(row: RawRow) -> float | None:
-    """By how much the chosen answer is better, as people have said; None: nobody has."""
+    """The margin by which people prefer the chosen answer; None without one."""
     if (margin := row.get("margin")) is None:
         return None
     if not isinstance(margin, int | float) or not math.isfinite(margin):
@@ -205,7 +206,8 @@ def _read_tokens(row: RawRow) -> Row | None:
     labels = numbers_of(row.get("labels"))
     if len(kept) != len(ids) or (labels is not None and len(labels) != len(ids)):
         raise ValueError(f"{len(ids)} input_ids, {len(kept)} in attention_mask, {len(labels or ids)} labels")
-    if odd := [(i, one) for i, one in zip(ids, labels or (), strict=False) if one not in (i, NOT_LEARNED)]:
+    odd = [(i, one) for i, one in zip(ids, labels or (), strict=False) if one not in (i, NOT_LEARNED)]
+    if odd:
         raise ValueError(f"label {odd[0][1]} stands at token {odd[0][0]}; a label is the token itself or {NOT_LEARNED}")
     given = tuple(token for token, keep in zip(ids, kept, strict=True) if keep)
     if labels is None:
@@ -448,7 +450,7 @@ def _better_answers(columns: Sequence[str]) -> str:
 
 
 def _advice(columns: Sequence[str], where: str) -> str:
-    """What to do about columns of which no form is made."""
+    """The hint for columns of which no form is made."""
     of_splits = ".json" in where and {"data", "train"} & {*columns}
     first = (
         "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""

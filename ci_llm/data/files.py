@@ -40,7 +40,7 @@ from ci_llm.errors import DataError, first_line
 
 T = TypeVar("T", bound=Sequence[int])
 
-#: Of the files, about so much is read through one mapping.
+#: About how many bytes of the files are read through one mapping.
 STRETCH_BYTES: Final = 32 << 20
 #: Rows that are converted together, which takes a third of the time that one by one takes.
 _ROWS_AT_ONCE: Final = 100
@@ -118,7 +118,7 @@ def _pieces(numbers: T, size: int) -> Iterator[Any]:
     return (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
-#: What a disk says that is full, missing or not writable.
+#: Error numbers of a disk that is full, missing or not writable.
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 #: Files of `save_to_disk` and of the hub that hold no rows.
 _NO_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -137,10 +137,10 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
-    if columns := _columns_of(lists):
-        return {
-            unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
-        }
+    columns = _columns_of(lists)
+    if columns:
+        rows_of_columns = zip(*columns.values(), strict=True)
+        return {unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in rows_of_columns])}
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
     if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
@@ -170,7 +170,7 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
     try:
         with _bars_on_terminals():
             return dict(datasets.load_dataset(name, subset))
-    except Exception as error:  # of the hub's client and all below it: a dropped connection is no OSError
+    except Exception as error:  # of the hub's client and all below it: a dropped connection is not an OSError
         if _is_of_a_disk(error):
             raise _not_kept(error, "HF_HOME", HF_HOME) from error
         raise DataError(
@@ -379,7 +379,7 @@ def _of_frame(given: Any, argument: str) -> Any:
 def _lines(rows: Iterable[Any], argument: str) -> Iterator[bytes]:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise _refused(argument, f"row {number} is a {type(row).__name__} and no dict", _KINDS)
+            raise _refused(argument, f"row {number} is a {type(row).__name__}, not a dict", _KINDS)
         try:
             yield json.dumps(dict(row), default=_plain).encode() + b"\n"
         except (TypeError, ValueError, AttributeError) as error:

@@ -288,7 +288,7 @@ def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None 
     return list(read(found, list({column: None for row in found for column in row}), where))
 
 
-#: Of rows whose prompt stands beside its answer.
+#: Names of the columns of prompt and answer, where a row holds both.
 _OF_PROMPTS: Final = ("prompt", "question", "instruction")
 _OF_ANSWERS: Final = ("completion", "answer", "response", "output", "chosen")
 

@@ -67,7 +67,7 @@ class Chat:
 
     @property
     def question(self) -> str | None:
-        """What the user said last before the last answer that is learned."""
+        """The last words of the user before the last answer that is learned."""
         backwards = iter(reversed(self.messages))
         answered = any(m.role == "assistant" and m.learned for m in backwards)
         return next((m.content for m in backwards if m.role == "user"), None) if answered else None
@@ -355,7 +355,7 @@ def preferred(row: Row | None) -> Row | None:
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """What a row or a message holds; without marks and margins it has the fingerprint that it had before there were."""
+    """The fields of a row or a message; marks and margins only where they are set, so that old fingerprints stay."""
     usual = {"learned": True, "margin": None}
     return {name: value for name, value in vars(part).items() if name not in usual or value != usual[name]}
 
@@ -462,7 +462,7 @@ def _call(raw: Any) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> Any:
-    """What a string with a JSON list or object holds; anything else as it is."""
+    """The value of a string that holds a JSON list or object; anything else as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:

@@ -266,7 +266,7 @@ def recognised(
     numbers: Sequence[int] | None = None,
     wanted: RowKind | None = "single",
 ) -> Rows:
-    """The rows of a data set of the `datasets` library that is open already.
+    """The canonical rows of an open data set of the `datasets` library.
 
     Args:
         named: the columns that the configuration names, by their part.
@@ -279,7 +279,7 @@ def recognised(
     if not hasattr(data, "__len__"):
         raise DataError(
             "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
-            "buffer, so an interrupted run could not go on exactly.",
+            "buffer, so an interrupted run could not resume exactly.",
             where=where,
             hint="load it without streaming=True",
         )
@@ -445,7 +445,7 @@ def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], not
 
 
 def row_kind(config: Config) -> RowKind | None:
-    """What rows the objective takes; None where it is auto, and the columns decide.
+    """The kind of rows that the objective takes; None where it is auto, and the columns decide.
 
     Raises:
         BadInput: there is no such objective, or its settings do not fit together.

@@ -1,4 +1,4 @@
-"""A sampler for any DataLoader, whose order is shuffled, computed, and continued inside an epoch.
+"""A sampler for any DataLoader: its shuffled order is computed, and continues inside an epoch after a resume.
 
     sampler = StatefulSampler(rows, seed=1)
     loader = DataLoader(rows, batch_size=8, sampler=sampler, num_workers=2)

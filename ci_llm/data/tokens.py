@@ -91,26 +91,27 @@ class Tally:
                 self.left_out["hidden tools"] += 1
                 continue
             is_labelled = isinstance(row, Labelled)
-            if row is None or not all(
-                len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes
-            ):
+            taught = [len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes]
+            if row is None or not all(taught):
                 self.left_out["unlearned" if row is None and rows.is_marked(number) else "lacking"] += 1
                 continue
             if not is_labelled:
                 self._look_at(branches[0], wholes[0], encoder)
             self.longest = max(self.longest, *(len(whole.input_ids) for whole in wholes))
-            label = (
-                number_of(row.label, self.classes, rows.place(number)) if isinstance(row, Labelled) else label_of(row)
-            )
-            single = not isinstance(row, Pair | Rated | Labelled)
-            for example in self._within(row, wholes[0]) if single else self._unit(wholes, label, is_labelled):
+            if isinstance(row, Pair | Rated | Labelled):
+                where = rows.place(number)
+                label = number_of(row.label, self.classes, where) if isinstance(row, Labelled) else label_of(row)
+                examples: Iterator[Example] = self._unit(wholes, label, is_labelled)
+            else:
+                examples = self._within(row, wholes[0])
+            for example in examples:
                 self.kept_rows += 1
                 self.tokens += len(example.input_ids)
                 self.targets += int(example.supervised.sum())
                 yield number, example
 
     def _within(self, row: Row, whole: Example) -> Iterator[Example]:
-        """What is kept of a row: examples of at most `max_seq_length` tokens."""
+        """The examples of a row, of at most `max_seq_length` tokens each."""
         count, limit = len(whole.input_ids), self.max_seq_length
         if count <= limit:
             yield whole
@@ -122,10 +123,10 @@ class Tally:
             for start in range(0, count - 1, limit - 1):
                 self.blocks += 1
                 yield _part(whole, start, start + limit)
-        elif (cut := _part(whole, 0, limit)).supervised.any():
+        elif whole.supervised[:limit].any():
             self.cut += 1
             self.lost += count - limit
-            yield cut
+            yield _part(whole, 0, limit)
         else:
             self.left_out["answer too far"] += 1
 
@@ -224,7 +225,9 @@ class Tally:
             "too long": f"of more than max_seq_length {self.max_seq_length} tokens",
             "hidden tools": "whose tools the chat template cannot show",
         }
-        told = ", ".join(f"{number} {words}" for reason, words in reasons.items() if (number := self.left_out[reason]))
+        told = ", ".join(
+            f"{self.left_out[reason]} {words}" for reason, words in reasons.items() if self.left_out[reason]
+        )
         return f"{self.left_out.total()} of {self.rows} rows: {told}"
 
 
@@ -270,7 +273,7 @@ SCHEMA = pa.schema(
 ROWS_PER_CHUNK = 1000
 #: A read leaves about 16 kB resident.
 READS_PER_MAPPING = 1000
-#: Of the last record batch: its metadata say what was found in all rows.
+#: The key of the metadata of the last record batch, which say what was found in all rows.
 FACTS = b"ci_llm"
 SHOWN_CHARACTERS = 1000
 
@@ -355,12 +358,12 @@ class TokenizedRows:
 
     @property
     def description(self) -> list[str]:
-        """What was found and what became of it, for people; the last line shows a row and its loss mask."""
+        """Lines about the rows and their tokens, for people; the last one shows a row and its loss mask."""
         return [*self.rows.description, *self._facts["lines"]]
 
     @property
     def warnings(self) -> list[str]:
-        """What is doubtful about the chat template for these rows."""
+        """Lines about what agents will not learn from these rows."""
         return list(self._facts["warnings"])
 
     @cached_property
@@ -568,10 +571,8 @@ def _batches(
         f"first row, {_SHOWN_AS.get(rows.form.kind, 'learned in ⟦ ⟧')}: {_shown(first[1], encoder, tally.classes)}",
     ]
     facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
-    facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length)}
-    facts["good"] = tally.good
-    facts["whole"] = not tally.cut + tally.split
-    facts["warnings"] = [*tally.warnings()]
+    facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length), "good": tally.good}
+    facts |= {"whole": not tally.cut + tally.split, "warnings": [*tally.warnings()]}
     yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
 
 

@@ -7,6 +7,7 @@ names are numbered in alphabetical order.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,8 @@ def class_names(labels: Iterable[Label], num_labels: int | None, where: str) -> 
         DataError: there is only one, there are too many, or labels are out of range.
     """
     found = {name_of(label) for label in labels}
-    if numbered := all(name.isdecimal() for name in found):
+    numbered = all(name.isdecimal() for name in found)
+    if numbered:
         most = max(map(int, found), default=0) + 1
         names = tuple(map(str, range(num_labels or min(most, MOST_CLASSES + 1))))
         if odd := sorted(found - {*names}, key=int):
@@ -180,16 +182,16 @@ def number_of(label: Label, classes: Sequence[str], place: str) -> float:
         DataError: it is none of the classes, or not a finite number.
     """
     if classes:
-        if (name := name_of(label)) in classes:
+        name = name_of(label)
+        if name in classes:
             return classes.index(name)
         known = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
         what, hint = f"the label {name!r} is none of {len(classes)} classes: {known}", "num_labels=, or repair the row"
     else:
-        try:
-            if math.isfinite(number := float(label)):
+        with contextlib.suppress(ValueError):
+            number = float(label)
+            if math.isfinite(number):
                 return number
-        except ValueError:
-            pass
         what = f"the label {str(label)[:60]!r} is not a finite number"
         hint = "objective=classification takes names; or repair the row"
     raise DataError(what, where=f"{place}, label", hint=hint)

@@ -60,7 +60,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StepSums:
-    """What the sums of a ballot are in training, in this order.
+    """The sums of a ballot in training, in this order.
 
     Attributes:
         losses: [K] loss of every agent.

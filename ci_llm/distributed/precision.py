@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from ci_llm.cluster.launch import is_cpu_wanted
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.errors import LaunchError, ModelError
@@ -34,12 +35,7 @@ class Speed:
 
 def runs_on_cpu() -> bool:
     """Whether processes of this machine compute on the CPU: there is no GPU, or the environment says so."""
-    return _cpu_is_wanted() or not torch.cuda.is_available()
-
-
-def _cpu_is_wanted() -> bool:
-    wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    return wanted or os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cpu")
+    return is_cpu_wanted(os.environ) or not torch.cuda.is_available()
 
 
 def require_known_device() -> None:
@@ -50,7 +46,7 @@ def require_known_device() -> None:
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", found.type if found is not None and runs_on_cpu() else "cuda")
-    if wanted.partition(":")[0] not in ("cuda", "cpu") and not _cpu_is_wanted():
+    if wanted.partition(":")[0] not in ("cuda", "cpu") and not is_cpu_wanted(os.environ):
         raise LaunchError(
             f"this package runs on CUDA or on a CPU, and not on the device {wanted} (mps is Apple's, xpu Intel's)",
             where="this machine" if "ACCELERATE_TORCH_DEVICE" not in os.environ else "ACCELERATE_TORCH_DEVICE",
@@ -59,7 +55,7 @@ def require_known_device() -> None:
 
 
 def speed_of_bf16() -> Speed:
-    """What the device of this process does with bf16."""
+    """Whether the device of this process multiplies bf16 faster than fp32."""
     if not runs_on_cpu():
         name = torch.cuda.get_device_name()
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -73,19 +69,18 @@ def speed_of_bf16() -> Speed:
 
 
 def slowest(speeds: Sequence[Speed]) -> Speed:
-    """What all processes of a run can count on."""
+    """The speed on which all processes of a run can count: that of the slowest device."""
     return next((speed for speed in speeds if not speed.bf16_is_faster), speeds[0])
 
 
 def chosen(config: Config, speed: Speed, before: Config | None = None) -> dict[str, str | None]:
     """The values of the keys that say auto: those of `before` if it is given, or by the speed of the device."""
-    return {
-        key: getattr(before, key)
-        if before and getattr(before, key) != AUTO
-        else choices[0 if speed.bf16_is_faster else 1]
-        for key, choices in CHOICES.items()
-        if getattr(config, key) == AUTO
-    }
+    values: dict[str, str | None] = {}
+    for key, (faster, usual) in CHOICES.items():
+        kept = AUTO if before is None else getattr(before, key)
+        if getattr(config, key) == AUTO:
+            values[key] = kept if kept != AUTO else faster if speed.bf16_is_faster else usual
+    return values
 
 
 def check_precision(config: Config) -> None:

@@ -407,7 +407,7 @@ def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
     """
     try:
         other = read_json(path)
-    except (FileNotFoundError, ValueError):  # its owner has removed it at this moment
+    except (OSError, ValueError):  # its owner has removed it at this moment, or is another user
         return False
     if not isinstance(other, dict) or other.get("pid_space") != own["pid_space"]:
         return False

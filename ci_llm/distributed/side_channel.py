@@ -31,7 +31,7 @@ _FAILED, _FINE = b"\0", b"\1"
 
 
 class ProcessGroup(Protocol):
-    """What the manager must know about the processes of a run."""
+    """The processes of a run, as far as the checkpoint manager needs them."""
 
     @property
     def process_index(self) -> int: ...

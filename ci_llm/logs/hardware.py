@@ -100,14 +100,8 @@ class HardwareMonitor:
 
     def _write(self) -> None:
         if self._still_held():
-            samples = list(self._samples)
-            content = {
-                "hostname": socket.gethostname(),
-                "interval_s": self._interval_s,
-                "peaks": self._peaks,
-                "samples": samples,
-            }
-            write_json(self._path, content)
+            content = {"hostname": socket.gethostname(), "interval_s": self._interval_s, "peaks": self._peaks}
+            write_json(self._path, content | {"samples": list(self._samples)})
 
 
 def read_host() -> dict[str, float | int]:

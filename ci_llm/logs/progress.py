@@ -93,8 +93,9 @@ class Speed:
 
         None before two steps; after the last step also when no evaluation was seen, or the last one takes longer.
         """
-        if self._first is None or (steps := self._last[0] - self._first[0]) <= 0:
+        if self._first is None or self._last[0] <= self._first[0]:
             return None
+        steps = self._last[0] - self._first[0]
         trained = left_of(total - self._last[0], steps, self._last[1] - self._first[1])
         if trained is not None:
             return trained + countdown(self._evaluation_s)

@@ -27,7 +27,7 @@ from ci_llm.core import work
 from ci_llm.core.curves import draw_curves
 from ci_llm.core.durable import write_bytes
 from ci_llm.core.metrics_file import METRICS_NAME, Record, number, read_records, record_of
-from ci_llm.core.quantities import duration, size
+from ci_llm.core.quantities import duration, finite, size
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
 from ci_llm.logs.trackers import Trackers
@@ -254,8 +254,7 @@ class RunLog:
     def loss(self, step: int, losses: Sequence[float]) -> None:
         """Append the loss of optimizer step `step` to loss_log.csv: the mean over the agents with a finite one."""
         if self._is_main_process and self._attempt is not None:
-            finite = [loss for loss in losses if math.isfinite(loss)]
-            self._losses.write(step, statistics.fmean(finite or losses))
+            self._losses.write(step, statistics.fmean(finite(losses) or losses))
 
     def track(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""

@@ -80,7 +80,7 @@ class ScreenArea:
         return f"{ERASE}{self._rendered(_styled(text), soft_wrap=True)}{self._area}"
 
     def erased(self) -> str:
-        """No area any more."""
+        """Remove the area."""
         self._area = ""
         return ERASE
 
@@ -128,7 +128,7 @@ class NotebookArea:
         return f"{text}\n"
 
     def erased(self) -> str:
-        """No area any more; the next one is another output."""
+        """Remove the area; the next one is another output."""
         if self._handle is not None:
             self._handle.update({"text/html": ""}, raw=True)
         self._handle = None
@@ -172,7 +172,7 @@ GAP: Final = Text("  ")
 
 
 class View:
-    """What is known of a run, and how it looks now.
+    """The progress of a run, drawn for a terminal.
 
     It shows bars, speed and the losses of the agents, made to fit the width:
 
@@ -263,7 +263,8 @@ def losses_in(losses: Sequence[float], width: int, names: Sequence[str]) -> list
         return [line]
     for cells in (in_full, short):
         per_line = (width + len(GAP)) // (max(map(len, cells)) + len(GAP))
-        if per_line > 0 and (count := -(-len(cells) // per_line)) <= MOST_LOSS_LINES:
+        count = -(-len(cells) // per_line) if per_line > 0 else MOST_LOSS_LINES + 1
+        if count <= MOST_LOSS_LINES:
             per_line = -(-len(cells) // count)
             rows = [GAP.join(cells[start : start + per_line]) for start in range(0, len(cells), per_line)]
             return [_fitting([mean, *_range(losses, names)], width), *rows]
@@ -360,7 +361,8 @@ class Terminal:
 
     def close(self) -> None:
         """Remove the live area. Not under a lock that a handler of log records takes."""
-        if (drawer := self._drawer) is None:
+        drawer = self._drawer
+        if drawer is None:
             return
         self._ends = True
         self._news.set()

@@ -104,9 +104,9 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
         head = reader.head()
     except MirrorUnreachable as error:
         if not committed(folder) or (token is not None and token.generation == UNFILLED):
-            error.hint = f"{error.hint}; without the mirror nobody knows where this run goes on"
+            error.hint = f"{error.hint}; without the mirror nobody knows from which step this run resumes"
             raise
-        logger.warning(f"mirror    {error.what}; the run goes on from what this disk holds")
+        logger.warning(f"mirror    {error.what}; the run resumes from what this disk holds")
         return Found(token.generation if token else None)
     if head is None:
         require_writable(reader.objects)
@@ -125,7 +125,8 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
         _take(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    if token != (now := Token(run, head.generation)):
+    now = Token(run, head.generation)
+    if token != now:
         write_token(folder, now)
     return Found(head.generation, damage, same_run=True)
 

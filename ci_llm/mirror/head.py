@@ -53,7 +53,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Token:
-    """What the disk says of the mirror.
+    """The run and the generation of a mirror, as the disk records them.
 
     Attributes:
         run: the run that both belong to.
@@ -94,7 +94,7 @@ RECORDS: Final = "records/"
 BLOCKS: Final = "blocks/"
 #: The version that is written; the one before is read as well.
 VERSION: Final = 2
-#: Of a head that had to be rebuilt.
+#: The `run` of a head that was rebuilt from its records.
 UNKNOWN_RUN: Final = ""
 
 #: What reading a document raises that no mirror has written.
@@ -135,7 +135,7 @@ class Block:
     def parse(cls, key: object) -> Block:
         found = _BLOCK.fullmatch(key) if isinstance(key, str) else None
         if found is None:
-            raise ValueError(f"{key!r} names no block")
+            raise ValueError(f"{key!r} is not the key of a block")
         return cls(int(found[1]), found[2], int(found[3]), None if found[4] is None else int(found[4]))
 
 
@@ -218,7 +218,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Head:
-    """What counts.
+    """The head of a mirror: which steps and files count, and whose they are.
 
     Attributes:
         run: a token of the run whose mirror this is.

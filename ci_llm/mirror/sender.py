@@ -255,7 +255,7 @@ class Mirror:
             return
         what = error.what if isinstance(error, CheckpointError) else str(error)
         if failures == 1:
-            logger.warning(f"mirror    {what}; it is tried again, and the training goes on")
+            logger.warning(f"mirror    {what}; it is tried again, and the training continues")
         self._change(error=what)
         hurry = self._limiter.hurry  # a flush, or the end, wakes a thread that waits
         (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
@@ -276,8 +276,10 @@ class Mirror:
     def _pass(self) -> None:
         """Bring the mirror to what the folder holds now."""
         self._claim_now()
-        while (found := self._next()) is not None:
+        found = self._next()
+        while found is not None:
             self._send(*found)
+            found = self._next()
         self._commit(self._writer.head)
         self._sweep()
         with self._lock:
@@ -369,6 +371,6 @@ class Mirror:
             why = f" ({self.state.error})" if self.state.error else ""
             logger.warning(
                 f"mirror    {duration(self.state.behind_s)} behind{why}: the newest step here is {newest},"
-                f" there {self.state.step}; if this machine is lost now, the run goes on from that one"
+                f" there {self.state.step}; if this machine is lost now, the run resumes from that one"
             )
         self.on_change(self.state)

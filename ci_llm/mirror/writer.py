@@ -123,7 +123,7 @@ class MirrorWriter:
                 f"another attempt has claimed this mirror since this one read it (generation {head.generation}, read"
                 f" {generation}); its steps would be put aside",
                 where=self._reader.url,
-                hint="call it again when the other attempt has ended: it goes on from the newest step of both",
+                hint="call it again when the other attempt has ended: it resumes from the newest step of both",
             )
 
     def _know(self, head: Head) -> None:
@@ -239,11 +239,9 @@ class MirrorWriter:
                 hint="end this process if the other one is the same run",
             )
         self._version = found.version
-        return (
-            error
-            if isinstance(error, MirrorUnreachable)
-            else MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
-        )
+        if isinstance(error, MirrorUnreachable):
+            return error
+        return MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
 
     # Removing
 
@@ -318,5 +316,5 @@ def another_run(url: str) -> CheckpointError:
     return WriterBusy(
         "this mirror holds the checkpoints of another run",
         where=f"mirror: {url}",
-        hint="give each run a prefix of its own; an empty output_dir goes on with the run that is there",
+        hint="give each run a prefix of its own; an empty output_dir resumes the run that is there",
     )

@@ -349,7 +349,8 @@ class _MemoryWatch:
         self._short_until = 0.0
 
     def look(self) -> None:
-        if (now := time.monotonic()) < self._next_look:
+        now = time.monotonic()
+        if now < self._next_look:
             return
         self._next_look = now + 1.0
         memory = psutil.virtual_memory()
@@ -358,11 +359,13 @@ class _MemoryWatch:
         self._count_kills(now)
 
     def was_short(self) -> bool:
-        self._count_kills(now := time.monotonic())
+        now = time.monotonic()
+        self._count_kills(now)
         return now < self._short_until
 
     def _count_kills(self, now: float) -> None:
-        if (kills := _out_of_memory_kills()) > self._kills:
+        kills = _out_of_memory_kills()
+        if kills > self._kills:
             self._kills, self._short_until = kills, now + _KILLED_FOR_S
 
 

@@ -75,9 +75,9 @@ class Resumption:
         if self._pattern is None:
             told = shlex.join(self._words)
             requeued = "" if self._job is None else ", which a job gets that SLURM puts back"
-            return f"the same command begins again; with {told} it goes on{requeued}"
+            return f"the same command begins again; with {told} it resumes{requeued}"
         if words := self.words():
-            return f"the same command goes on, with {shlex.join(words)}"
+            return f"the same command resumes, with {shlex.join(words)}"
         return f"the same command begins again, for there is no {self._pattern}"
 
 
@@ -140,13 +140,13 @@ class ExternalScript:
         if self._batch_key is None:
             lines.append("no batch size found: out of memory cannot be helped (name its key by --batch-size-key)")
         if resume_words := self._resumption.words():
-            lines.append(f"the script goes on: {shlex.join(resume_words)} (to begin again, move its checkpoints away)")
+            lines.append(f"the script resumes: {shlex.join(resume_words)} (to begin again, move its checkpoints away)")
         abandoned = self._command.remove_abandoned()
         return lines + [f"removed {path}, left by a supervisor that was killed" for path in abandoned]
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
         """The script with its configuration as the last adjustment left it, in the environment of this process."""
-        # Anew for every attempt: the last one may have written a checkpoint.
+        # Looked up for every attempt: the last one may have written a checkpoint.
         self._checkpoint_before = self._resumption.newest()
         self._command.resume_words = self._resumption.words()
         return self._command.words(), {SUPERVISED: f"{self.grace_s:g}", **os.environ}
@@ -164,7 +164,7 @@ class ExternalScript:
         return f"{SAVE_SIGNALS[0]} is for the training: send it to its own process"
 
     def classify(self, result: AttemptResult) -> Outcome:
-        """Judge by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
+        """Classify by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
         rate = script_settings.number(self._command.value(self._lr_key))
         outcome = classify_by_output(
             result,

@@ -95,7 +95,7 @@ class Target(Protocol):
         ...
 
     def close(self) -> list[str]:
-        """Remove everything temporary; return what is to say at the end, in lines."""
+        """Remove everything temporary; return the last lines of the log."""
         ...
 
 
@@ -224,7 +224,8 @@ class Supervisor:
         finally:
             _log_all(self._target.close())
         # The last act: SLURM ends this process as soon as it requeues its job.
-        if decision.action == "requeue" and (line := self._target.requeue(self._interrupts.stop_reason)):
+        line = self._target.requeue(self._interrupts.stop_reason) if decision.action == "requeue" else None
+        if line:
             logger.info(line)
         return decision.exit_code
 
@@ -268,7 +269,8 @@ class Supervisor:
         if self._interrupts.take_save_request():
             logger.info(self._target.request_save(), extra=MID_LINE)
         order = self._target.stop_order(evidence)
-        if order is None and (reason := self._interrupts.stop_reason) is not None:
+        reason = self._interrupts.stop_reason
+        if order is None and reason is not None:
             return StopOrder(self._target.stop_signal(reason), reason)
         return order
 

@@ -240,8 +240,8 @@ def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
-        near = get_close_matches(name, known, n=1, cutoff=0.85) if name.startswith("--") else []
-        if near:
+        near = get_close_matches(name, known, n=1, cutoff=0.85)
+        if name.startswith("--") and near:
             raise ConfigError(
                 f"there is no option {word.partition('=')[0]}", where="command line", hint=f"did you mean {near[0]}?"
             )

@@ -309,14 +309,15 @@ def _is_present_loss(line: str, value: re.Match[str]) -> bool:
 
 
 def _ends_column(line: str, value: re.Match[str], before: str, gap: str) -> bool:
-    """Whether "loss nan", which any sentence may hold, is a column of a log, and no row that pandas has printed."""
+    """Whether "loss nan", which any sentence may hold, is a column of a log and not a row that pandas has printed."""
     if value[0] == "NaN" and (len(before.split()) < 2 or len(gap) > 1) and _ROW_OF_PANDAS.fullmatch(line, value.end()):
         return False
     return _AFTER_BARE.match(line, value.end()) is not None
 
 
 def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
-    return any((match := pattern.search(line)) is not None and _happened(line, match) for pattern in patterns)
+    matches = (pattern.search(line) for pattern in patterns)
+    return any(match is not None and _happened(line, match) for match in matches)
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
@@ -437,33 +438,29 @@ class Evidence:
         """Take one line of the output into account."""
         line = plain(line[:_MAX_LINE_LENGTH])
         self._tracebacks.note(line)  # with its indentation, which the rest does without
-        if not (line := line.strip()):
+        line = line.strip()
+        if not line:
             return
         self.num_lines += 1
-        self._lines_since_memory += not self._tracebacks.goes_on
+        self._lines_since_memory += not self._tracebacks.is_open
         self.last_lines.append(line)
-        if self._user_patterns.nonfinite_in(line):
-            self._note_nonfinite(line)
-        if self._user_patterns.out_of_memory_in(line):
-            self._note_out_of_memory(line)
         self.learning_rate = printed_rate(line) or self.learning_rate
-        if may_match(line):
-            self._match(line)
-
-    def _match(self, line: str) -> None:
-        if says_nonfinite(line):
-            self._note_nonfinite(line)
-        if says_out_of_memory(line):
+        may = may_match(line)
+        if self._user_patterns.nonfinite_in(line) or (may and says_nonfinite(line)):
+            self.nonfinite = self.nonfinite or line
+        if self._user_patterns.out_of_memory_in(line) or (may and says_out_of_memory(line)):
             self._note_out_of_memory(line)
-        if self.killed is None and says_killed(line):
-            self.killed = line
+        if may and says_killed(line):
+            self.killed = self.killed or line
+        if may:
+            self._note_wandb(line)
+
+    def _note_wandb(self, line: str) -> None:
         self.wandb_resumed |= says_resumed(line)
         # A later line may name the same run without its project: the fuller one stays.
-        if (run := wandb_run(line)) is not None and (run.project or run.id not in self.wandb_runs):
+        run = wandb_run(line)
+        if run is not None and (run.project or run.id not in self.wandb_runs):
             self.wandb_runs[run.id] = run
-
-    def _note_nonfinite(self, line: str) -> None:
-        self.nonfinite = self.nonfinite or line
 
     def _note_out_of_memory(self, line: str) -> None:
         if self.out_of_memory is None or self._lines_since_memory >= RECENT_LINES:
@@ -476,23 +473,21 @@ class _Tracebacks:
 
     Of chained exceptions that is the last one, in the order in which Python prints them. An exception of a launcher or
     of a peer counts only where the script itself printed none.
+
+    Attributes:
+        is_open: the latest line belongs to a traceback, and is not its last one.
     """
 
     def __init__(self) -> None:
         self._cause: str | None = None
         self._consequence: str | None = None
         self._lines_since = 0
-        self._in_traceback = self._is_ignored = self._continues = False
+        self.is_open = self._is_ignored = self._continues = False
 
     @property
     def exception(self) -> str | None:
         """The exception with its message in one line; None without a recent one."""
         return (self._cause or self._consequence) if self._lines_since < _TRACEBACK_LINES else None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the latest line was one of a traceback, but for its last one."""
-        return self._in_traceback
 
     def note(self, line: str) -> None:
         """Take a line into account, with its indentation: inside a traceback only its last line has none."""
@@ -502,7 +497,7 @@ class _Tracebacks:
         if self._continues and line:
             self._complete(line.strip())
         if _HEADER in line:
-            self._in_traceback = True
+            self.is_open = True
         elif _IGNORED.match(line):
             self._is_ignored = True
         elif self._ends_traceback(line) or _WITHOUT_TRACEBACK.match(line):
@@ -510,11 +505,11 @@ class _Tracebacks:
 
     def _ends_traceback(self, line: str) -> bool:
         # Log lines of other processes mix with a traceback: "ERROR: ..." looks like an exception named ERROR.
-        return self._in_traceback and _LAST_LINE.match(line) is not None and not _LOG_LEVEL.match(line)
+        return self.is_open and _LAST_LINE.match(line) is not None and not _LOG_LEVEL.match(line)
 
     def _note_exception(self, exception: str) -> None:
-        is_ignored = self._is_ignored and self._in_traceback
-        self._in_traceback = self._is_ignored = False
+        is_ignored = self._is_ignored and self.is_open
+        self.is_open = self._is_ignored = False
         self._lines_since = 0
         if is_ignored:
             return

@@ -46,7 +46,7 @@ class OwnRun:
 
     restarts_from_scratch = False
     user_patterns = UserPatterns()  # its failures are in its folder
-    rerun_effect = "the same command goes on"
+    rerun_effect = "the same command resumes"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
         self.grace_s = GRACE_S if grace_s is None else grace_s
@@ -100,7 +100,8 @@ class OwnRun:
         status = self._status_of_attempt()
         if status is None or status.status not in ("running", "vanished"):
             return None
-        if (sign := (evidence.num_lines, status.heartbeat)) != self._last_sign:
+        sign = evidence.num_lines, status.heartbeat
+        if sign != self._last_sign:
             self._last_sign, self._last_sign_at = sign, now
         return StopOrder("SIGKILL", "hang") if now - self._last_sign_at > HANG_AFTER_S else None
 
@@ -119,15 +120,16 @@ class OwnRun:
         is_here = status is not None and status.pid_space == pid_space() and status.pid in descendants
         if status is None or not is_here or status.status != "running" or not send(status.pid, wanted):
             return f"nothing is saved: there is no training on this machine that reacts to {wanted}"
-        return f"{wanted} to process {status.pid}: it saves and goes on"
+        return f"{wanted} to process {status.pid}: it saves and continues"
 
     def classify(self, result: AttemptResult) -> Outcome:
-        """Judge by what the run wrote about its end; by exit code and output where it could write nothing."""
+        """Classify by what the run wrote about its end; by exit code and output where it could write nothing."""
         self._recovery = run_folder.read_recovery(self._folder)  # an attempt that started again has moved it aside
         status = self._status_of_attempt()
         failures = run_folder.read_failures(self._folder, status.attempt) if status else []
         kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
-        if kind == "completed" and status is None and (damage := self._damage_of_status()):
+        damage = self._damage_of_status() if kind == "completed" and status is None else None
+        if damage:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
         cause = run_folder.earliest_failure(failures)
@@ -151,7 +153,8 @@ class OwnRun:
             factor = decision.learning_rate / self._highest_rate
             new = replace(new, learning_rate_factor=factor)
             lines.append(f"learning rate: {self._recovery.learning_rate_factor:.3g} -> {factor:.3g} of the schedule's")
-        is_evaluation = (last := self._status_of_attempt()) is not None and last.phase == "evaluation"
+        last = self._status_of_attempt()
+        is_evaluation = last is not None and last.phase == "evaluation"
         if decision.batch_size is not None and is_evaluation:
             lines.append(
                 f"evaluation: fewer than {self._micro_batch_size()} rows at a time; the training stays as it is"
@@ -159,11 +162,12 @@ class OwnRun:
         elif decision.batch_size is not None:
             new = replace(new, micro_batch_size=decision.batch_size)
             lines.append(f"micro-batch: {self._micro_batch_size()} -> {decision.batch_size}, the effective batch holds")
-        if decision.resume_at_most_step is not None and (status := self._status()) is not None:
+        status = self._status()
+        if decision.resume_at_most_step is not None and status is not None:
             new = replace(new, resume_at_most_step=decision.resume_at_most_step, after_attempt=status.attempt)
             lines.append(f"going back to a checkpoint of step {decision.resume_at_most_step} or before")
         if new != self._recovery:
-            attempt = status.attempt if (status := self._status()) else 0
+            attempt = status.attempt if status else 0
             self._recovery = replace(new, because=(*new.because, f"attempt {attempt}: {decision.why}"))
             run_folder.write_recovery(self._folder, self._recovery)
         return lines
@@ -179,7 +183,7 @@ class OwnRun:
         )
 
     def close(self) -> list[str]:
-        """Remove nothing: there is nothing temporary."""
+        """Remove nothing: an own run leaves nothing temporary."""
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{newest} in {self._folder}", UNCHANGED]
@@ -200,9 +204,9 @@ class OwnRun:
         return good_step > furthest
 
     def _micro_batch_size(self) -> int:
-        """The one in force. The trainer may have cut it by itself; then it is in status.json.
+        """The micro-batch size in force. If the trainer has cut it by itself, it is in status.json.
 
-        Of an attempt that ended in an evaluation it is the batch of that, which the next attempt cuts by itself.
+        If the attempt ended in an evaluation, the batch size of that evaluation, which the next attempt cuts by itself.
         """
         status = self._status_of_attempt()
         if status and status.phase and status.evaluation_batch_size:
@@ -220,7 +224,7 @@ class OwnRun:
         return max((step for step in steps if allowed is None or step <= allowed), default=0)
 
     def _status(self) -> Status | None:
-        """How the last attempt stands; None if none has written that, or it cannot be read: no training ends by it."""
+        """The status of the last attempt; None if there is none, or it cannot be read: no training ends by that."""
         try:
             return read_status(self._folder)
         except (BadInput, OSError):
@@ -235,7 +239,7 @@ class OwnRun:
         return None
 
     def _status_of_attempt(self) -> Status | None:
-        """The status, if the attempt that was launched last has written it; otherwise it is that of an earlier one."""
+        """The status, if the attempt that was launched last has written it; None if an earlier one has."""
         status, before = self._status(), self._status_before
         if status is None or before is None:
             return status
@@ -249,7 +253,7 @@ class SweepRun(OwnRun):
         return read_sweep(default_file(), words).config
 
     def close(self) -> list[str]:
-        """Remove nothing: there is nothing temporary."""
+        """Remove nothing: an own run leaves nothing temporary."""
         return [f"sweep: {self._folder}", UNCHANGED]
 
     def _newest_step(self) -> int:

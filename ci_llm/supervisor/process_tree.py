@@ -37,9 +37,11 @@ def living() -> list[psutil.Process]:
     of process and parent are read first, so that a parent that has just ended still leads to its children.
     """
     found = {process.pid: process for process in psutil.process_iter(["ppid"])}
-    tree = {os.getpid()}
-    while more := {pid for pid, process in found.items() if process.info["ppid"] in tree} - tree:
+    tree: set[int] = set()
+    more = {os.getpid()}
+    while more:
         tree |= more
+        more = {pid for pid, process in found.items() if process.info["ppid"] in tree} - tree
     return [found[pid] for pid in sorted(tree - {os.getpid()}) if is_alive(pid)]
 
 

@@ -396,10 +396,10 @@ class CutCheck:
 def number(text: str | None) -> float | None:
     """Return a positive number; None for everything else."""
     try:
-        value = float(text) if text is not None else None
+        value = float(text or "")
     except ValueError:
         return None
-    return value if value is not None and 0 < value < float("inf") else None
+    return value if 0 < value < float("inf") else None
 
 
 def integer(text: str | None) -> int | None:

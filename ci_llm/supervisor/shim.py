@@ -171,7 +171,10 @@ def _reap_orphans_until_over(pid: int) -> None:
     """Reap the orphans that end while the command runs: one per step, for days, would fill the process table."""
     with contextlib.suppress(ChildProcessError):  # `process_tree.reap` has reaped the last one
         # WNOWAIT leaves the command itself to `process.wait`, which needs its exit code.
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != pid:
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            if ended is None or ended.si_pid == pid:
+                return
             os.waitpid(ended.si_pid, 0)
 
 

@@ -69,8 +69,8 @@ MENDS: Final = {
     ),
     "Apple's and Intel's devices": Mend(
         "distributed/precision.py",
-        'not in ("cuda", "cpu") and not _cpu_is_wanted()',
-        'not in ("cuda", "cpu", "mps", "xpu") and not _cpu_is_wanted()',
+        'not in ("cuda", "cpu") and not is_cpu_wanted(os.environ)',
+        'not in ("cuda", "cpu", "mps", "xpu") and not is_cpu_wanted(os.environ)',
         "tests/distributed/test_precision.py",
     ),
     "a check of attention in fp32 alone": Mend(

@@ -91,7 +91,7 @@ def test_the_upper_quantile_ignores_few_outliers_of_many_measurements() -> None:
 
 def test_the_time_for_a_step_and_a_save_is_reserved() -> None:
     assert seconds_until_stop(100.0, [], []) == 100.0 - MARGIN_S
-    assert seconds_until_stop(100.0, [2.0, 5.0], [7.0], margin_s=1.0) == 100.0 - 5.0 - 7.0 - 1.0
+    assert seconds_until_stop(100.0, [2.0, 5.0], [7.0]) == 100.0 - 5.0 - 7.0 - MARGIN_S
 
 
 @pytest.mark.slow

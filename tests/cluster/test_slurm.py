@@ -177,7 +177,7 @@ def test_the_outermost_program_asks_for_the_requeue_once() -> None:
 
 
 def test_a_job_that_is_not_requeued_has_a_reason() -> None:
-    assert "no SLURM job" in (back(Cluster(), wanted=True, environ={}) or "")
+    assert "not a SLURM job" in (back(Cluster(), wanted=True, environ={}) or "")
     assert "scontrol requeue failed" in (back(Cluster(requeue=None)) or "")
     cluster = Cluster("COMPLETING")
     assert "is not put back into the queue: it is COMPLETING" in (back(cluster) or "")

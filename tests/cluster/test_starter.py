@@ -87,6 +87,7 @@ def test_only_a_machine_with_the_device_of_a_driver_asks_torch(tmp_path: Path, m
     (tmp_path / "nvidia0").touch()
     assert starter._num_gpus({}, tmp_path) == 3
     assert starter._num_gpus({"ACCELERATE_USE_CPU": "True"}, tmp_path) == 0
+    assert starter._num_gpus({"ACCELERATE_TORCH_DEVICE": "cpu"}, tmp_path) == 0, "a run computes on the CPU then"
 
 
 def test_several_gpus_are_pointed_out() -> None:

@@ -50,7 +50,8 @@ def test_sizes_are_decimal(nbytes: float, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"), [(0.5, "0.5"), (719, "719"), (12_400, "12.4k"), (1.2e6, "1.2M"), (8.03e9, "8.03B")]
+    ("number", "told"),
+    [(0.5, "0.5"), (719, "719"), (999.6, "1k"), (12_400, "12.4k"), (999_600, "1M"), (1.2e6, "1.2M"), (8.03e9, "8.03B")],
 )
 def test_numbers_have_three_digits(number: float, told: str) -> None:
     assert short(number) == told

@@ -87,7 +87,7 @@ def test_targets_are_the_tokens_after_their_positions() -> None:
 
 @pytest.mark.parametrize("rows", [[], [row([], [])], [row([1, 2], [1, 0])]])
 def test_rows_that_cannot_be_packed_are_refused(rows: list[Row]) -> None:
-    with pytest.raises(ValueError, match="first token is no target"):
+    with pytest.raises(ValueError, match="first token is not a target"):
         pack(rows, range(len(rows)))
 
 

@@ -680,7 +680,7 @@ def test_an_unknown_split_to_evaluate_on_is_named() -> None:
 
 
 def test_streams_are_refused_with_the_reason() -> None:
-    with pytest.raises(DataError, match="could not go on exactly"):
+    with pytest.raises(DataError, match="could not resume exactly"):
         recognised(Dataset.from_list(ROWS).to_iterable_dataset(), "a stream")
 
 

@@ -216,6 +216,13 @@ class TestAlone:
             ".launch-earlier.json",
         }
 
+    def test_a_token_that_cannot_be_read_is_of_another_launcher(self, tmp_path: Path) -> None:
+        """It may be another user's. An error here, on one process, would leave the others waiting."""
+        (tmp_path / ".launch-unreadable.json").mkdir()
+        processes = alone()
+        processes.require_same_folder(tmp_path)
+        processes.shutdown()
+
     def test_a_folder_that_cannot_be_created_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="cannot be written: Not a directory"):

@@ -414,11 +414,11 @@ def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_ho
     refusing[0].refuses = lambda verb, key: True
     with pytest.raises(MirrorUnreachable) as refused:
         one.begin()
-    assert "nobody knows where this run goes on" in str(refused.value)
+    assert "nobody knows from which step this run resumes" in str(refused.value)
     one.manager.save(1, {"w": 1})
     one.manager.wait_until_finished()
     assert one.begin() == 1  # a disk with checkpoints does not wait for its mirror
-    assert any("goes on from what this disk holds" in line for line in said)
+    assert any("resumes from what this disk holds" in line for line in said)
     refusing[0].refuses = lambda verb, key: False
     assert one.mirror.flush(DEADLINE_S)
 
@@ -519,7 +519,7 @@ def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
     with pytest.raises(MirrorUnreachable):
         other.fill()
     refusing[1].refuses = lambda verb, key: True
-    with pytest.raises(MirrorUnreachable, match="nobody knows where this run goes on"):
+    with pytest.raises(MirrorUnreachable, match="nobody knows from which step this run resumes"):
         other.fill()
 
 

@@ -240,7 +240,7 @@ def test_a_damaged_log_is_left_out_and_the_others_come_back(lying: Lying, tmp_pa
     "key", ["blocks/g1/../../x-1", "blocks/gx/00-1", "records/g1/a.json", "", "blocks/g1/" + "0" * 32]
 )
 def test_a_name_that_is_no_block_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="names no block"):
+    with pytest.raises(ValueError, match="is not the key of a block"):
         Block.parse(key)
 
 

@@ -123,7 +123,7 @@ def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
     with Terminal("--train-script", "saves.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}) as terminal:
         terminal.read_until("ready")
         terminal.signal(signal.SIGUSR1)
-        terminal.read_until("it saves and goes on")
+        terminal.read_until("it saves and continues")
         terminal.read_until("saved")
         terminal.signal(signal.SIGTERM)
         assert terminal.wait() == 75, terminal.text

@@ -209,7 +209,7 @@ def test_a_checkpoint_that_an_earlier_call_left_is_resumed_from(tmp_path: Path) 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ckpt").write_text("30")
     told = run(tmp_path, "--on-retry", "--init_from=resume", "--goes-on-from", "out/ckpt", "--", *GPT)
-    assert "the script goes on: --init_from=resume (to begin again, move its checkpoints away)" in told
+    assert "the script resumes: --init_from=resume (to begin again, move its checkpoints away)" in told
     assert begins(told) == ["resume at step 30"]
 
 
@@ -242,7 +242,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             os.utime(one, (written, written))
     newest = "out/checkpoint-1000"
     assert resumption.words() == ["--resume_from_checkpoint", newest, f"ckpt_path={newest}"]
-    assert resumption.rerun_effect.startswith("the same command goes on, with --resume_from_checkpoint")
+    assert resumption.rerun_effect.startswith("the same command resumes, with --resume_from_checkpoint")
     os.utime(tmp_path / "out" / "checkpoint-500" / "weights", (9, 9))  # written again in place
     assert resumption.words()[1] == "out/checkpoint-500"
 
@@ -252,7 +252,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     ("on_retry", "told"),
     [
         (None, "unless it resumes by itself"),
-        ("--init_from=resume", "begins again; with --init_from=resume it goes on"),
+        ("--init_from=resume", "begins again; with --init_from=resume it resumes"),
     ],
 )
 def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
@@ -265,7 +265,7 @@ def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
         terminal.signal(signal.SIGTERM)
         assert terminal.wait() == 75, terminal.text
     assert told in terminal.text
-    assert "the same command goes on" not in terminal.text
+    assert "the same command resumes" not in terminal.text
 
 
 def test_a_job_that_slurm_has_requeued_is_at_its_second_attempt() -> None:
@@ -273,7 +273,7 @@ def test_a_job_that_slurm_has_requeued_is_at_its_second_attempt() -> None:
     assert Resumption("--resume last", None, job).words() == ["--resume", "last"]
     first = Resumption("--resume last", None, job | {"SLURM_RESTART_COUNT": "0"})
     assert first.words() == []
-    assert first.rerun_effect.endswith("with --resume last it goes on, which a job gets that SLURM puts back")
+    assert first.rerun_effect.endswith("with --resume last it resumes, which a job gets that SLURM puts back")
 
 
 def test_wandb_runs_of_attempts_that_are_resumed_stay() -> None:

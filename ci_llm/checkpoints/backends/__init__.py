@@ -54,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def prepare(self, request: SaveRequest) -> SaveTask | None:
-        """What this process has to do, once it is connected; None for nothing.
+        """The task of this process for a save, once it is connected; None for nothing.
 
         Raises:
             CheckpointError: the processes cannot save this state together; on every process.

@@ -158,7 +158,7 @@ class PartWriter:
         self._parts: Sequence[Part] = ()
 
     def share(self, entries: Sequence[StateEntry]) -> Sequence[StateEntry]:
-        """What this process is to write of a state, before anything is begun.
+        """The part of a state that this process writes, before anything is begun.
 
         The first state is compared between the processes, bit by bit. Later ones are not: their names and shapes are,
         when they are written.
@@ -179,7 +179,8 @@ class PartWriter:
         received = self._channel.exchange_result_of(lambda: dump_json(contents(entries)))
         states: list[Any] = [load_json(message) for message in received]
         for index, theirs in enumerate(states):
-            if odd := sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key)):
+            odd = sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key))
+            if odd:
                 raise CheckpointError(
                     f"process {index} does not hold the state of process 0: {', '.join(odd)}",
                     where="checkpoint_backend: distributed",
@@ -203,7 +204,7 @@ class PartWriter:
 
         Raises:
             CheckpointError: what went wrong here; on process 0 also what went wrong elsewhere. A disk that fails is
-                no error but a result.
+                a result, not an error.
             PeerLost: a process has ended.
         """
         message = GAVE_UP
@@ -214,7 +215,8 @@ class PartWriter:
             message = {"outline": outline(self._parts), "records": described}
         finally:
             received = _exchange(self._channel, message)
-        if (who := _who_gave_up(received)) is not None:
+        who = _who_gave_up(received)
+        if who is not None:
             return self._given_up(step, f"process {who} could not copy its part")
         if len({each["outline"] for each in received}) > 1:
             return self._given_up(step, "the processes do not hold tensors of the same names and shapes")
@@ -241,21 +243,24 @@ class PartWriter:
         return result
 
     def _follow(self, step: int, write: Callable[[Path], Message]) -> SaveResult:
-        while "draft" in (order := _exchange(self._channel, {})[0]):
+        while True:
+            order = _exchange(self._channel, {})[0]
+            if "draft" not in order:
+                return SaveResult(**order["result"])
             message = GAVE_UP
             try:
                 message = write(Path(order["draft"]))
             finally:
                 received = _exchange(self._channel, message)
-            if (who := _who_gave_up(received)) is not None:
+            who = _who_gave_up(received)
+            if who is not None:
                 return self._given_up(step, f"process {who} could not write its part")
-        return SaveResult(**order["result"])
 
 
 def _write(
     store: CheckpointStore, files: Mapping[str, FileImage], records: Mapping[str, FileRecord], draft: Path
 ) -> Message:
-    """The message about it: empty if all is well. Process 0 decides what an error of the disk means."""
+    """Write a part; the message for process 0 is empty, or the error, of which process 0 decides what it means."""
     try:
         store.write_part(draft, files, records)
     except OSError as error:

@@ -1,6 +1,6 @@
 """The formats of data files; the ending of a file selects one.
 
-Those that a builder of `datasets` reads as they are stand here, each of the others in a module of this package. To add
+The formats that a builder of `datasets` reads are in this file, each of the others in a module of this package. To add
 one, add a file `formats/<name>.py` that defines
 
     format = FileFormat(endings=(".ending",), read=...)

@@ -34,7 +34,7 @@ def _read(files: Sequence[Path]) -> Dataset:
 
 
 def _require_columns(file: Path, separator: str) -> None:
-    """Pandas takes the first value of every row for its name if the first row is longer than the header."""
+    """Refuse a row longer than the header: pandas would take the first value of every row for its name."""
     spaced = _has_spaces_behind(file, separator)
     header, row = (*_first_rows(file, separator, 2, spaced=spaced), [], [])[:2]
     if len(row) > len(header):
