@@ -426,24 +426,24 @@ class AnswerScores:
 
 @dataclass(frozen=True)
 class Answers:
-    """What B questions were answered.
+    """The answers to one question.
 
     Attributes:
-        numbers: B indices into the questions.
-        agents: [K][B] texts.
-        crowd: [B] texts.
-        right: [K+2, B] bool: K agents, the crowd, the vote.
-        uncertainty: [B] how sure the crowd was; empty if it was not asked for.
-        signals: [K+1][B] the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; as
-            well.
+        number: the index of the question.
+        agents: the texts of the K agents.
+        crowd: the text of the crowd.
+        right: [K+2] whether each is right: K agents, the crowd, the vote.
+        uncertainty: how sure the crowd was; None if it was not asked for.
+        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; empty if
+            `uncertainty` was not asked for.
     """
 
-    numbers: Sequence[int]
-    agents: list[list[str]]
-    crowd: list[str]
-    right: Tensor
-    uncertainty: list[Uncertainty]
-    signals: list[list[list[float]]]
+    number: int
+    agents: list[str]
+    crowd: str
+    right: list[bool]
+    uncertainty: Uncertainty | None
+    signals: list[list[float]]
 
 
 def answer_questions(
@@ -483,20 +483,20 @@ def answer_questions(
     first = next(given, None)
     if first is None:
         return
+    # Lazily: in an evaluation during training, taking the next batch is a vote of all processes.
     asked, of = tee(i for batch in chain([first], given) for i in batch)
     written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, max(1, len(first)))
     for generated in written:
         number = next(of)
         if is_one:
             generated = replace(generated, agents=[generated.crowd], agents_tokens=[generated.tokens])
-        *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
-        answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
-        answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
+        everyones = [tokens for [tokens] in (*generated.agents_tokens, generated.tokens)] if uncertainty else []
+        *agents, together = [prompter.text(ids) for [ids] in (*generated.agents, generated.crowd)]
+        *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
-        right = torch.tensor([[answer == wanted_answer != "" for answer in line] for line in answers])
-        sure = [of_text(tokens) for tokens in generated.tokens]
-        found = [[signals(tokens) for tokens in texts] for texts in (*generated.agents_tokens, generated.tokens)]
-        yield Answers([number], agents, together, right, sure if uncertainty else [], found if uncertainty else [])
+        right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
+        sure = of_text(everyones[-1]) if uncertainty else None
+        yield Answers(number, agents, together, right, sure, [signals(tokens) for tokens in everyones])
 
 
 def score_answers(
@@ -519,17 +519,16 @@ def score_answers(
     Returns:
         the scores in the order of `batches`; None if `stop` returned True.
     """
-    parts, example = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)], None
+    right, example = list[list[bool]](), None
     how: Any = {"max_new_tokens": max_new_tokens, "aggregator": aggregator, "stop": stop}
     for answers in answer_questions(crowd, prompter, questions, batches, **how):
         if stop():
             return None
-        parts.append(answers.right)
-        if example is None and len(answers.numbers):
-            first = answers.numbers[0]
-            question, wanted = prompter.question(questions.prompts[first]), questions.answers[first]
-            example = Solved(question, answers.crowd[0], wanted, tuple(answers.right[:, 0].tolist()))
-    return AnswerScores(torch.cat(parts, dim=1), example)
+        right.append(answers.right)
+        if example is None:
+            question = prompter.question(questions.prompts[answers.number])
+            example = Solved(question, answers.crowd, questions.answers[answers.number], tuple(answers.right))
+    return AnswerScores(torch.tensor(right, dtype=torch.bool).view(-1, crowd.num_agents + 2).T, example)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

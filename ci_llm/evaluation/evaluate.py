@@ -225,10 +225,12 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
     answered = _answers_to(job, batches, job.config.aggregator)
     of_base = _answers_to(job, batches, "probability", NOBODY) if job.names else None
     for batch in batches:
-        rows: list[Row] = []
-        for answers in islice(answered, len(batch)):
-            rows += _rows(job, answers, answers if of_base is None else next(of_base))
-        predictions.append(rows)
+        predictions.append(
+            [
+                _row(job, answers, answers if of_base is None else next(of_base))
+                for answers in islice(answered, len(batch))
+            ]
+        )
         progress("answering", batch[-1] + 1, total)
 
 
@@ -247,31 +249,30 @@ def _answers_to(
     )
 
 
-def _rows(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Iterator[Row]:
-    """The lines of the predictions file for a batch. Free text is neither right nor wrong."""
-    numbers, source = job.tokenized.row_numbers, job.tokenized.rows.numbers
-    *own_signals, crowd_signals = answers.signals
-    count = len(job.names)
-    for at, number in enumerate(answers.numbers):
-        right = [*answers.right[:, at].tolist(), bool(base.right[0, at])]
-        *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
-        canonical = numbers[job.questions.rows[number]]
-        yield {
-            "prompt": _prompt(job, number),
-            "reference": job.questions.references[number],
-            "answer": answers.crowd[at],
-            "agents": [texts[at] for texts in answers.agents[:count]],
-            "base": base.crowd[at],
-            "correct": crowd,
-            "confidence": float(f"{answers.uncertainty[at].confidence:.6g}"),
-            "disagreement": round(answers.uncertainty[at].disagreement, 6),
-            "row": source[canonical] if source else canonical,
-            "agents_correct": agents[:count],
-            "vote_correct": vote,
-            "base_correct": of_base,
-            "signals": _rounded(crowd_signals[at]),
-            "agents_signals": [_rounded(own[at]) for own in own_signals[:count]],
-        }
+def _row(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Row:
+    """The line of one question in the predictions file. Free text is neither right nor wrong."""
+    source, number, sure = job.tokenized.rows.numbers, answers.number, answers.uncertainty
+    assert sure is not None, "it was asked for"
+    right = [*answers.right, base.right[0]]
+    *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
+    *own_signals, crowd_signals = map(_rounded, answers.signals)
+    count, canonical = len(job.names), job.tokenized.row_numbers[job.questions.rows[number]]
+    return {
+        "prompt": _prompt(job, number),
+        "reference": job.questions.references[number],
+        "answer": answers.crowd,
+        "agents": answers.agents[:count],
+        "base": base.crowd,
+        "correct": crowd,
+        "confidence": float(f"{sure.confidence:.6g}"),
+        "disagreement": round(sure.disagreement, 6),
+        "row": source[canonical] if source else canonical,
+        "agents_correct": agents[:count],
+        "vote_correct": vote,
+        "base_correct": of_base,
+        "signals": crowd_signals,
+        "agents_signals": own_signals[:count],
+    }
 
 
 def _rounded(numbers: Sequence[float]) -> list[float]:
