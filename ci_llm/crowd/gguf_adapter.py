@@ -81,7 +81,7 @@ def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> d
                 where=f"--format gguf, {architecture}",
                 hint="train agents on the projections of attention and feed-forward: lora_target_modules=all-linear",
             )
-        lower, upper = (adapter.tensors[f"base_model.model.{module}.lora_{half}.weight"].float() for half in "AB")
+        lower, upper = (factor.float() for factor in adapter.factors(module))
         if adapter.config.get("use_rslora"):
             upper = upper * lower.shape[0] ** 0.5
         if kind := re.search(r"\.attn_([qk])$", name):
