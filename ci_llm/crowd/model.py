@@ -297,7 +297,7 @@ class CrowdModel(nn.Module):
     def forward(self, batch: Batch | AgentBatches) -> CrowdOutput | AgentOutputs:
         """Run one fused pass over the packed rows of `batch`, which are those of all agents or of each its own."""
         if self.training:
-            self.agents.draw_masks_of_pass()
+            self.agents.drawn.draw_masks_of_pass()
         if isinstance(batch, Batch):
             return self._output(self.states(batch), batch, self.agents.reading.agent or 0)
         found = enumerate(zip(self._passes.states_of_each(batch), batch.each, strict=True))
