@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -103,11 +102,15 @@ def factor(kind: str, warmup: int, total: int) -> Callable[[int], float]:
         warmup: the steps in which the rate rises to the peak.
         total: the steps of the whole schedule.
     """
-    return partial(SCHEDULES[kind], warmup=warmup, total=total)
+    after_warmup = SCHEDULES[kind]
+    ahead = int(kind == "cosine_warmup_with_min_lr")  # so that its first step has a learning rate above 0
 
+    def share(step: int) -> float:
+        if step < warmup and kind != "constant":
+            return (step + ahead) / max(1, warmup)
+        return after_warmup(step + ahead, warmup, total)
 
-def _rising(step: int, warmup: int) -> float:
-    return step / max(1, warmup)
+    return share
 
 
 def _progress(step: int, warmup: int, total: int) -> float:
@@ -119,69 +122,55 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _constant(step: int, *, warmup: int, total: int) -> float:
+def _constant(step: int, warmup: int, total: int) -> float:
     return 1.0
 
 
-def _constant_with_warmup(step: int, *, warmup: int, total: int) -> float:
-    return _rising(step, warmup) if step < warmup else 1.0
+def _linear(step: int, warmup: int, total: int) -> float:
+    return max(0.0, (total - step) / max(1, total - warmup))
 
 
-def _linear(step: int, *, warmup: int, total: int) -> float:
-    return _rising(step, warmup) if step < warmup else max(0.0, (total - step) / max(1, total - warmup))
+def _cosine(step: int, warmup: int, total: int) -> float:
+    return max(0.0, _half_cosine(_progress(step, warmup, total)))
 
 
-def _cosine(step: int, *, warmup: int, total: int) -> float:
-    return _rising(step, warmup) if step < warmup else max(0.0, _half_cosine(_progress(step, warmup, total)))
-
-
-def _cosine_with_restarts(step: int, *, warmup: int, total: int) -> float:
+def _cosine_with_restarts(step: int, warmup: int, total: int) -> float:
     """A cosine of one cycle, Transformers' default, which is exactly 0 at its end."""
-    return 0.0 if step >= max(total, warmup + 1) else _cosine(step, warmup=warmup, total=total)
+    return 0.0 if step >= max(total, warmup + 1) else _cosine(step, warmup, total)
 
 
-def _cosine_with_min_lr(step: int, *, warmup: int, total: int) -> float:
-    if step < warmup:
-        return _rising(step, warmup)
+def _cosine_with_min_lr(step: int, warmup: int, total: int) -> float:
     return _half_cosine(_progress(step, warmup, total)) * (1 - SMALLEST) + SMALLEST
 
 
-def _cosine_warmup_with_min_lr(step: int, *, warmup: int, total: int) -> float:
-    """`cosine_with_min_lr` one step ahead, so that the first step has a learning rate above 0."""
-    return _cosine_with_min_lr(step + 1, warmup=warmup, total=total) if step >= warmup else _rising(step + 1, warmup)
-
-
-def _polynomial(step: int, *, warmup: int, total: int) -> float:
-    if step < warmup:
-        return _rising(step, warmup)
+def _polynomial(step: int, warmup: int, total: int) -> float:
     return (1.0 - POLYNOMIAL_END) * (1 - _progress(step, warmup, total)) + POLYNOMIAL_END
 
 
-def _inverse_sqrt(step: int, *, warmup: int, total: int) -> float:
-    if step < warmup:
-        return _rising(step, warmup)
+def _inverse_sqrt(step: int, warmup: int, total: int) -> float:
     scale = warmup or TIMESCALE
     return 1.0 / math.sqrt((step + scale - warmup) / scale)
 
 
-def _warmup_stable_decay(step: int, *, warmup: int, total: int) -> float:
+def _warmup_stable_decay(step: int, warmup: int, total: int) -> float:
     """A constant rate that decays in the last tenth of the steps."""
     decay = max(1, total // 10)
     falling = step - (total - decay)
-    if step < warmup or falling < 0:
-        return _constant_with_warmup(step, warmup=warmup, total=total)
+    if falling < 0:
+        return 1.0
     return max(0.0, _half_cosine(falling / decay)) if falling < decay else 0.0
 
 
-SCHEDULES: Final[dict[str, Callable[..., float]]] = {
+#: By name, the share of the peak after the warm-up, as a function of step, warm-up and total.
+SCHEDULES: Final[dict[str, Callable[[int, int, int], float]]] = {
     "linear": _linear,
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
     "polynomial": _polynomial,
     "constant": _constant,
-    "constant_with_warmup": _constant_with_warmup,
+    "constant_with_warmup": _constant,
     "inverse_sqrt": _inverse_sqrt,
     "cosine_with_min_lr": _cosine_with_min_lr,
-    "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
+    "cosine_warmup_with_min_lr": _cosine_with_min_lr,
     "warmup_stable_decay": _warmup_stable_decay,
 }
