@@ -159,8 +159,8 @@ def score(
     return Scores.joined(parts or [Scores(nothing.bool(), nothing, nothing[0].long())])  # a process may have no row
 
 
-#: Scores are computed in chunks that fit the logits of this many agents. The number is fixed, so that the chunks and the
-#: bits of an agent's NLL are the same alone and among others.
+#: Scores are computed in chunks that fit the logits of this many agents. The number is fixed, so that an agent's chunks
+#: and the bits of its NLL are the same alone and among others.
 SCORED_AT_ONCE: Final = 8
 
 
