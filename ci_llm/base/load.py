@@ -369,7 +369,7 @@ def load_error(model_name: str, error: Exception) -> ModelError:
     if place.exists():
         hint = "the folder needs config.json, model.safetensors and a tokenizer"
         if any((place / each / "adapter_config.json").is_file() for each in ("", "agent0")):
-            what = "these are adapters and no base"
+            what = "these are adapters and not a base"
             hint = f"init_from={model_name} starts agents from them, with model_name=the base that they were trained on"
         return ModelError(what, where=f"model_name: {model_name}", hint=hint)
     return ModelError(

@@ -71,7 +71,7 @@ class ShardedLayers:
 
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ModelError(
-                f"torch {torch.__version__} cannot go on after a pass that failed",
+                f"torch {torch.__version__} cannot continue after a failed pass",
                 where="base_sharding: layers",
                 hint="pip install 'torch>=2.13'",
             )

@@ -159,7 +159,7 @@ def require_writers(crowd: CrowdModel) -> None:
     """
     if crowd.settings.outputs:
         raise ModelError(
-            "these agents have heads: they score texts and write none",
+            "these agents have heads: they score texts and do not write any",
             where="the crowd",
             hint="ci-llm score RUN, or Crowd.score",
         )

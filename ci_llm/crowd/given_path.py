@@ -92,7 +92,7 @@ def _what_else(folder: Path) -> tuple[str, str]:
         )
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
         return (
-            "these are PEFT adapters and no checkpoint",
+            "these are PEFT adapters and not a checkpoint",
             f"ci-llm checkpoints import {folder} --to imported makes a crowd of them that can be asked;"
             f" init_from={folder} trains on from them",
         )
@@ -111,7 +111,7 @@ def _what_else(folder: Path) -> tuple[str, str]:
         steps = ", ".join(map(str, there))
         return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
     if folder.is_dir() and is_base(str(folder)):
-        return "this is a base and no checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
+        return "this is a base and not a checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
     return (
         "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
         "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint; evaluate,"

@@ -352,8 +352,8 @@ def require_place(checkpoint: Path | None) -> Path:
     path = None if checkpoint is None else calibration_path(checkpoint)
     if path is None:
         raise BadInput(
-            "a calibration is kept in the folder of a run, and this is no checkpoint in one",
+            "a calibration is kept in the folder of a run, and this is not a checkpoint of a run",
             where=f"--calibrate {checkpoint}",
-            hint="calibrate the run before you export it: what is exported has its calibration",
+            hint="calibrate the run before you export it: an export includes the calibration",
         )
     return path

@@ -152,7 +152,9 @@ def require_own(path: Path, *, overwrite: bool) -> None:
         BadInput: the path may not be replaced.
     """
     if path.is_dir() or (path.exists() and not path.is_file()):
-        raise BadInput("predictions go into a file, and this is none", where=str(path), hint="give a name by --output")
+        raise BadInput(
+            "predictions go into a file, and this path is not one", where=str(path), hint="give a name by --output"
+        )
     if path.exists() and not overwrite and not source_path(path).is_file():
         what = f"this file exists and is not of an evaluation: {source_path(path).name} is not beside it"
         raise BadInput(what, where=str(path), hint=_WAYS_ON)
@@ -211,7 +213,7 @@ def _unwritable(path: Path, error: OSError) -> BadInput:
     return BadInput(
         f"the predictions cannot be written: {error.strerror or os.strerror(error.errno or 0)}",
         where=str(path),
-        hint="make space there, or give another place by --output; the same call goes on after the last row",
+        hint="make space there, or give another place by --output; the same call resumes after the last row",
     )
 
 
