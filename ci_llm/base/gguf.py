@@ -119,7 +119,8 @@ def _convert(file: Path, folder: Path) -> None:
     with weights_counted():
         try:
             needed = _bytes_when_dense(file)
-            if (free := shutil.disk_usage(folder.parent).free) < needed:
+            free = shutil.disk_usage(folder.parent).free
+            if free < needed:
                 raise _no_room(file, folder, f"it takes {size(needed)}, and {size(free)} are free")
             model, tokenizer = _read(file)
         except _UNREADABLE as error:

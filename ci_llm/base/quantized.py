@@ -211,7 +211,8 @@ def replace_quantized_layers(model: PreTrainedModel) -> None:
         ModelError: some weights of the base are stored in a form whose gradient would be wrong or missing.
     """
     _refuse_offloaded(model)
-    if (stored := stored_quantization(model.config)) not in (None, *_STORED):
+    stored = stored_quantization(model.config)
+    if stored not in (None, *_STORED):
         raise _unknown_storage(model.name_or_path, f"the base is quantised by {stored}")
     for name, layer in list(model.named_modules()):
         if _is_of_bitsandbytes(layer):

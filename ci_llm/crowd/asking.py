@@ -199,12 +199,12 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> gen
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
         asking.stop = stop
         if whole:
-            [answer] = asking.answers(include_agents=False)
+            (answer,) = asking.answers(include_agents=False)
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
         text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
-        [found] = asking.generated(asking.places, uncertainty=True, is_over=text.update)
+        (found,) = asking.generated(asking.places, uncertainty=True, is_over=text.update)
         text.finish(found.crowd[0])
         return asking.answer(0, found)
 

@@ -88,7 +88,8 @@ def _numbers(
     for places in _alike([None if h is None else _narrowing(row) for row, h in zip(rows, heights, strict=True)]):
         if heights[places[0]] is not None:
             narrowed = rows[places[0]].decoding.warpers()(None, crowd[places])
-            chosen[places] = draw(narrowed, [height for p in places if (height := heights[p]) is not None])
+            own_heights = [heights[place] for place in places]
+            chosen[places] = draw(narrowed, [height for height in own_heights if height is not None])
     sure = crowd.new_zeros(4, len(rows))
     sure[0] = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     wanted = [place for place, row in enumerate(rows) if row.uncertainty]

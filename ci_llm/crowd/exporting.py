@@ -434,7 +434,8 @@ def prepare(
         return Export(saved, merge.name, adapter, title, what)
     if agent is None:
         return Export(saved, "crowd", None, "", "")
-    if (name := f"agent{agent}") not in saved.names:
+    name = f"agent{agent}"
+    if name not in saved.names:
         there = ", ".join(saved.names) if saved.names != default_names(count) else f"0 to {count - 1}"
         raise BadInput(f"there is no agent {agent}", where="--agent", hint=f"{there}: there are {count}")
     title = f"Agent {agent} of {count}"

@@ -112,7 +112,10 @@ class TextSoFar:
         fresh = self._decode(ids[self._start :])
         text = self._before + fresh[len(self._context) :]
         is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
-        if is_settled and len(ids) - self._read >= _WINDOW and (context := self._decode(ids[self._read :])).strip():
+        if not is_settled or len(ids) - self._read < _WINDOW:
+            return text
+        context = self._decode(ids[self._read :])
+        if context.strip():
             self._start, self._read, self._before, self._context = self._read, len(ids), text, context
         return text
 

@@ -296,7 +296,7 @@ class ExternalAdapter:
     @property
     def modules(self) -> frozenset[str]:
         """Names of the adapted modules of the base."""
-        return frozenset(match["module"] for name in self.tensors if (match := _TENSOR.fullmatch(name)))
+        return frozenset(match["module"] for match in map(_TENSOR.fullmatch, self.tensors) if match)
 
 
 def read_adapters(source: Path) -> list[ExternalAdapter]:
@@ -347,7 +347,8 @@ def _read_peft(folder: Path) -> ExternalAdapter:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
     adapter = _adapter(config, folder, tensors, config.get("base_model_name_or_path"), "chat")
-    if other := sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name)):
+    other = sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name))
+    if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise ModelError(
             f"agents are LoRA of linear layers, and this adapter also has {other[0]}{more}",

@@ -216,7 +216,8 @@ class Numbers(Judged):
         """`r2` is the share of the variance that is explained."""
         _, errors = self.outcome
         figures = {"mse": errors.mean(1), "mae": errors.sqrt().mean(1)}
-        if (variance := self.labels.var(correction=0)) > 0:
+        variance = self.labels.var(correction=0)
+        if variance > 0:
             figures["r2"] = 1 - figures["mse"] / variance
         return {name: values.tolist() for name, values in figures.items()}
 
@@ -278,7 +279,8 @@ def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
 
 def _area(sure: Tensor, right: Tensor) -> float:
     """`auroc`, or NaN."""
-    return math.nan if (area := auroc(sure, right)) is None else area
+    area = auroc(sure, right)
+    return math.nan if area is None else area
 
 
 def macro_f1(said: Tensor, labels: Tensor) -> float:

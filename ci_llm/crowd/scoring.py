@@ -324,7 +324,8 @@ class Questions:
             metric: a module of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
-        fits = {n: len(row.input_ids) < limit for n in range(len(rows)) if _has_question(row := rows[n])}
+        each = ((number, rows[number]) for number in range(len(rows)))
+        fits = {number: len(row.input_ids) < limit for number, row in each if _has_question(row)}
         found = [[number for number in part if fits.get(number)] for part in sets or [range(len(rows))]]
         numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]

@@ -390,8 +390,8 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
             names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
-    if isinstance(found := scores.judged, Classes):
-        sure = sureness("probability", found.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
+    if isinstance(scores.judged, Classes):
+        sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
         return {**record, "left_out": 0, "sureness": sure}
     if heads:
         return {**record, "left_out": 0}

@@ -174,9 +174,11 @@ def _kept(path: Path, source: Source, prompts: Sequence[str]) -> tuple[list[Row]
             f"{source_path(path).name} cannot be read: {error}", where=str(source_path(path)), hint=_WAYS_ON
         ) from error
     known = written if isinstance(written, dict) else {}
-    if different := list(source.differences(known)):
+    different = list(source.differences(known))
+    if different:
         what = f"the predictions in this file are of {', '.join(different)}"
-        free = next(name for n in count(2) if not (name := path.with_stem(f"{path.stem}-{n}")).exists())
+        names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+        free = next(name for name in names if not name.exists())
         raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one again")
     content = path.read_bytes()
     size = content.rfind(b"\n") + 1

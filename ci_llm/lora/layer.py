@@ -368,7 +368,8 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.agents:
             object.__setattr__(self, "num_agents", len(self.agents))
-        if odd := sorted({key for own in self.agents for key in own} - OWN):
+        odd = sorted({key for own in self.agents for key in own} - OWN)
+        if odd:
             raise BadInput(
                 f"an agent has no {odd[0]} of its own",
                 where="LoraSettings(agents=...)",
@@ -391,7 +392,8 @@ class LoraSettings:
 
     def common_or_list(self, key: str) -> Any:
         """The agents' value of `key` for messages: one value if all agents have it, or else the list."""
-        values = [list(value) if isinstance(value := getattr(agent, key), tuple) else value for agent in self.kinds()]
+        values = [getattr(agent, key) for agent in self.kinds()]
+        values = [list(value) if isinstance(value, tuple) else value for value in values]
         return values[0] if all(value == values[0] for value in values) else values
 
     def to_dict(self) -> dict[str, Any]:

@@ -395,7 +395,8 @@ class Passes:
         if self.share_prompts and any(batch.shared):
             kept, places, bounds, before = without_repeats(batch)
             ids, positions = ids[kept], positions[kept]
-        if spare := self._spare(len(ids)):
+        spare = spare_tokens(self.model, len(ids))
+        if spare:
             ids = F.pad(ids, (0, spare), value=self.pad_id)
             positions = torch.cat([positions, positions.new_tensor(range(spare))])
             bounds, before = (*bounds, bounds[-1] + spare), (*before, 0)
@@ -404,14 +405,12 @@ class Passes:
     def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
         """The rows side by side, and the index of their tokens in packed order; see `padded`."""
         inputs, index = padded(batch, self.pad_id)
-        if spare := self._spare(inputs["input_ids"].shape[1]):
+        spare = spare_tokens(self.model, inputs["input_ids"].shape[1])
+        if spare:
             inputs = {name: F.pad(each, (0, spare)) for name, each in inputs.items()}
         # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
         # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
         return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
-
-    def _spare(self, tokens: int) -> int:
-        return spare_tokens(self.model, tokens)
 
 
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:

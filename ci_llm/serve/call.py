@@ -196,7 +196,8 @@ def _own(body: AnyBody, served: Served) -> Own:
     if own.agents_per_prompt is not None and body.temperature:
         raise bad("ci_llm.agents_per_prompt", "takes the most probable tokens: leave temperature out")
     for field_name in ("minimum_confidence", "agents_per_prompt"):
-        if getattr(own, field_name) is not None and (reason := uncalibrated(served.calibration, name)):
+        reason = uncalibrated(served.calibration, name)
+        if getattr(own, field_name) is not None and reason:
             raise bad(f"ci_llm.{field_name}", reason, "no_calibration")
     return own
 

@@ -174,7 +174,8 @@ class Engine(threading.Thread):
             self._fail([job], _failure(error))
 
     def _close(self, job: Job) -> None:
-        if (end := job.close(self._crowd)) is not None:
+        end = job.close(self._crowd)
+        if end is not None:
             self._end(job, end)
             return
         with self._changed:

@@ -44,7 +44,8 @@ def of_run(crowd: Crowd, options: Options) -> Service:
         )
     prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
     defaults = Own(minimum_confidence=options.minimum_confidence, agents_per_prompt=options.agents_per_prompt)
-    if defaults != Own() and (reason := uncalibrated(crowd.calibration, "probability")):
+    reason = uncalibrated(crowd.calibration, "probability") if defaults != Own() else None
+    if reason:
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence, --agents-per-prompt", hint=hint)
     if options.name in crowd.names:
