@@ -1,4 +1,4 @@
-"""The memory that copies of a base on this disk take, checked before anything heavy is imported."""
+"""A check that memory holds the copies of a base, made before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ci_llm.errors import LaunchError, ModelError
 if TYPE_CHECKING:
     from ci_llm.config import Config
 
-#: Bytes of a number in memory. On a CPU a base without a `model_dtype` is fp32; auto may become bf16.
+#: Bytes per number in memory. On a CPU a base without a `model_dtype` is fp32; auto may become bf16.
 _WIDTHS: Final = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "auto": 2.0, "int8": 1.0, "nf4": 0.5}
 
 
 def require_memory(config: Config, copies: int) -> None:
-    """Refuse copies of the base that do not fit. A base that is not on this disk yet, or no safetensors, is not judged.
+    """Refuse copies of a base that do not fit into memory; a base without safetensors on this disk is not checked.
 
     Args:
-        copies: how many processes of this machine hold one; with `base_sharding` each holds a part of one base.
+        copies: how many processes of this machine hold the base, or with `base_sharding` a part of it.
 
     Raises:
-        LaunchError: they take more memory than is free.
+        LaunchError: the copies take more memory than is free.
     """
     width = _WIDTHS[config.quantization or config.model_dtype or "fp32"]
     one = int(_count_parameters(config.model_name) * width)
@@ -45,13 +45,14 @@ def require_memory(config: Config, copies: int) -> None:
 
 
 def _count_parameters(model_name: str) -> int:
-    """Numbers of a base in its safetensors files; 0 where none are on this disk."""
+    """How many numbers the safetensors files of a base have; 0 if there are none on this disk."""
     with suppress(ModelError):  # loading it fails as well, and says why
-        if file := gguf_file(model_name):
+        file = gguf_file(model_name)
+        if file:
             return _numbers(kept_folder(file))
-    if (folder := Path(model_name)).is_dir():
-        return _numbers(folder)
-    with suppress(ValueError):  # no name of the hub
+    if Path(model_name).is_dir():
+        return _numbers(Path(model_name))
+    with suppress(ValueError):  # not a name of the hub
         found = try_to_load_from_cache(model_name, "config.json")
         return _numbers(Path(found).parent) if isinstance(found, str) else 0
     return 0

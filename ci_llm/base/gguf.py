@@ -1,7 +1,7 @@
 """A GGUF file as a base: dequantised once into a plain folder of Transformers, in a cache keyed by the file's digest.
 
-Nothing in the file is executed: its numbers are read, and its chat template is rendered in Transformers' sandbox, as
-that of every tokenizer. Torch and Transformers are imported only where a file is converted.
+No code in the file is executed: its numbers are read, and its chat template is rendered in Transformers' sandbox, as
+for every tokenizer. Torch and Transformers are imported only where a file is converted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What reading a damaged or foreign file raises. RuntimeError is left out: it also stands for exhausted memory.
+#: The exceptions of reading a damaged or foreign file. RuntimeError is left out, as it may mean exhausted memory.
 _UNREADABLE: Final = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(ImportError, NotImplementedError, struct.error),
 )
-#: `tokenizer.ggml.pre` of vocabularies that llama.cpp cuts at every digit first, which Transformers leaves out.
+#: `tokenizer.ggml.pre` of vocabularies for which llama.cpp, unlike Transformers, splits text at every digit first.
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 
 
 def gguf_file(model_name: str) -> Path | None:
-    """The GGUF file that the name of a base means: a file, or the only one in a folder without config.json; else None.
+    """The GGUF file that the name of a base means: the file itself, or the only one in a folder without config.json.
+
+    It is None for other names.
 
     Raises:
         ModelError: the folder holds several.
@@ -63,7 +65,7 @@ def gguf_file(model_name: str) -> Path | None:
 def plain_folder(file: Path) -> Path:
     """The folder with the dequantised model of a GGUF file and its tokenizer, for `from_pretrained`; made if missing.
 
-    Any number of processes may call this at once: one converts, and the others wait for it.
+    Several processes may call this at once: one converts, and the others wait for it.
 
     Raises:
         ModelError: there is no such file, it cannot be read as a base, or the cache's disk refuses the folder.
@@ -82,7 +84,7 @@ def plain_folder(file: Path) -> Path:
 
 
 def kept_folder(file: Path) -> Path:
-    """Where the folder of a GGUF file is once it has been made. Raises ModelError: the file cannot be read."""
+    """The path of the folder of a GGUF file, made or not. Raises ModelError if the file cannot be read."""
     try:
         found = file.resolve(strict=True)
         state = found.stat()
@@ -105,19 +107,20 @@ def _digest(file: Path, _state: tuple[int, ...]) -> str:
 
 @cache
 def _say_once(file: Path, folder: Path) -> None:
-    """Log it once in each process, because the process that logs may not be the one that converted."""
+    """Log the folder once in each process, because the one that logs may not be the one that converted."""
     stored = sum(path.stat().st_size for path in folder.iterdir())
     logger.info(f"model     {file.name} is dequantised in {folder}, {size(stored)}, which later starts use")
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Make the folder, whole or not at all. The caller holds the lock: other drafts are of killed processes."""
+    """Make the folder completely or not at all. The caller holds the lock, so other drafts are of killed processes."""
     for draft in folder.parent.glob(f".*{PARTIAL}"):
         remove_tree(draft)
     with weights_counted():
         try:
             needed = _bytes_when_dense(file)
-            if (free := shutil.disk_usage(folder.parent).free) < needed:
+            free = shutil.disk_usage(folder.parent).free
+            if free < needed:
                 raise _no_room(file, folder, f"it takes {size(needed)}, and {size(free)} are free")
             model, tokenizer = _read(file)
         except _UNREADABLE as error:
@@ -141,7 +144,7 @@ def _no_room(file: Path, folder: Path, why: str) -> ModelError:
 
 
 def _bytes_when_dense(file: Path) -> int:
-    """The bytes of a file's numbers in fp32. Raises one of `_UNREADABLE`: it is not a whole GGUF file."""
+    """The bytes of a file's numbers in fp32. Raises one of `_UNREADABLE` if it is not a whole GGUF file."""
     from transformers.integrations.gguf import GgufHeader
 
     header, found = GgufHeader.from_file(str(file)), file.stat().st_size
@@ -165,11 +168,11 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     metadata, _ = read_gguf_metadata(str(file))
     if "tokenizer.ggml.tokens" not in metadata:
         raise ValueError("it has no tokenizer")
-    # Transformers also reads what lies beside the file, such as an adapter: so the file lies alone.
+    # Transformers also reads files beside this one, such as an adapter, so it is linked into an empty folder.
     with TemporaryDirectory() as alone:
         Path(alone, "base.gguf").symlink_to(file.absolute())
         opened: dict[str, Any] = {"gguf_file": "base.gguf", "trust_remote_code": False}
-        opened["config"] = AutoConfig.from_pretrained(alone, **opened)  # each would read it again, in seconds
+        opened["config"] = AutoConfig.from_pretrained(alone, **opened)  # read once: it takes seconds
         tokenizer = AutoTokenizer.from_pretrained(alone, **opened)
         if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
             backend = tokenizer.backend_tokenizer
@@ -180,18 +183,18 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
     if absent := [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]:
         raise ValueError(f"{len(absent)} weights are missing or of another shape, the first is {min(absent)}")
-    # Transformers refuses to save a model that it knows as quantised, as if its numbers still were.
+    # Transformers refuses to save a model that was quantised, although its numbers are dense now.
     for key in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, key):
             delattr(model.config, key)
     model.hf_quantizer, model.is_quantized, model.name_or_path = None, False, file.stem
-    # Transformers lets process 0 save only; the process that came first may be another, or on another machine.
+    # Transformers lets only process 0 save, but any process, on any machine, may be the first here.
     model.should_save_on_this_rank = lambda _: True
     return model.to(_smallest_exact(model)), tokenizer
 
 
 def _smallest_exact(model: PreTrainedModel) -> torch.dtype:
-    """A dtype of 16 bits if no number changes, as in files in F16 and BF16. Quantised files mostly need fp32."""
+    """A dtype of 16 bits if it changes no number, as for files in F16 and BF16; otherwise fp32."""
     import torch
 
     for dtype in (torch.bfloat16, torch.float16):

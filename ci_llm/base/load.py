@@ -1,7 +1,7 @@
-"""The frozen base with its tokenizer: from the hub, a folder, a GGUF file or a call that has loaded it; and its digest.
+"""The frozen base with its tokenizer and fingerprint: from the hub, a folder, a GGUF file or a loaded model.
 
-No code of a model's folder is executed. A loaded model that a call gives is refused where it cannot be trained on,
-found again under its name, or kept in the run's folder.
+No code in a model's folder is executed. A loaded model is refused if it cannot be trained on. If its name does not give
+the same weights, it is kept in the folder of the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ci_llm.errors import ConfigError, ModelError, first_line
 
 logger = logging.getLogger(__name__)
 
-#: What loading an incomplete or damaged folder raises. RuntimeError is left out: it also stands for exhausted memory.
+#: The exceptions of loading an incomplete or damaged folder. RuntimeError is left out, as it may mean exhausted memory.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, ImportError, EOFError),
     *(SafetensorError, StrictDataclassError, UnpicklingError),
@@ -65,9 +65,9 @@ class Base:
     """A frozen base.
 
     Attributes:
-        name: what `from_pretrained` opens.
-        fingerprint: the fingerprint of its weights, bit by bit.
-        rounded_fingerprint: the same of its weights rounded to bf16, whatever precision they were loaded in.
+        name: the name that `from_pretrained` opens.
+        fingerprint: the fingerprint of the weights, bit by bit.
+        rounded_fingerprint: the fingerprint of the weights rounded to bf16, the same for every precision of loading.
     """
 
     model: PreTrainedModel
@@ -83,7 +83,7 @@ class Base:
 
     @property
     def num_parameters(self) -> int:
-        # It knows how many numbers a byte of a quantised layer holds, but for layers whose bytes are sharded.
+        # Transformers counts the numbers of quantised layers rightly, except where their bytes are sharded.
         count = int(self.model.num_parameters())
         for layer in self.model.modules():
             if isinstance(layer, QuantizedLinear) and is_sharded(layer.stored):
@@ -92,19 +92,20 @@ class Base:
 
 
 def short_name(name: str) -> str:
-    """`embedded` for the base shipped with this package, whose path differs between installations."""
+    """The name of a base, which is `embedded` for the shipped one, as its path differs between installations."""
     return "embedded" if Path(name).parts[-3:] == BASE_FOLDER.parts[-3:] else name
 
 
 def opened_by(model_name: str) -> str:
-    """What `from_pretrained` opens, from any folder: that of a relative path would look like a hub id elsewhere.
+    """The name that `from_pretrained` opens from any working directory; relative paths become absolute.
 
     Raises:
-        ModelError: it means a GGUF file that cannot be read.
+        ModelError: the name means a GGUF file that cannot be read.
     """
     if model_name == "embedded":
         return str(BASE_FOLDER)
-    if file := gguf_file(model_name):
+    file = gguf_file(model_name)
+    if file:
         return str(plain_folder(file))
     return str(Path(model_name).absolute()) if Path(model_name).is_dir() else model_name
 
@@ -121,12 +122,12 @@ def load_base(
     Args:
         model_name: hub id, folder, GGUF file, or `embedded` for the base shipped with this package.
         model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
-        device: where the model goes.
-        quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None: as they are.
-        layers: this process reads and keeps its part of the layers only; the call is a collective then.
+        device: the device of the model.
+        quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None keeps them.
+        layers: reads and keeps only this process's part of the layers; the call is then a collective.
 
     Raises:
-        ModelError: the model is not found, not readable, not complete, or no causal language model.
+        ModelError: the model is not found, not readable, not complete, or not a causal language model.
 
     Examples:
         >>> base = ci_llm.load_base("embedded")
@@ -140,7 +141,7 @@ def load_base(
     how = quantized_loading(quantization, stored, model_name, device)
     if layers is not None:
         how["distributed_config"] = {}
-    elif torch.device(device).type == "cuda":  # each weight goes there as it is read, and never are all on the host
+    elif torch.device(device).type == "cuda":  # weights go there one by one, so the host never holds all
         how.setdefault("device_map", {"": device})
     try:
         with weights_counted():
@@ -164,27 +165,27 @@ def load_base(
         layers.after_loading(model)
         del model.config.distributed_config
     fingerprint, rounded = fingerprint_of(model), fingerprint_of(model, rounded=True)
-    if not (quantization or stored):  # a quantised base is on its device since it was loaded
+    if not (quantization or stored):  # a quantised base was loaded onto its device
         model.to(device)
     return Base(model, tokenizer, name, fingerprint, rounded)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of Transformers that opens a base: a multimodal one, of which the text part is used, opens whole."""
+    """The class of Transformers that opens a base; a multimodal base opens whole, and its text part is used."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
-    """The attention to ask for: the fused kernels silently leave out Gemma 2's soft cap; None: the family's own."""
+    """The attention for a base: eager for a soft cap, which fused kernels silently leave out, or else None."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> Any:
-    """The class of Transformers that loads the base; one that shards the layers before it reads their weights.
+    """The class of Transformers that loads the base; with `layers`, it shards them before it reads weights.
 
-    Transformers then reads of every sharded weight the part of this process only.
+    Transformers then reads only this process's part of every sharded weight.
     """
     auto = auto_class(config)
     if layers is None:
@@ -204,7 +205,7 @@ def _loading_class(config: PreTrainedConfig, layers: ShardedLayers | None) -> An
 
 
 def require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a base without the files of its tokenizer: Transformers makes one of some families that knows no word."""
+    """Refuse a base without tokenizer files, for which Transformers may make a tokenizer without any words."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(
             "the base has no tokenizer: the one that Transformers makes for it knows special tokens only",
@@ -215,7 +216,7 @@ def require_tokenizer(model_name: str, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def _require_whole(model_name: str, absent: list[str]) -> None:
-    """Refuse a base with missing weights: Transformers fills them with random numbers, other ones at every start."""
+    """Refuse a base with missing weights, which Transformers fills with new random numbers at every start."""
     if absent:
         raise ModelError(
             f"{len(absent)} weights of the base are missing or of another shape, the first is {min(absent)}",
@@ -225,14 +226,14 @@ def _require_whole(model_name: str, absent: list[str]) -> None:
 
 
 def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
-    """The dtype to load in: by default the checkpoint's own on a GPU, and fp32 on a CPU, where 16 bits are slow."""
+    """The dtype to load in; by default the checkpoint's own on a GPU, and fp32 on a CPU, where 16 bits are slow."""
     if model_dtype is not None:
         return DTYPES[model_dtype]
     return "auto" if device.type == "cuda" else torch.float32
 
 
 OTHER_BASES: Final = "choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX"
-#: Families that no trial at the start finds out, with what is wrong in Transformers 5.23 (`benchmarks.families`).
+#: Families with a defect in Transformers 5.23 that no trial at the start detects (`benchmarks.families`).
 UNSOUND: Final = {
     "moshi": "Moshi's cache forgets what lies before its window, and its attention mask does not: it would answer"
     " otherwise than it is trained"
@@ -243,7 +244,7 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
     """The configuration of a base, without its weights.
 
     Raises:
-        ModelError: the base is not found, not readable, or no causal language model.
+        ModelError: the base is not found, not readable, or not a causal language model.
     """
     name = opened_by(model_name)
     try:
@@ -258,7 +259,7 @@ def load_architecture(model_name: str) -> PreTrainedConfig:
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """The dtype of the weights of a checkpoint, a folder or hub id, as its files have them."""
+    """The dtype of the weights in the files of a checkpoint, which is a folder or hub id."""
     try:
         return next(tensor.dtype for _, tensor in stored_tensors(name) if tensor.is_floating_point())
     except ModelError:  # the files are of another format
@@ -266,16 +267,16 @@ def stored_dtype(name: str) -> torch.dtype:
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """The largest number of tokens of a row; None if the family has no limit."""
+    """The largest number of tokens in a row; None if the family has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
-    """Refuse rows that are longer than the base's positions.
+    """Refuse rows longer than the base's positions.
 
     Raises:
-        ConfigError: with the largest length in its hint.
+        ConfigError: the hint names the largest possible length.
     """
     limit = positions_of(config)
     if limit is not None and max_seq_length > limit:
@@ -289,13 +290,13 @@ def require_positions(config: PreTrainedConfig, max_seq_length: int) -> None:
 def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
     """Digest of every parameter's name, shape, dtype and bytes: the same weights give the same fingerprint.
 
-    Agents on the base do not count: it has the same fingerprint before and after they are attached. For a quantised
-    base, the files of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes
-    may round differently. Sharded layers are put together one tensor at a time: a collective.
+    Agents on the base do not count, so attaching them does not change the fingerprint. For a quantised base, the files
+    of its checkpoint and the kind of quantisation are hashed instead, because versions of bitsandbytes may round
+    differently. With sharded layers the call is a collective, which gathers one tensor at a time.
 
     Args:
-        rounded: round the values to bf16 first, the coarsest precision that a base is loaded in. The same weights in
-            half and in single precision then have the same fingerprint, because rounding twice changes nothing.
+        rounded: round the values to bf16 first, the coarsest precision of loading. The same weights in half and in
+            single precision then have the same fingerprint, because rounding twice changes nothing.
     """
     if kind := stored_quantization(model.config):
         start = f"{kind}\n" if rounded else f"{kind} of {model.dtype}\n"
@@ -304,7 +305,7 @@ def fingerprint_of(model: PreTrainedModel, *, rounded: bool = False) -> str:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a base by their names, as if there were no agents on it."""
+    """The weights of a base by the names that they have without agents."""
     named = model.state_dict().items()
     return {name.replace(".base_layer.", "."): tensor for name, tensor in named if not _AGENT.search(name)}
 
@@ -320,7 +321,7 @@ def _fingerprint(tensors: Iterable[tuple[str, Tensor]], rounded: bool, start: st
 
 
 def stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in the safetensors files of a checkpoint, a folder or hub id; one at a time is in memory.
+    """Yield every tensor in the safetensors files of a checkpoint, a folder or hub id, with its name, sorted by name.
 
     Raises:
         ModelError: the checkpoint has no safetensors files.
@@ -340,7 +341,7 @@ def stored_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
         for file in files:
             tensors = opened.enter_context(safe_open(file, "pt"))
             places |= dict.fromkeys(tensors.keys(), tensors)
-        # By name over all files: the same weights may be split into files in another way.
+        # Sorted over all files, because the same weights may be split into files in another way.
         yield from ((name, places[name].get_tensor(name)) for name in sorted(places))
 
 
@@ -356,8 +357,8 @@ def load_error(model_name: str, error: Exception) -> ModelError:
     """The error for a base that Transformers could not load.
 
     Args:
-        model_name: as it was given.
-        error: what Transformers raised.
+        model_name: the name as it was given.
+        error: the exception of Transformers.
     """
     text = str(error)
     if "Unrecognized configuration class" in text:
@@ -368,7 +369,7 @@ def load_error(model_name: str, error: Exception) -> ModelError:
     if place.exists():
         hint = "the folder needs config.json, model.safetensors and a tokenizer"
         if any((place / each / "adapter_config.json").is_file() for each in ("", "agent0")):
-            what = "these are adapters and no base"
+            what = "these are adapters and not a base"
             hint = f"init_from={model_name} starts agents from them, with model_name=the base that they were trained on"
         return ModelError(what, where=f"model_name: {model_name}", hint=hint)
     return ModelError(
@@ -380,7 +381,7 @@ def load_error(model_name: str, error: Exception) -> ModelError:
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Switch off all dropout of a base, for good: its layers, and the shares that families give to functions."""
+    """Switch off all dropout of a base for good: in its layers, and in attributes that families pass to functions."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -390,15 +391,15 @@ def disable_dropout(model: PreTrainedModel) -> None:
                 setattr(holder, name, 0.0)
 
 
-#: What two configurations of the same model may have different.
+#: The entries that may differ in two configurations of the same model.
 _INCIDENTAL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 def require_usable(model: Any, tokenizer: Any) -> None:
-    """Refuse what cannot be trained on.
+    """Refuse a loaded model and tokenizer that cannot be trained on.
 
     Raises:
-        ModelError: with the way.
+        ModelError: the hint says what to give instead.
     """
     if model is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
         given = f"model= is a {type(model).__name__}, tokenizer= a {type(tokenizer).__name__}"
@@ -426,8 +427,11 @@ def _refused(what: str, hint: str) -> ModelError:
 
 
 def name_of(model: PreTrainedModel, run_folder: Path) -> str:
-    """What `from_pretrained` opens for this model: where it is from, if that has the same weights and the same
-    configuration; else the folder in which the run is going to keep it."""
+    """The name that `from_pretrained` opens for this model.
+
+    It is the model's own name, if that gives the same weights and configuration; or else the folder in which the run
+    will keep the model.
+    """
     name = str(model.name_or_path)
     return short_name(name) if name and holds(name, model) else str((run_folder / BASE_MODEL).absolute())
 
@@ -453,17 +457,17 @@ def _described(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def on_same_weights(model: PreTrainedModel, instead: Mapping[int, Any] = {}) -> PreTrainedModel:
-    """A frozen copy with modules and a configuration of its own, whose weights take no further memory.
+    """A frozen copy with its own modules and configuration, on the memory of the model's weights.
 
     Args:
-        instead: what stands in the copy for objects of the model, by their `id`.
+        instead: replacements in the copy for objects of the model, by their `id`.
     """
     known = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in model.parameters()}
     return copy.deepcopy(model, {**known, **{id(buffer): buffer for buffer in model.buffers()}, **instead})
 
 
 def base_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Base:
-    """The base of a run, on the weights of a model that stays as it is."""
+    """The base of a run, on the weights of a loaded model, which does not change."""
     model = on_same_weights(model).eval()
     if attention := attention_of(model.config):
         model.set_attn_implementation(attention)
@@ -473,7 +477,7 @@ def base_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: st
 
 
 def keep(base: Base, run_folder: Path) -> None:
-    """Write the base into the folder of its run, if its name means that folder and it is not there."""
+    """Write the base into the folder of its run, if its name means that folder and it is not there yet."""
     folder = (run_folder / BASE_MODEL).absolute()
     if base.name != str(folder) or holds(str(folder), base.model):
         return

@@ -1,8 +1,8 @@
-"""Frozen linear layers in 4 or 8 bits: bitsandbytes quantises and stores them, their products are made here.
+"""Frozen linear layers in 4 or 8 bits: bitsandbytes quantises and stores them, and this module computes the products.
 
-Neither forward pass of bitsandbytes is used. On a CPU its 4-bit layer packs its weight for inference at the first pass
-in evaluation mode; the training passes after that have the right loss and wrong gradients. One dequantisation also
-serves all K agents here; K separate runs would need K.
+The forward passes of bitsandbytes are not used. On a CPU its 4-bit layer packs its weight for inference at the first
+pass in evaluation mode, and later training passes have the right loss and wrong gradients. Here one dequantisation also
+serves all K agents.
 
 NF4 and double quantisation: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023. Row-wise int8:
 Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022; without its outliers, since
@@ -40,7 +40,7 @@ def quantized_loading(
 
     Args:
         wanted: the key `quantization`.
-        stored: how the checkpoint is quantised, see `stored_quantization`.
+        stored: the quantisation of the checkpoint, see `stored_quantization`.
 
     Raises:
         ConfigError: bitsandbytes is missing, or the checkpoint is quantised in another way.
@@ -73,7 +73,7 @@ def quantized_loading(
 
 
 def stored_quantization(config: PreTrainedConfig) -> str | None:
-    """How the checkpoint is quantised: nf4, fp4, int8, the name of another method, or None for dense weights."""
+    """The quantisation of a checkpoint: nf4, fp4, int8, the name of another method, or None for dense weights."""
     found: Any = getattr(config, "quantization_config", None)
     if not found:
         return None
@@ -100,8 +100,8 @@ class QuantizedLinear(nn.Module):
         layer: a quantised layer of bitsandbytes, which this one replaces and takes the storage from.
 
     Attributes:
-        stored: the numbers as bitsandbytes keeps them; of a sharded layer all of them only during a pass.
-        stored_rows: how many rows `stored` has as a whole.
+        stored: the numbers in the form of bitsandbytes; a sharded layer has all of them only during a pass.
+        stored_rows: how many rows the whole `stored` has.
         quant_state: scales and code of 4 bits; None for int8.
     """
 
@@ -126,14 +126,14 @@ class QuantizedLinear(nn.Module):
         return self._own_state or getattr(self.stored, "quant_state", None)
 
     def release_codes(self) -> Tensor:
-        """Take the numbers away, for shards of them to come; the scales stay here. Returns the numbers."""
+        """Remove and return the numbers, so that shards of them can take their place; the scales stay."""
         self._own_state, numbers = self.quant_state, self.stored.data
         shape = (self.stored_rows, *numbers.shape[1:])
         self.stored = nn.Parameter(torch.empty(shape, dtype=numbers.dtype, device="meta"), requires_grad=False)
         return numbers  # type: ignore[no-any-return]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] as numbers of `dtype`, made again at each call."""
+        """The weight [out, in] in `dtype`, computed at each call."""
         if self._is_int8:
             weight: Tensor = self.stored.data * (self.scale[:, None] / 127)  # the largest value is stored as 127
             return weight.to(dtype)
@@ -144,9 +144,9 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] for code that reads it by itself, in the precision it had before.
+        """The weight [out, in] in its precision before quantisation, for code that reads it directly.
 
-        Of a sharded layer there are numbers during a pass only; what is returned then has dtype and device, and is NaN.
+        A sharded layer has numbers during a pass only, and otherwise returns NaN with the right dtype and device.
         """
         dtype: torch.dtype = self.scale.dtype if self._is_int8 else self.quant_state.dtype
         if hasattr(self.stored, "full_tensor"):
@@ -165,7 +165,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b for a layer without agents; it keeps nothing for the backward pass and dequantises W again there."""
+    """x Wᵀ + b for a layer without agents; the backward pass dequantises W again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -180,9 +180,9 @@ class _Product(torch.autograd.Function):
 
 
 def keep_part(layer: nn.Module, index: int, count: int) -> None:
-    """If `layer` is one of bitsandbytes without numbers yet, let it keep one of `count` parts of those it is given.
+    """Make an empty layer of bitsandbytes keep only part `index` of `count` of its weight; others are left alone.
 
-    Loading hands over a whole quantised weight. It is cut here and at once, so that no process ever holds them all.
+    Loading assigns a whole quantised weight, which is cut here at once, so that no process ever holds all of them.
     """
     from torch.distributed.tensor import Shard  # slow to import
 
@@ -208,10 +208,11 @@ def replace_quantized_layers(model: PreTrainedModel) -> None:
     """Replace every quantised layer of bitsandbytes in `model` by a `QuantizedLinear` on the same storage.
 
     Raises:
-        ModelError: some weights of the base are stored in a form whose gradient would be wrong or absent.
+        ModelError: some weights of the base are stored in a form whose gradient would be wrong or missing.
     """
     _refuse_offloaded(model)
-    if (stored := stored_quantization(model.config)) not in (None, *_STORED):
+    stored = stored_quantization(model.config)
+    if stored not in (None, *_STORED):
         raise _unknown_storage(model.name_or_path, f"the base is quantised by {stored}")
     for name, layer in list(model.named_modules()):
         if _is_of_bitsandbytes(layer):
@@ -220,7 +221,7 @@ def replace_quantized_layers(model: PreTrainedModel) -> None:
 
 
 def _refuse_offloaded(model: PreTrainedModel) -> None:
-    """Accelerate's hooks bring an offloaded weight for the layer's own forward pass, which agents do not call."""
+    """Refuse offloaded weights: Accelerate's hooks load them in the layer's own forward, which agents do not call."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     offloaded = {"disk"} & places or (len(places) > 1 and {"cpu"} & places)
     if offloaded or any(p.is_meta for p in model.parameters()):
@@ -232,7 +233,7 @@ def _refuse_offloaded(model: PreTrainedModel) -> None:
 
 
 def _refuse_unknown_storage(model: PreTrainedModel) -> None:
-    """Such layers may compute the right loss, and a wrong gradient or none."""
+    """Refuse layers of unknown storage, which may compute the right loss and a wrong gradient or none."""
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear | Conv1D):
             continue

@@ -1,12 +1,12 @@
-"""The layers of a frozen base, of which each process stores a part: gathered one at a time for a pass, then let go.
+"""The layers of a frozen base, of which each process stores a part: gathered one by one for a pass, and then freed.
 
 FSDP2 shards, gathers and frees them. Nothing is reduced, because nothing of the base is trained. Agents, embedding,
 norms and output layer are whole on every process.
 
-A gather is a collective in the middle of a pass. A process that has no rows, or that ran out of memory in its pass,
-would not come to it, and the others would wait there. So the processes agree before each gather: every one says which
-layer it needs next, or none. A process that computes nothing follows the others through their gathers until none
-computes any more. All processes then make the same gathers in the same order, whatever each of them computes.
+A gather is a collective in the middle of a pass. A process that has no rows, or that ran out of memory, would not take
+part, and the others would wait. So the processes agree before each gather: each says which layer it needs next, or
+none. A process that computes nothing takes part in the gathers of the others until no process computes any more. So all
+processes make the same gathers in the same order, whatever each of them computes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ShardedLayers:
     """The sharded layers of one base, as one of the processes sees them.
 
     Args:
-        device: where the base computes.
-        dtype: that of products under autocast, in which the weights are then gathered; None: as they are stored.
+        device: the device of the base.
+        dtype: autocast's dtype, in which the weights are gathered; None to gather them as they are stored.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -46,7 +46,7 @@ class ShardedLayers:
         self._has_computed = self._follows = False
 
     def before_loading(self, model: PreTrainedModel) -> None:
-        """See to it that this process gets its part of the layers only; `model` has no numbers yet (meta)."""
+        """Let loading give this process only its part of the layers; `model` has no numbers yet (meta)."""
         if not _is_quantized(model):
             self.shard(model)
             return
@@ -55,7 +55,7 @@ class ShardedLayers:
                 keep_part(each, dist.get_rank(), dist.get_world_size())
 
     def after_loading(self, model: PreTrainedModel) -> None:
-        """Shard quantised layers, which have their parts by now."""
+        """Shard quantised layers, which have their parts after loading."""
         if _is_quantized(model):
             replace_quantized_layers(model)
             self.shard(model)
@@ -71,7 +71,7 @@ class ShardedLayers:
 
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ModelError(
-                f"torch {torch.__version__} cannot go on after a pass that failed",
+                f"torch {torch.__version__} cannot continue after a failed pass",
                 where="base_sharding: layers",
                 hint="pip install 'torch>=2.13'",
             )
@@ -89,8 +89,8 @@ class ShardedLayers:
             for each, part in parts.items():
                 each.stored = nn.Parameter(_like(each.stored, part), requires_grad=False)
             sharded: Any = layer
-            # FSDP2 would gather ahead what came before this layer in a pass, perhaps in one that others do not make. It
-            # is told that this layer comes next, which is gathered already.
+            # In the backward pass FSDP2 would gather the previous layer ahead, which other processes may not do. As the
+            # next layer it gets this one, which is gathered already.
             sharded.set_modules_to_backward_prefetch([sharded])
             sharded.set_custom_all_gather(_AgreedGather(self, number))
             self._layers.append(sharded)
@@ -98,25 +98,27 @@ class ShardedLayers:
         fully_shard(self._root, mesh=mesh, ignored_params=rest)
 
     def follow(self) -> None:
-        """Take part in the gathers of processes that still compute, until none of them does. A collective.
+        """Take part in the gathers of processes that still compute, until none does. A collective.
 
-        A pass that failed here may have left layers gathered, or a gather that nobody waits for: they are let go.
+        Layers that a failed pass has left gathered, and gathers that it has left open, are freed.
 
         Raises:
             PeerLost: a process is gone.
         """
         if self._has_computed:
             self._root.reset_iter_state()
-        while (layer := self._agree(None)) is not None:
+        layer = self._agree(None)
+        while layer is not None:
             self._follows = True
             try:
                 self._layers[layer].unshard()
             finally:
                 self._follows = False
             self._layers[layer].reshard()
+            layer = self._agree(None)
 
     def begin_gather(self, layer: int) -> None:
-        """Agree with all processes on the gather of this layer, unless they have agreed on it already. A collective.
+        """Agree with all processes on the gather of this layer, unless they have agreed already. A collective.
 
         Raises:
             PeerLost: a process is gone. ModelError: the processes need different layers.
@@ -126,9 +128,13 @@ class ShardedLayers:
             self._agree(layer)
 
     def _agree(self, layer: int | None) -> int | None:
-        """The layer that all processes gather next, given the one that this process needs; None: nobody needs any."""
-        # The maximum of the numbers and of their negatives: they are of one layer if the two agree. On a CPU tensor
-        # torch chooses gloo, which notices a lost process at once, also where the gathers go over NCCL.
+        """The layer that all processes gather next, None if no process needs one.
+
+        Args:
+            layer: the layer that this process needs; None if it needs none.
+        """
+        # The maxima of the numbers and of their negatives agree if all need the same layer. For a CPU tensor torch
+        # takes gloo, which notices a lost process at once, even where the gathers use NCCL.
         votes = torch.tensor([_NO_LAYER, _NO_LAYER] if layer is None else [layer, -layer])
         with peer_errors():
             dist.all_reduce(votes, dist.ReduceOp.MAX)
@@ -145,10 +151,10 @@ class ShardedLayers:
 
 
 def _return_memory_when_freed() -> None:
-    """Let the C library map every large allocation by itself, so that its memory goes back as soon as it is freed.
+    """Let the C library map every large allocation separately, so that freed memory goes back at once.
 
-    Gathered weights come and go between activations that stay. In the heap of glibc, into which it moves allocations of
-    up to 32 MB as time goes by, they leave holes that cost more memory than the shards save.
+    Gathered weights are freed between activations that stay. In the heap of glibc, which over time takes allocations of
+    up to 32 MB, they would leave holes that cost more memory than the shards save.
     """
     with suppress(OSError, AttributeError):  # another C library has another allocator
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 1 << 18)
@@ -161,7 +167,7 @@ class _AgreedGather:
         self._layers, self._number = layers, number
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gathered weights: it may run out, and then this process has not agreed yet."""
+        """Allocate the gathered weights; memory may run out here, before this process has agreed."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -175,7 +181,7 @@ def _is_quantized(model: PreTrainedModel) -> bool:
 
 
 def weights_to_shard(layer: nn.Module, autocast: torch.dtype | None) -> set[nn.Parameter]:
-    """The frozen matrices of a layer; under autocast those that autocast itself would cast before their product."""
+    """The frozen matrices of a layer; under autocast only those that autocast would cast before their product."""
     if autocast is None:
         return {each for each in layer.parameters() if each.dim() > 1 and not each.requires_grad}
     multiplied: set[Any] = {each.weight for each in layer.modules() if isinstance(each, nn.Linear | Conv1D)}
@@ -183,7 +189,7 @@ def weights_to_shard(layer: nn.Module, autocast: torch.dtype | None) -> set[nn.P
 
 
 def _like(sharded: Any, part: Tensor) -> Tensor:
-    """A sharded tensor as `sharded`, whose part in this process is `part`."""
+    """A sharded tensor like `sharded`, whose part in this process is `part`."""
     from torch.distributed.tensor import DTensor
 
     place = {"device_mesh": sharded.device_mesh, "placements": sharded.placements, "run_check": False}
@@ -196,7 +202,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The tensor itself, or all parts of a sharded one together. For a sharded one a collective.
+    """The whole tensor. For a sharded tensor the call is a collective.
 
     Raises:
         PeerLost: a process is gone.
@@ -208,13 +214,13 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def stored_here(tensor: Tensor) -> int:
-    """Bytes of the tensor in this process."""
+    """The bytes of the tensor in this process."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local.nbytes
 
 
 def describe_shards(model: PreTrainedModel) -> str:
-    """What this process stores of a base, for people: the end of a line."""
+    """The end of a log line about the part of a base in this process."""
     parameters = [*model.parameters()]
     if not any(map(is_sharded, parameters)):
         return ", whole: there is one process, and nothing to share"
@@ -224,7 +230,7 @@ def describe_shards(model: PreTrainedModel) -> str:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a base, of which it must have a list."""
+    """The layers of a base. Raises ModelError if the base has no list of layers."""
     _, layers = layer_list(model)
     if not layers:
         raise ModelError(

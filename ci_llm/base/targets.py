@@ -1,4 +1,4 @@
-"""The modules of a base that carry agents: chosen by PEFT's rules, none whose weight the base's own code reads."""
+"""The choice of the modules that carry agents, by PEFT's rules, without those whose weight the base's code reads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from transformers.pytorch_utils import Conv1D
 from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.errors import ModelError
 
-#: All layers of the base, the upper half of them, or their numbers from 0 on.
+#: A choice of layers of the base: all, the upper half, or numbers from 0 on.
 Layers = Literal["all", "upper_half"] | tuple[int, ...]
 
 
 def text_model(model: nn.Module) -> nn.Module:
-    """The part of a base that reads tokens: all but its head, and of a multimodal base its language model alone."""
+    """The base without its head; for a multimodal base its language model alone."""
     whole = getattr(model, "base_model", model)
     found: nn.Module = getattr(whole, "language_model", whole)
     return found
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by name; of a multimodal base its head and those of its language model."""
+    """Every module by name; for a multimodal base its head and the modules of its language model."""
     modules, part = dict(model.named_modules()), text_model(model)
     if part is getattr(model, "base_model", model):
         return modules
@@ -38,7 +38,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every linear layer by name: those that can carry an adapter, and the head, which cannot."""
+    """Every linear layer by name that can carry an adapter, and the head, which cannot."""
     linear = {n: m for n, m in _modules(model).items() if isinstance(m, nn.Linear | Conv1D | QuantizedLinear)}
     parents = {n: model.get_submodule(n.rpartition(".")[0]) for n in linear}
     return {n: m for n, m in linear.items() if _is_product(m) and not _passed_by(parents[n], n)}
@@ -63,9 +63,9 @@ def _is_product(layer: nn.Module) -> bool:
 def _passed_by(parent: nn.Module, name: str) -> bool:
     """Whether the family's code reads the weight of this layer itself, on some device at least.
 
-    The answer comes from the source code and not from a forward pass, which may take another path on a GPU: the agents
-    would then sit on other layers there, and could not resume from a checkpoint made on a CPU. Reads of a slice do not
-    count: that is Bloom's imitation of tensor parallelism, which is off.
+    The source code is examined, because a forward pass may take another path on a GPU. The agents would then be on
+    other layers there, and could not resume from a checkpoint made on a CPU. Reads of a slice do not count: they are
+    Bloom's tensor parallelism, which is off.
     """
     child = re.escape(name.rpartition(".")[2])
     kind: Any = type(parent)
@@ -79,21 +79,21 @@ def _code(kind: Any) -> str:
 
 
 def find_targets(model: PreTrainedModel, wanted: str | tuple[str, ...], layers: Layers = "all") -> list[str]:
-    """Names of the modules to adapt.
+    """The names of the modules to adapt.
 
     Args:
         wanted: by PEFT's rules a list of suffixes, a regular expression, or "all-linear".
-        layers: only modules in these layers are meant, as with PEFT's `layers_to_transform`.
+        layers: adapt only modules in these layers, as with PEFT's `layers_to_transform`.
 
     Raises:
-        ModelError: nothing matches, or something that cannot carry an adapter.
+        ModelError: nothing matches, or a module matches that cannot carry an adapter.
     """
     found = _matching(model, wanted)
     return found if layers == "all" else _within(model, found, layers)
 
 
 def _within(model: PreTrainedModel, names: Collection[str], layers: Layers) -> list[str]:
-    """Those of the modules that stand in these layers."""
+    """The names of those modules that are in these layers."""
     count = len(layer_list(model)[1])
     chosen = range(count // 2, count) if layers == "upper_half" else layers
     numbers = layer_numbers(model, names)
@@ -114,7 +114,8 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
     head = model.get_output_embeddings()
     matches: Callable[[str], bool]
     if wanted == "all-linear":
-        if not (everything := [n for n, m in linear.items() if m is not head]):
+        everything = [n for n, m in linear.items() if m is not head]
+        if not everything:
             raise ModelError(
                 f"{type(model).__name__} has no layer that could carry an adapter",
                 where="lora_target_modules: all-linear",
@@ -140,7 +141,7 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
 
 
 def layer_list(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
-    """Name and layers of the base: of its lists of modules, the one that holds most parameters."""
+    """The name and the layers of the base: its list of modules with the most parameters."""
     lists = {name: each for name, each in _modules(model).items() if isinstance(each, nn.ModuleList)}
     sizes = {name: sum(parameter.numel() for parameter in each.parameters()) for name, each in lists.items()}
     if not any(sizes.values()):
@@ -150,18 +151,18 @@ def layer_list(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
 
 
 def layer_numbers(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """In which layer of the base each module stands; those outside of the layers are left out."""
+    """The number of the layer of each module; modules outside of the layers are left out."""
     number = re.compile(rf"{re.escape(layer_list(model)[0])}\.(\d+)\.")
     found = {name: number.match(name) for name in names}
     return {name: int(match[1]) for name, match in found.items() if match}
 
 
 def trunk_of(model: nn.Module, adapted: Collection[str]) -> tuple[nn.Module, ...]:
-    """The trunk: the layers below the first one with an adapter, which know of no agent.
+    """The trunk: the layers below the first one with an adapter.
 
     Args:
-        adapted: names of the modules with adapters. Where one of them stands outside of the layers there is no trunk,
-            because it may come before them.
+        adapted: the names of the modules with adapters. If one of them is outside of the layers, there is no trunk,
+            because it may be before them.
     """
     numbers = layer_numbers(model, adapted)
     below = min(numbers.values()) if len(numbers) == len(adapted) else 0
@@ -169,11 +170,11 @@ def trunk_of(model: nn.Module, adapted: Collection[str]) -> tuple[nn.Module, ...
 
 
 def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:
-    """The shortest words of a PEFT configuration that mean exactly these modules.
+    """The shortest entries of a PEFT configuration that mean exactly these modules.
 
-    `target_modules` is a list of suffixes, which every reader of PEFT's files understands; some read neither
-    "all-linear" nor a pattern. `layers_to_transform` and `layers_pattern` stand beside it where the suffixes alone
-    would mean more. Where that is not enough, the list has whole names.
+    `target_modules` is a list of suffixes, because some readers of PEFT's files know neither "all-linear" nor patterns.
+    If the suffixes alone would mean more, `layers_to_transform` and `layers_pattern` limit them. If that is not enough,
+    the list has whole names.
     """
     last = {name.rpartition(".")[2] for name in wanted}
     reached = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
@@ -189,10 +190,10 @@ def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:
 
 
 class WeightMetadata:
-    """Stands for the weight of an adapted layer: a base may read its dtype, device and shape, and nothing else.
+    """A stand-in for the weight of an adapted layer: a base may read its dtype, device and shape, and nothing else.
 
-    Some bases multiply by a layer's weight themselves. The agents on that layer would then have no effect and learn
-    nothing, so any other access raises an error.
+    Some bases multiply by a layer's weight themselves, and agents on that layer would then have no effect. So any other
+    access raises an error.
     """
 
     def __init__(self, weight: Tensor, name: str) -> None:

@@ -1,8 +1,8 @@
-"""The judgement of an answer: what it says in the end, how sure the crowd is of it, and how probably it is right.
+"""The judgement of an answer: its final answer, how sure the crowd is of it, and the probability that it is right.
 
-A task's references show how final answers are written (`style_of`). The crowd's entropy has a part that the agents see
-alike and a part on which they disagree (`decompose`). A `Calibration`, fitted on validation rows, turns such signals
-into the probability that an answer is right.
+`style_of` finds in a task's references how final answers are written. `decompose` splits the crowd's entropy into a
+part common to the agents and a part on which they disagree. A `Calibration`, fitted on validation rows, turns such
+signals into the probability that an answer is right.
 
 Legend: K agents, B texts, n answers, F signals, S targets, V vocabulary.
 """
@@ -27,12 +27,12 @@ from ci_llm.crowd.aggregators import Learned, dirichlet, probability
 AnswerStyle = Literal["marked", "number", "text"]
 
 _MARK = re.compile(r"####[ \t]*(.*)")
-#: A sign right after a digit is an operation: 10-3 ends with 3.
+#: A sign right after a digit is an operation: 10-3 ends with the number 3.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9])[-+])?\$?(?P<digits>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _BEGINS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
-#: The number is the answer, and not its last part as in 3/4, 9:30 or 10-3; "Answer:42" and "US$5" end with a whole one.
+#: Before a number that is the whole answer, and not a part of it as in 3/4, 9:30 or 10-3; "Answer:42" and "US$5" do.
 _IS_WHOLE = r"(?:(?<![\w/^*.,+$-])(?<!\d:)|(?<![\d/:^*.,+-])(?=\$))"
 _ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
 
@@ -40,7 +40,7 @@ _ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
 def style_of(references: Sequence[str]) -> AnswerStyle:
     """How the answers of a task are written, judged by all its reference answers.
 
-    marked    "... #### 1,234"  as in GSM8K: what follows the mark; the last number if a text has no mark
+    marked    "... #### 1,234"  as in GSM8K: the text after the mark; the last number if a text has no mark
     number    "... is 42."      every reference ends with a number: the last number of a text
     text      anything else, such as fractions, dates and times: the whole text, with white space evened out
     """
@@ -55,7 +55,7 @@ def final_answer(text: str, style: AnswerStyle) -> str:
     Numbers are compared as numbers: 1,234 = $1234.00.
     """
     if style == "marked" and (mark := _MARK.search(text)):
-        # The first mark counts: a text that goes on after its answer goes on with the next question.
+        # The first mark counts: a text that continues after its answer continues with the next question.
         return _number(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
     if style == "text":
         return _even(text)
@@ -64,7 +64,7 @@ def final_answer(text: str, style: AnswerStyle) -> str:
 
 
 def majority(answers: Sequence[str], crowd: str) -> str:
-    """The answer that most agents give; on a tie the crowd's if it is among the tied, else that of the first agent.
+    """The answer that most agents give; on a tie the crowd's if it is among the tied, or else the first agent's.
 
     Args:
         answers: one per agent; "" is not a vote.
@@ -79,7 +79,10 @@ def majority(answers: Sequence[str], crowd: str) -> str:
 
 
 def _number(found: re.Match[str] | None) -> str:
-    """1,234.50 as 1234.5, by its digits: different long numbers can be equal as floats."""
+    """A number without its superfluous characters: 1,234.50 becomes 1234.5; "" for None.
+
+    It works on digits, because different long numbers can be equal as floats.
+    """
     if found is None:
         return ""
     whole, _, part = found["digits"].replace(",", "").partition(".")
@@ -88,12 +91,13 @@ def _number(found: re.Match[str] | None) -> str:
 
 
 def _even(text: str) -> str:
+    """The text with single spaces between its words."""
     return " ".join(text.split())
 
 
 @dataclass(frozen=True)
 class TokenUncertainty:
-    """One token that the crowd chose; entropies in nats.
+    """How sure the crowd was of one token that it chose; entropies are in nats.
 
     Attributes:
         probability: the probability of this token in the crowd's distribution, before temperature, `top_k` and `top_p`.
@@ -110,12 +114,12 @@ class TokenUncertainty:
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """A whole text: the product of its tokens' probabilities, and means over its tokens.
+    """How sure the crowd is of a whole text: its probability, and means over its tokens.
 
     Source of the means: Malinin and Gales, "Uncertainty Estimation in Autoregressive Structured Prediction", 2021.
 
     Attributes:
-        log_probability: how probable the text is to the crowd, in nats: the sum over its tokens, the end included.
+        log_probability: the crowd's log-probability of the text, in nats: the sum over its tokens, the end included.
         confidence: the probability of the text, exp(`log_probability`).
         probability_per_token: the geometric mean of the tokens' probabilities, which the length does not lower.
         entropy, expected_entropy, disagreement: means over the tokens, in nats.
@@ -130,7 +134,7 @@ class Uncertainty:
 
 
 def entropy(log_probs: Tensor) -> Tensor:
-    """Shannon entropy in nats of normalised log-probabilities: [..., V] -> [...]."""
+    """The Shannon entropy [...] in nats of normalised log-probabilities [..., V]."""
     terms: Tensor = torch.special.entr(log_probs.exp())  # 0 where a probability is 0
     return terms.sum(-1)
 
@@ -138,16 +142,16 @@ def entropy(log_probs: Tensor) -> Tensor:
 def decompose(log_probs: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The entropy of the agents' mean, the mean of their entropies, and the mutual information.
 
-    The entropy of the mean is what an answer leaves open. The mean of the agents' own entropies is the part that they
-    see alike. The rest, the mutual information between the token and the agent, is what they disagree on. It is also
-    the Jensen-Shannon divergence of the agents, and is 0 if all of them say the same.
+    The entropy of the mean is the total uncertainty. The mean of the agents' entropies is the part that they have in
+    common. The difference, the mutual information between token and agent, is their disagreement. It is also the
+    Jensen-Shannon divergence of the agents, and 0 if all have the same distribution.
 
     Source: Depeweg et al., "Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
     Learning", 2018.
 
     Args:
         log_probs: [K, ..., V], normalised.
-        mean: [..., V], the logarithm of their mean probabilities, if the caller has it.
+        mean: [..., V], the logarithm of their mean probabilities; None to compute it here.
 
     Returns:
         three tensors [...] in nats; the third is the first minus the second, and never below 0.
@@ -158,26 +162,26 @@ def decompose(log_probs: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def token_uncertainty(log_probs: Tensor, crowd: Tensor, chosen: Tensor, *, is_mean: bool = False) -> Tensor:
-    """The four numbers of `TokenUncertainty` for one token of each text, the first as its logarithm: [4, B].
+    """The four numbers [4, B] of `TokenUncertainty` for one token of each text, the probability as its logarithm.
 
     Args:
-        log_probs: [K, B, V] of the agents.
-        crowd: [B, V], the aggregated log-probabilities that the token was chosen from.
+        log_probs: [K, B, V] the agents' log-probabilities.
+        crowd: [B, V] the aggregated log-probabilities that the tokens were chosen from.
         chosen: [B] token ids.
-        is_mean: whether `crowd` is the mean of the agents' probabilities, which then need not be computed again.
+        is_mean: whether `crowd` is the log of the agents' mean probabilities, which then is not computed again.
     """
     picked = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     return torch.stack([picked, *decompose(log_probs, crowd if is_mean else None)])
 
 
 def tokens_of(numbers: Tensor) -> list[TokenUncertainty]:
-    """One for each column of [4, T], as `token_uncertainty` gives them."""
+    """A `TokenUncertainty` for each of the T columns [4, T] that `token_uncertainty` returns."""
     log_probs, *entropies = numbers.double().cpu()
     return [TokenUncertainty(*token) for token in torch.stack([log_probs.exp(), *entropies], dim=-1).tolist()]
 
 
 def of_text(tokens: Sequence[TokenUncertainty]) -> Uncertainty:
-    """The whole text; a text of no token is certain, as nothing was chosen."""
+    """The uncertainty of a text from that of its tokens; an empty text is certain."""
     count = max(1, len(tokens))
     log_probability = sum(math.log(token.probability) if token.probability else -math.inf for token in tokens)
     return Uncertainty(
@@ -193,7 +197,7 @@ def of_text(tokens: Sequence[TokenUncertainty]) -> Uncertainty:
 def agreement(answer: str, agents: Sequence[str]) -> float:
     """The share of agents whose own answer is the crowd's.
 
-    Answers with a mark "#### ..." are compared by what follows it, as in `ci_llm.crowd.answers`; others as whole texts.
+    Answers with the mark "####" are compared by the final answer after it, and others as whole texts.
     """
     style: AnswerStyle = "marked" if "####" in answer else "text"
     wanted = final_answer(answer, style)
@@ -201,22 +205,22 @@ def agreement(answer: str, agents: Sequence[str]) -> float:
 
 
 _LOWEST: Final = 0.5
-#: From the lowest temperature to the highest: this factor, in so many equal factors.
+#: The highest temperature divided by the lowest, and the number of equal factors between them.
 _RANGE: Final = 4
 _STEPS: Final = 24
-#: The temperatures that are tried; the best one is refined by a parabola through it and its neighbours.
+#: The temperatures that are tried; a parabola through the best one and its neighbours refines it.
 TEMPERATURES: Final = tuple(_LOWEST * _RANGE ** (step / _STEPS) for step in range(_STEPS + 1))
-#: Shares of the validation rows for which the probability of the agent that is asked first is kept.
+#: The number of equal shares of the validation rows between the quantiles of `Calibration`.
 QUANTILES: Final = 100
 #: A probability below this counts as this, so that its logarithm is finite.
 _LEAST: Final = 1e-30
 
 
 def signals(tokens: Sequence[TokenUncertainty]) -> list[float]:
-    """The numbers of an answer that say whether it is right: [F].
+    """The numbers [F] of an answer from which the probability that it is right is computed, in nats.
 
-    Log-probability of the text, in sum and per token, that of its least probable token, and entropy and disagreement
-    per token; in nats.
+    They are the log-probability of the text in sum, per token and of its least probable token, and the entropy and the
+    disagreement per token.
     """
     logs = [math.log(max(token.probability, _LEAST)) for token in tokens] or [0.0]
     count = len(logs)
@@ -243,10 +247,12 @@ class Logistic:
     def fit(cls, found: ArrayLike, right: Sequence[bool], penalty: ArrayLike = 1.0) -> Logistic:
         """Fit by Newton's method, with a penalty on half the squared coefficients of standardised signals.
 
+        As in Platt's paper, the targets stay away from 0 and 1, so that a fit exists if all answers are right or wrong.
+
         Args:
             found: [n, F] signals, with n at least 1.
-            right: [n]. As Platt does, the goals stay away from 0 and 1, so that the fit exists if all are alike.
-            penalty: one for all coefficients, or [F]; more where many signals say little alone (benchmarks.probe).
+            right: [n] which answers are right.
+            penalty: one number, or [F]; larger where many signals say little each (benchmarks.probe).
         """
         x, positive = np.asarray(found, float), np.asarray(right, bool)
         mean, spread = x.mean(0), x.std(0)
@@ -268,20 +274,17 @@ class Logistic:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was fitted, and on what.
-
-    It is fitted once, kept as `calibration.json` beside the agents, and used by whoever opens them.
+    """What validation rows say about the answers of a crowd, kept as `calibration.json` beside the agents.
 
     Attributes:
-        learned: weights of the agents and a temperature, by which the aggregator `dirichlet` mixes them.
-        right: from the signals of an answer of the crowd to the probability that it is right.
-        agent: the one that is asked first, if not all are asked.
-        agent_right: from the signals of its answer to the probability that it is right.
-        quantiles: those of the probabilities that its answers on the validation rows are right: `QUANTILES` + 1 numbers
-            that rise.
-        aggregator: whose answers `right` is about.
-        rows, data: how many validation rows, and of what.
-        weights: fingerprint of agents and base.
+        learned: the agents' weights and a temperature, by which the aggregator `dirichlet` mixes them.
+        right: from the signals of a crowd's answer to the probability that it is right.
+        agent: the number of the agent that is asked first, if not all are asked.
+        agent_right: from the signals of that agent's answer to the probability that it is right.
+        quantiles: the `QUANTILES` + 1 ascending quantiles of this probability on the validation rows.
+        aggregator: the aggregator whose answers `right` is about.
+        rows, data: how many validation rows there were, and the name of their data set.
+        weights: the fingerprint of agents and base.
     """
 
     learned: Learned
@@ -295,59 +298,54 @@ class Calibration:
     weights: str = ""
 
     def escalates_below(self, agents_per_prompt: float) -> float:
-        """The probability below which all agents are asked, so that a prompt takes so many agents on average.
+        """The probability below which all agents are asked, so that a prompt takes `agents_per_prompt` on average.
 
-        Each of these prompts takes the K agents of the crowd after the one that was asked first.
+        Each of these prompts takes K further agents after the first one.
         """
         share = (agents_per_prompt - 1) / len(self.learned.weights)
         if share >= 1:
-            return 1.0  # all prompts, also that of the highest probability
+            return 1.0  # all prompts, including the one of the highest probability
         return float(np.interp(share, np.linspace(0, 1, len(self.quantiles)), self.quantiles))
 
     def record(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """The calibration as plain JSON."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
 
     @classmethod
     def of_classes(cls, log_probs: Tensor, labels: Tensor, agents: int, **about: Any) -> Calibration:
-        """One of agents that classify texts: a temperature alone, as they write no answers.
+        """A calibration of K agents that classify texts: a temperature alone, because they write no answers.
 
         Args:
-            log_probs: [n, classes] of the crowd, and [n] their numbers.
+            log_probs: [n, classes] the crowd's log-probabilities.
+            labels: [n] the numbers of the right classes.
+            agents: K.
             about: `rows`, `data` and `weights`.
         """
-        learned, none = Learned((1 / agents,) * agents, fit_temperature(log_probs, labels)), Logistic((), 0.0)
+        learned = Learned((1 / agents,) * agents, fit_temperature(log_probs, labels))
+        none = Logistic((), 0.0)
         return cls(learned, none, 0, none, (), aggregator="heads", **about)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Calibration:
-        """The inverse of `record`. Raises KeyError, TypeError: it is none."""
-        learned = record["learned"]
-
-        def logistic(values: Mapping[str, Any]) -> Logistic:
-            return Logistic(tuple(values["coefficients"]), values["intercept"])
-
-        return cls(
-            **{
-                **record,
-                "learned": Learned(tuple(learned["weights"]), learned["temperature"]),
-                "right": logistic(record["right"]),
-                "agent_right": logistic(record["agent_right"]),
-                "quantiles": tuple(record["quantiles"]),
-            }
+        """The inverse of `record`. Raises KeyError or TypeError if the record is not a calibration."""
+        learned = Learned(tuple(record["learned"]["weights"]), record["learned"]["temperature"])
+        right, agent_right = (
+            Logistic(tuple(record[key]["coefficients"]), record[key]["intercept"]) for key in ("right", "agent_right")
         )
+        found = {"learned": learned, "right": right, "agent_right": agent_right}
+        return cls(**{**record, **found, "quantiles": tuple(record["quantiles"])})
 
 
 def learn_weights(log_probs: Tensor, concentration: float = 1.0) -> tuple[float, ...]:
-    """The agents' weights in their mixture, by maximum likelihood: the mean of the Dirichlet that the targets leave.
+    """The agents' weights in their mixture: the mean of the Dirichlet posterior given the targets, by EM.
 
-    EM: every target is shared among the agents as they predicted it, and the shares are counted. The likelihood is
-    concave in the weights, so where it begins has no effect.
+    EM shares every target among the agents in proportion to their predictions, and counts the shares. The likelihood is
+    concave in the weights, so the start has no effect.
 
     Args:
-        log_probs: [K, S] of the targets.
-        concentration: the concentration of the symmetric Dirichlet before any target is seen, per agent.
+        log_probs: [K, S] the agents' log-probabilities of the targets.
+        concentration: the concentration of the symmetric Dirichlet prior, per agent.
     """
     probabilities, agents = log_probs.double().exp(), len(log_probs)
     weights = torch.full((agents, 1), 1 / agents, dtype=torch.float64)
@@ -363,7 +361,7 @@ def learn_weights(log_probs: Tensor, concentration: float = 1.0) -> tuple[float,
 
 
 def learn_temperature(nats: Sequence[float]) -> float:
-    """The best of `TEMPERATURES`, from the summed nats at each of them.
+    """The best temperature, from the summed nats at each of `TEMPERATURES`.
 
     Source: Guo et al., "On Calibration of Modern Neural Networks", 2017.
     """
@@ -373,18 +371,19 @@ def learn_temperature(nats: Sequence[float]) -> float:
         before, here, after = nats[best - 1 : best + 2]
         bend = before - 2 * here + after
         shift = (before - after) / (2 * bend) if bend > 0 else 0.0
-    # The power above rounds in another way. Both forms stay, so that what is learned keeps its last bit.
+    # The power in `TEMPERATURES` rounds differently. Both forms stay, so that results keep their last bit.
     return _LOWEST * math.exp(math.log(_RANGE) / _STEPS * (best + shift))
 
 
 def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
-    """The temperature of the least nats, within a factor of 16 of 1, by bisection: they are convex in its inverse.
+    """The temperature from 1/16 to 16 with the least nats, by bisection: they are convex in its inverse.
 
-    `learn_temperature` reads each part of its targets once and keeps sums alone, as a vocabulary is large. Classes are
-    few, so all rows are at hand here, and a head that is too sure may need a temperature above 2.
+    `learn_temperature` serves large vocabularies: it reads its targets once and keeps sums only. Classes are few, so
+    all rows are in memory here, and an overconfident head may need a temperature above 2.
 
     Args:
-        log_probs: [S, n] and [S] what is right.
+        log_probs: [S, n].
+        wanted: [S] the right classes.
     """
     logs, low, high = log_probs.double().clamp_min(-1e3), 1 / 16, 16.0
     picked = logs.gather(-1, wanted[:, None]).sum()
@@ -400,7 +399,7 @@ def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration:
     """Weights and temperature from the targets of validation rows, in two passes over them.
 
     Args:
-        targets: gives the same at every call: the agents' log-probabilities [K, S', V] and the targets [S'], in parts.
+        targets: yields the agents' log-probabilities [K, S', V] and the targets [S'] in parts, the same at every call.
     """
     parts = []
     for log_probs, wanted in targets():
@@ -414,10 +413,9 @@ def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration:
 
 
 def nats_by_temperature(mixture: Tensor, wanted: Tensor) -> list[float]:
-    """The nats of the targets [S] under log-probabilities [S, V], in sum, at each of `TEMPERATURES`.
+    """The summed nats of the targets [S] under log-probabilities [S, V], at each of `TEMPERATURES`.
 
-    A temperature changes the sum by which a distribution is normalised, so that sum is taken again for each. Nothing
-    else is: the targets are picked once, and the largest log-probability is subtracted once.
+    Only the normalising sum is computed again for each temperature.
     """
     below = mixture - mixture.amax(-1, keepdim=True)
     picked = below.gather(-1, wanted[:, None]).squeeze(-1)
@@ -433,8 +431,8 @@ def fit(
     """A calibration from answers to n validation rows.
 
     Args:
-        crowd: the signals of its answers [n, F], and which are right [n].
-        agents: signals and right answers of each of K agents. The one that is right most often is asked first.
+        crowd: the signals of the crowd's answers [n, F], and which of them are right [n].
+        agents: the same for each of K agents. The one that is right most often will be asked first.
         about: `aggregator`, `rows`, `data` and `weights`.
     """
     first = max(range(len(agents)), key=lambda k: sum(agents[k][1]))

@@ -1,4 +1,4 @@
-"""The way from prompts in words to answers in words, each with how sure the crowd is of it.
+"""Prompts as text to answers as text, each with how sure the crowd is of it.
 
 Legend: K agents.
 """
@@ -25,7 +25,7 @@ _DRAWING: Final = ("temperature", "top_p", "top_k")
 
 
 class Choices(TypedDict, total=False):
-    """How tokens are chosen and which answers are given, by the names that `Crowd.generate` describes."""
+    """The options of `Crowd.generate` that say how tokens are chosen and which answers are given."""
 
     max_new_tokens: int
     aggregator: str
@@ -45,9 +45,9 @@ class GenerationOptions:
     Attributes:
         decoding: how tokens are chosen.
         stop_strings: an answer ends before the first of them.
-        abstain_below: an answer that is less probably right is not given; None: every answer is.
-        agents_per_prompt: one agent is asked first, and all of them where it is unsure, so that a prompt takes so many
-            agents on average; None: all are asked.
+        abstain_below: an answer that is right with a lower probability is not given; None to give every answer.
+        agents_per_prompt: ask one agent first, and all where it is unsure, so that a prompt takes this many agents on
+            average; None to ask all agents at once.
     """
 
     decoding: Decoding
@@ -71,19 +71,20 @@ class GenerationOptions:
 class Answer(Uncertainty):
     """One answer of the crowd and how sure it is, from the pass that generated it.
 
-    The numbers of `Uncertainty` are about the tokens of `answer`: those that the crowd chose, its end included.
+    The numbers of `Uncertainty` are about the tokens of `answer` that the crowd chose, including its end.
 
     Attributes:
-        prompt: as it was given.
-        answer: the crowd's.
-        agents: each agent's own answer to the same prompt, generated greedily; empty if they were not asked for,
-            and with `agents_per_prompt`, which saves them.
-        agreement: the share of agents whose own answer is the crowd's, see `uncertainty.agreement`; None without them.
-        probability_right: that the answer is right, as validation rows had it; None before a calibration, and for
-            another aggregator than that of the calibration.
+        prompt: the prompt as it was given.
+        answer: the crowd's answer.
+        agents: each agent's own answer to the same prompt, generated greedily; empty if these were not asked for, and
+            with `agents_per_prompt`.
+        agreement: the share of agents whose own answer is the crowd's, see `ci_llm.crowd.answers.agreement`; None if
+            there are no own answers.
+        probability_right: the calibrated probability that the answer is right; None without a calibration, and with
+            another aggregator than the calibration's.
         abstained: whether `probability_right` is below `abstain_below`, so that the answer should not be given.
-        agents_asked: how many agents wrote it: K, or with `agents_per_prompt` 1 or 1 + K; 0: the base alone.
-        complete: whether the crowd ended the answer, or a stop string did; False if `max_new_tokens` or the base's
+        agents_asked: how many agents wrote the answer: K, with `agents_per_prompt` 1 or 1 + K, or 0 for a base alone.
+        complete: whether the crowd or a stop string ended the answer; False if `max_new_tokens` or the base's
             positions cut it.
         tokens: how sure the crowd was of each token.
     """
@@ -100,7 +101,7 @@ class Answer(Uncertainty):
 
 
 def prompter_of(crowd: CrowdModel) -> Prompter:
-    """The crowd's prompter. Raises ModelError: it has none."""
+    """The crowd's prompter. Raises ModelError if it does not have one."""
     if crowd.prompter is None:
         raise ModelError(
             "this crowd has no tokenizer",
@@ -111,7 +112,7 @@ def prompter_of(crowd: CrowdModel) -> Prompter:
 
 
 def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> frozenset[int]:
-    """Token ids that end an answer: those of the prompter, of the base, and stop strings that are special tokens.
+    """The token ids that end an answer: the prompter's, the base's, and stop strings that are special tokens.
 
     Raises:
         ModelError: the crowd has no prompter.
@@ -121,24 +122,16 @@ def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> froz
     return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
 
 
-def decoding_of(ends: frozenset[int], *, seed: int | None = None, **choices: Any) -> Decoding:
-    """How tokens are chosen; without a `seed`, one is drawn.
-
-    Raises:
-        BadInput: a value is out of range.
-    """
-    return Decoding(ends=ends, seed=torch.Generator().seed() if seed is None else seed, **choices)
-
-
 def options_of(
     crowd: CrowdModel,
     stop_strings: Sequence[str] = (),
     *,
     abstain_below: float | None = None,
     agents_per_prompt: float | None = None,
+    seed: int | None = None,
     **choices: Any,
 ) -> GenerationOptions:
-    """How a crowd answers, from the arguments of `Crowd.generate`.
+    """The options of a generation, from the arguments of `Crowd.generate`; without a `seed`, one is drawn.
 
     Raises:
         ModelError: the crowd has no prompter, or its agents have heads and write nothing.
@@ -147,8 +140,10 @@ def options_of(
     require_writers(crowd)
     if choices.get("temperature") == 0:  # the limit of drawing is the most probable token
         choices = {name: value for name, value in choices.items() if name not in (*_DRAWING, "do_sample")}
-    decoding = decoding_of(ends_of_answers(crowd, stop_strings), **choices)
-    if not decoding.do_sample and (ignored := [name for name in _DRAWING if choices.get(name) not in (None, 1)]):
+    seed = torch.Generator().seed() if seed is None else seed
+    decoding = Decoding(ends=ends_of_answers(crowd, stop_strings), seed=seed, **choices)
+    ignored = [name for name in _DRAWING if choices.get(name) not in (None, 1)]
+    if ignored and not decoding.do_sample:
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
     options = GenerationOptions(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
     if abstain_below is not None or agents_per_prompt is not None:
@@ -164,14 +159,14 @@ def require_writers(crowd: CrowdModel) -> None:
     """
     if crowd.settings.outputs:
         raise ModelError(
-            "these agents have heads: they score texts and write none",
+            "these agents have heads: they score texts and do not write any",
             where="the crowd",
             hint="ci-llm score RUN, or Crowd.score",
         )
 
 
 def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:
-    """The crowd's answer to each prompt, and nothing else, "" where it abstains; see `answers`."""
+    """Only the text of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
     if options.abstain_below is not None or options.agents_per_prompt is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
@@ -187,7 +182,7 @@ def answers(
     *,
     include_agents: bool = True,
 ) -> Iterator[Answer]:
-    """Answer the prompts in order, `batch_size` at a time; an answer comes when it and those before it are ready.
+    """Answer the prompts, `batch_size` at a time, and yield each answer when it and those before it are ready.
 
     Raises:
         ModelError: the crowd has no prompter.
@@ -197,38 +192,38 @@ def answers(
 
 
 def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> generation.Stream[Answer]:
-    """Answer one prompt piece by piece; see `Crowd.stream`. What is decided about a whole answer comes in one piece."""
+    """Answer one prompt piece by piece; see `Crowd.stream`. Votes and abstentions come in one piece."""
     asking, whole = _Asking(crowd, [prompt], options, 1), find_vote(options.decoding.aggregator) is not None
     whole = whole or options.abstain_below is not None or options.agents_per_prompt is not None
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
         asking.stop = stop
         if whole:
-            [answer] = asking.answers(include_agents=False)
+            (answer,) = asking.answers(include_agents=False)
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
         text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
-        [found] = asking.generated(asking.places, uncertainty=True, is_over=text.update)
+        (found,) = asking.generated(asking.places, uncertainty=True, is_over=text.update)
         text.finish(found.crowd[0])
         return asking.answer(0, found)
 
     kind = crowd.device.type
-    # Autocast is a state of the thread, so that of the caller is handed on.
+    # Autocast is a state of the thread, so the caller's is passed on.
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
     return generation.Stream(autocast(produce))
 
 
 class _Asking:
-    """Prompts that a crowd answers. All of them are checked before anything is generated.
+    """Prompts for a crowd. All of them are checked before anything is generated.
 
     Args:
-        at_a_time: how many are answered at the same time.
+        at_a_time: how many prompts are answered at the same time.
 
     Attributes:
-        ids: the ids of the tokens of each.
-        places: the places of all of them.
-        stop: called before every token; True ends all texts at that point.
+        ids: the token ids of each prompt.
+        places: the indices of all prompts.
+        stop: called before every token; True ends all texts there.
     """
 
     def __init__(
@@ -244,7 +239,7 @@ class _Asking:
         self.stop: Callable[[], bool] = lambda: False
 
     def generated(self, places: Iterable[int], **wanted: Any) -> Iterator[Generated]:
-        """What follows the prompts at these places; `wanted` are attributes of `generation.Wanted`."""
+        """Generate after the prompts at these places; `wanted` are attributes of `generation.Wanted`."""
         how: dict[str, Any] = {
             "decoding": self.options.decoding,
             "stop": self.stop,
@@ -255,25 +250,25 @@ class _Asking:
         return generation.generate_each(self.crowd, asked, generation.Wanted(**how | wanted), self.at_a_time)
 
     def answers(self, *, include_agents: bool) -> Iterator[Answer]:
-        """One for each prompt, in order."""
+        """Yield an answer for each prompt, in order."""
         if self.options.agents_per_prompt is None:
-            # A base alone has no agents.
+            # A base alone has no agents to include.
             yield from self._by_all(self.places, include_agents=include_agents and bool(self.crowd.names))
             return
         for at in range(0, len(self.ids), self.at_a_time):
             yield from self._by_one_first(self.places[at : at + self.at_a_time])
 
     def _by_all(self, places: Sequence[int], *, include_agents: bool = False) -> Iterator[Answer]:
-        """All agents answer, token by token or by a vote."""
+        """Yield the answers of all agents together, token by token or by a vote."""
         found = self.generated(places, include_agents=include_agents, uncertainty=True)
         return (self.answer(*each) for each in zip(places, found, strict=True))
 
     def _by_one_first(self, places: Sequence[int]) -> Iterator[Answer]:
-        """One agent answers, and all of them where it is unsure."""
+        """Yield the answers of one agent, and those of all agents where it is unsure."""
         options = self.options
         calibration = _require_calibration(self.crowd, options.decoding.aggregator, abstains=False)
         limit, right = calibration.escalates_below(options.agents_per_prompt or 1), calibration.agent_right
-        how = replace(options.decoding, aggregator="probability")  # of one agent, every mean is its own distribution
+        how = replace(options.decoding, aggregator="probability")  # every mean of one agent is its own distribution
         alone = self.generated(places, decoding=how, agent=calibration.agent, uncertainty=True)
         found = {
             place: replace(self.answer(place, each, right), agents_asked=1)
@@ -288,14 +283,15 @@ class _Asking:
         return generation.TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
 
     def texts(self, all_ids: Iterable[TokenIds]) -> list[str]:
-        """In words, each before the first stop string in it."""
+        """The texts of token ids, each cut before the first stop string in it."""
         return [generation.cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
 
     def answer(self, place: int, found: Generated, right: Logistic | None = None) -> Answer:
         """The answer to the prompt at this place.
 
         Args:
-            right: how probably an answer is right; None: as the calibration has it of the crowd, if it fits.
+            right: the function from signals to the probability that the answer is right; None takes the calibration's
+                for the crowd, if it has the same aggregator.
         """
         [ids], [tokens], calibration, options = found.crowd, found.tokens, self.crowd.calibration, self.options
         text, *agents = self.texts([ids, *(own for [own] in found.agents)])
@@ -317,7 +313,7 @@ class _Asking:
 
 
 def _require_calibration(crowd: CrowdModel, aggregator: str, *, abstains: bool) -> Calibration:
-    """The crowd's calibration. Raises BadInput: it has none, or one of another aggregator."""
+    """The crowd's calibration. Raises BadInput if there is none, or abstaining needs another aggregator's."""
     found = crowd.calibration
     if found is None:
         what = "this crowd has no calibration: nothing says how probably an answer is right"

@@ -1,7 +1,7 @@
-"""The model card, README.md of what leaves a run: scores, and the commands that open the folder elsewhere.
+"""The model card of an exported folder, its README.md: scores, and the commands that open the folder elsewhere.
 
-No path of this machine is in a card: the commands are for the folder that the card lies in, and a base without a name
-that others know is a variable to be set.
+A card holds no path of this machine. The commands run in the card's folder, and a base without a public name is a shell
+variable to be set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from ci_llm.base.load import short_name
 from ci_llm.core.remote import may_be_on_hub
 
-#: The values that vLLM takes for --max-lora-rank, from 8 on.
+#: The values from 8 on that vLLM accepts for --max-lora-rank.
 RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 
 #: The files of an adapter for llama.cpp and Ollama.
@@ -26,7 +26,7 @@ _GGUF: Final = "llama.cpp and Ollama take another file: `ci-llm export` with `--
 
 
 def public_name(name: str) -> str:
-    """A base or a data set as others know it: of a local path its last part only."""
+    """The public name of a base or a data set; for a local path its last part only."""
     short = short_name(name)
     return short if short == "embedded" or may_be_on_hub(short) else Path(short).name
 
@@ -36,12 +36,13 @@ class CardFacts:
     """What every card says.
 
     Attributes:
-        base: what `from_pretrained` opens here.
+        base: the name that `from_pretrained` opens here.
         ranks: the ranks of the agents, one per agent.
-        trained: how: `for 260 optimizer steps on ...`; "" if it is not known.
+        trained: how they were trained: `for 260 optimizer steps on ...`; "" if it is not known.
         scores: a table for people; "" if nothing was scored.
         opened_with: the class of Transformers that opens the base.
-        num_labels, classes: numbers of each agent's head, and their names; 0: the agents have none.
+        num_labels: how many numbers each agent's head computes; 0 if the agents have no heads.
+        classes: the names of these numbers, if they are classes.
     """
 
     base: str
@@ -80,38 +81,35 @@ class CardFacts:
         )
 
 
-def _heads_card(facts: CardFacts) -> str:
-    """The card of a folder with agents that have heads."""
-    count = len(facts.ranks)
+def crowd_card(facts: CardFacts) -> str:
+    """The card of a folder with all agents, each a PEFT folder `agent<k>`."""
+    count, trained = len(facts.ranks), f"trained together by CI-LLM{facts.trained}, on one frozen base"
+    if facts.num_labels:
+        about, call, kind = " with heads", 'score(["..."])', "for sequence classification, with its tokenizer"
+        what = f"{count} LoRA adapters with a head each, {trained}: `{facts.base_name}`. They score texts; the crowd's"
+        what += " score is the mean of theirs."
+    else:
+        about, call, kind = "", 'generate("...")', "with its tokenizer, whose chat template is that of the training"
+        what = f"{count} LoRA adapters, {trained}: `{facts.base_name}`. They are meant to answer together: the crowd's"
+        what += " distribution is the mean of theirs."
     return _joined(
         _front(facts, "peft", "lora", "ensemble"),
-        f"# A crowd of {count} LoRA agents with heads",
-        f"{count} LoRA adapters with a head each, trained together by CI-LLM{facts.trained}, on one frozen base:"
-        f" `{facts.base_name}`. They score texts; the crowd's score is the mean of theirs.",
+        f"# A crowd of {count} LoRA agents{about}",
+        what,
         _scores(facts),
         "Run what follows in this folder. All together:",
-        _block("python", 'from ci_llm import Crowd\n\nprint(Crowd.from_pretrained(".").score(["..."]))'),
-        "Each `agent<k>` is a plain PEFT adapter for sequence classification, with its tokenizer:",
+        _block("python", f'from ci_llm import Crowd\n\nprint(Crowd.from_pretrained(".").{call})'),
+        f"Each `agent<k>` is a plain PEFT adapter {kind}:",
         _peft(facts, "agent0"),
+        *(() if facts.num_labels else _crowd_elsewhere(facts)),
         *facts.notes,
     )
 
 
-def crowd_card(facts: CardFacts) -> str:
-    """The card of a folder with all agents, each a PEFT folder `agent<k>`."""
-    if facts.num_labels:
-        return _heads_card(facts)
+def _crowd_elsewhere(facts: CardFacts) -> tuple[str, ...]:
+    """How other programs take all agents."""
     count = len(facts.ranks)
-    return _joined(
-        _front(facts, "peft", "lora", "ensemble"),
-        f"# A crowd of {count} LoRA agents",
-        f"{count} LoRA adapters, trained together by CI-LLM{facts.trained}, on one frozen base: `{facts.base_name}`."
-        " They are meant to answer together: the crowd's distribution is the mean of theirs.",
-        _scores(facts),
-        "Run what follows in this folder. All together:",
-        _block("python", 'from ci_llm import Crowd\n\nprint(Crowd.from_pretrained(".").generate("..."))'),
-        "Each `agent<k>` is a plain PEFT adapter with its tokenizer, whose chat template is that of the training:",
-        _peft(facts, "agent0"),
+    return (
         "vLLM serves all of them on one base, each under its own name:",
         _block(
             "bash",
@@ -122,7 +120,6 @@ def crowd_card(facts: CardFacts) -> str:
         _GGUF,
         "`ci-llm export --merge` makes one adapter of them. That is one more agent and not the crowd: no mean of"
         " weights gives the mean of distributions.",
-        *facts.notes,
     )
 
 
@@ -155,7 +152,7 @@ def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
     """The card of a folder with an adapter for llama.cpp and Ollama.
 
     Args:
-        base: the name of the GGUF file that it is added to.
+        base: the name of the GGUF file of the base.
     """
     made = "" if facts.base_name == Path(base).stem else _block("bash", f"{facts.set_base}\n{make_base(base)}")
     return _joined(
@@ -172,14 +169,14 @@ def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
 
 
 def vllm_line(base: str, adapters: Mapping[str, Path], ranks: Sequence[int]) -> str:
-    """The line of shell by which vLLM serves adapters on one base, each under its name."""
+    """The shell command by which vLLM serves adapters on one base, each under its name."""
     modules = " ".join(shlex.quote(f"{name}={path}") for name, path in adapters.items())
     options = f"--enable-lora --max-loras {len(adapters)} --max-lora-rank {allowed_rank(ranks)}"
     return f"vllm serve {shlex.quote(base)} {options} --lora-modules {modules}"
 
 
 def allowed_rank(ranks: Sequence[int]) -> int:
-    """The first rank that vLLM takes and that holds all of these."""
+    """The smallest --max-lora-rank of vLLM that serves all of these ranks."""
     return next((allowed for allowed in RANKS if allowed >= max(ranks)), max(ranks))
 
 
@@ -230,8 +227,11 @@ def _scores(facts: CardFacts) -> str:
 
 
 def _peft_of_head(facts: CardFacts, folder: str) -> str:
-    """Lines that open an agent with a head, with two things that a PEFT folder does not hold: the number of labels, and
-    the pad token, by which Transformers pools."""
+    """The Python lines that open an agent with a head.
+
+    They set two things that a PEFT folder does not hold: the number of labels, and the pad token, by which Transformers
+    pools.
+    """
     base = "base" if facts.base_name == "embedded" else _quoted(facts.base_name)
     named = f"  # {', '.join(facts.classes)}" if facts.classes else ""
     opened = 'from ci_llm import load_base\n\nbase = load_base("embedded").name\n' if base == "base" else ""

@@ -1,7 +1,6 @@
 """The choice of the next token of many texts, each by settings of its own, from the distributions of K agents.
 
-`choose` is a function of its arguments alone. A text whose row cannot be chosen from gets its error, and the others
-their tokens.
+`choose` depends on its arguments alone. If the choice fails for one text, it gets the error, and the others get tokens.
 
 Legend: K agents, n texts, V vocabulary, m listed tokens.
 """
@@ -20,22 +19,22 @@ from ci_llm.crowd.answers import TokenUncertainty, token_uncertainty
 from ci_llm.crowd.decoding import Chosen, Request
 from ci_llm.errors import ModelError
 
-#: What is found of every row before its listed tokens: the token, whether it is the likeliest, four numbers.
+#: The numbers of a row before its listed tokens: the token, and the four of `token_uncertainty`.
 _NUMBERS: Final = 5
 
 
 def choose(logits: Tensor, rows: Sequence[Request], learned: Learned | None = None) -> list[Chosen | Exception]:
     """The next token of each of n texts.
 
-    The device is waited for once. An agent whose logits hold NaN in a row is left out of that row.
+    It waits for the device once. An agent whose logits hold NaN in a row is left out of that row.
 
     Args:
-        logits: [K, n, V] of the agents that the texts ask.
-        rows: [n] the texts; nothing in them changes, but for their generators.
-        learned: for aggregators with learned weights; one agent alone needs none, and its logits are not weighted.
+        logits: [K, n, V] the logits of the agents that write the texts.
+        rows: [n] the texts; only their generators change.
+        learned: the numbers for aggregators with learned weights; unused for one agent alone.
 
     Returns:
-        [n] the tokens; an exception where a row could not be chosen from.
+        [n] the tokens, with an exception where a choice failed.
     """
     heights = [None if row.generator is None else torch.rand(1, generator=row.generator) for row in rows]
     width = max((row.top for row in rows), default=0)
@@ -67,11 +66,11 @@ def _of_group(
     learned: Learned | None,
     width: int,
 ) -> Sequence[Tensor | Exception]:
-    """The numbers of each row at these places, which have one aggregator; row by row after an error."""
+    """The numbers of the rows at these places, which have one aggregator; after an error they are tried one by one."""
     own = logits if len(places) == logits.shape[1] else logits[:, list(places)]
     try:
         return _numbers(own, [rows[p] for p in places], [heights[p] for p in places], learned, width).unbind(0)
-    except Exception as error:  # noqa: BLE001 - an aggregator is anybody's code, and only its own rows shall fail
+    except Exception as error:  # noqa: BLE001 - an aggregator may be a user's code, and only its own rows must fail
         if len(places) == 1:
             return [error]
         return [each for place in places for each in _of_group(logits, rows, [place], heights, learned, width)]
@@ -80,16 +79,17 @@ def _of_group(
 def _numbers(
     logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor | None], learned: Learned | None, width: int
 ) -> Tensor:
-    """[n, 5 + 2 m] fp64 of texts with one aggregator: token, four numbers of `token_uncertainty`, listed tokens."""
+    """The numbers [n, 5 + 2 m] fp64 of texts with one aggregator: `_NUMBERS` and the listed tokens."""
     how = rows[0].decoding.aggregator
     log_probs = logits.log_softmax(-1)
     crowd = aggregate(log_probs, how, learned) if len(logits) > 1 else log_probs[0]
-    # Of one agent the logits are compared, as its own `generate` does: rounding may make ties of log-probabilities.
+    # For one agent the logits are compared, as in its own `generate`: rounding may make ties of log-probabilities.
     chosen = (crowd if len(logits) > 1 else logits[0]).argmax(-1)
     for places in _alike([None if h is None else _narrowing(row) for row, h in zip(rows, heights, strict=True)]):
         if heights[places[0]] is not None:
             narrowed = rows[places[0]].decoding.warpers()(None, crowd[places])
-            chosen[places] = draw(narrowed, [height for p in places if (height := heights[p]) is not None])
+            own_heights = [heights[place] for place in places]
+            chosen[places] = draw(narrowed, [height for height in own_heights if height is not None])
     sure = crowd.new_zeros(4, len(rows))
     sure[0] = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     wanted = [place for place, row in enumerate(rows) if row.uncertainty]
@@ -109,7 +109,7 @@ def _narrowing(row: Request) -> tuple[Any, ...]:
 
 
 def _alike(keys: Iterable[Any]) -> list[list[int]]:
-    """The places of equal keys."""
+    """Lists of the places that have equal keys."""
     places: dict[Any, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -128,7 +128,7 @@ def _chosen(values: Sequence[float], row: Request, width: int) -> Chosen:
 
 
 def _without_nan(logits: Tensor, row: Request, height: Tensor | None, learned: Learned | None) -> Chosen | Exception:
-    """The choice from the agents [K, V] that have no NaN: one agent's NaN would spread to the mean."""
+    """The choice for one row from the agents' logits [K, V] without the agents that have NaN."""
     try:
         finite, learned = without_nan(logits[:, None], learned)
         [values] = _numbers(finite, [row], [height], learned, row.top).tolist()
@@ -138,12 +138,12 @@ def _without_nan(logits: Tensor, row: Request, height: Tensor | None, learned: L
 
 
 def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
-    """One token per row, [n, V] -> [n], by inverse transform sampling, each row at its own random height.
+    """Draw one token per row, [n, V] -> [n], by inverse transform sampling.
 
-    `torch.multinomial` would draw for the whole batch from one generator, and a sample would depend on its batch.
+    `torch.multinomial` would draw the whole batch from one generator, and a sample would depend on its batch.
 
     Args:
-        heights: [n] of uniform random numbers [1].
+        heights: n uniform random numbers, tensors of shape [1], one for each row.
     """
     # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
     probabilities = log_probs.double().softmax(-1)
@@ -157,7 +157,11 @@ def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
 
 
 def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
-    """The logits of the agents that have no NaN, [K, B, V] -> [K', B, V]: one agent's NaN would spread to the mean."""
+    """The logits [K', B, V] of the agents without NaN, with their learned numbers: a mean would spread the NaN.
+
+    Raises:
+        ModelError: every agent has NaN.
+    """
     has_nan = per_agent.isnan().flatten(1).any(1)
     if not has_nan.any():
         return per_agent, learned

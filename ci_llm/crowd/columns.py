@@ -1,8 +1,8 @@
-"""Keys and values of texts that are being continued, each text in columns of its own, and attention over them.
+"""The cache of keys and values of texts that a decoder writes, each text in its own columns, and attention over them.
 
-Position p of a text is column p of its `Columns`. Nothing is padded on the left and no text is as long as another, so
-texts join and leave a pass at any time, and what one of them computes here does not depend on the others. A text has
-memory for its own columns only, in blocks of `BLOCK`.
+Position p of a text is column p of its `Columns`. Texts of different lengths need no padding, so they join and leave a
+pass at any time, and their numbers here do not depend on other texts. A text has memory for its own columns only, in
+blocks of `BLOCK`.
 
 Legend: R rows of a pass (K agents, or 1), N its tokens, H heads, G key/value heads, T columns, D width of a head.
 """
@@ -23,7 +23,7 @@ from ci_llm.lora.layer import compute_dtype
 
 #: The name under which Transformers finds the attention of this module.
 COLUMNS: Final = "ci_llm_columns"
-#: What one AVX-512 register holds in fp32: sums over fewer columns are taken in another order.
+#: How many fp32 numbers one AVX-512 register holds: sums over fewer columns have another order.
 BLOCK: Final = 16
 _GROWTH: Final = 1.25
 _PLAIN: Final = nullcontext()
@@ -36,16 +36,16 @@ def whole_blocks(count: int) -> int:
 
 @dataclass
 class Columns:
-    """Keys and values of one text.
+    """The keys and values of one text.
 
     Attributes:
-        layers: by the number of the layer [2, R, G, T, D], keys first. R is 1 in layers that all agents share.
+        layers: for each layer number [2, R, G, T, D], keys first. R is 1 in layers that all agents share.
     """
 
     layers: dict[int, Tensor] = field(default_factory=dict)
 
     def extended(self, layer: int, start: int, new: Tensor) -> Tensor:
-        """Write columns [2, R, G, t, D] from `start` on, and return what the layer holds, at least to their end."""
+        """Write columns [2, R, G, t, D] from `start` on, and return all columns of the layer."""
         _, rows, groups, count, width = new.shape
         end, held = start + count, self.layers.get(layer)
         if held is None or held.shape[3] < end:
@@ -58,16 +58,13 @@ class Columns:
         return held
 
     def copied(self, count: int, agent: int | None = None) -> Columns:
-        """The first `count` columns in memory of their own: those of all rows, or of one agent's."""
-
-        def of(held: Tensor) -> Tensor:
+        """A copy of the first `count` columns, of all rows or of one agent's."""
+        copies = {}
+        for layer, held in self.layers.items():
             rows = slice(None) if agent is None or held.shape[1] == 1 else slice(agent, agent + 1)
             part = held[:, rows, :, :count]
-            copy = part.new_zeros(*part.shape[:3], whole_blocks(count), part.shape[4])
-            copy[:, :, :, :count] = part
-            return copy
-
-        return Columns({layer: of(held) for layer, held in self.layers.items()})
+            copies[layer] = F.pad(part, (0, 0, 0, whole_blocks(count) - count))
+        return Columns(copies)
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +77,8 @@ class Piece:
     """The tokens of one text in a pass.
 
     Attributes:
-        columns: of the text; None: spare tokens, which nothing reads.
-        start, end: positions of these tokens.
+        columns: the columns of the text; None for spare tokens, which nothing reads.
+        start, end: the positions of these tokens.
     """
 
     columns: Columns | None
@@ -94,17 +91,17 @@ class Piece:
 
 
 class Pieces:
-    """The tokens of a pass, text after text; a keyword argument of the model's forward, which the layers pass on."""
+    """The tokens of a pass, text after text: a keyword argument that the model's forward passes to its layers."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.all = pieces
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, piece: Piece, window: int | None, device: torch.device) -> Tensor:
-        """[t', T'] for several tokens of a prompt: True is visible. Both dimensions are whole blocks."""
+        """The mask [t', T'] for several tokens of a prompt, True where visible; both dimensions are whole blocks."""
         key = piece.start, piece.end, window
         if key not in self._masks:
-            # A kernel rounds blocks of one to three rows differently, so the tokens are filled up to whole blocks.
+            # A kernel rounds blocks of one to three rows differently, so the tokens are padded to whole blocks.
             rows = torch.arange(piece.start, piece.start + whole_blocks(piece.count), device=device)[:, None]
             columns = torch.arange(whole_blocks(piece.end), device=device)
             seen = columns <= rows
@@ -131,7 +128,7 @@ def column_attention(
     Args:
         query: [R, H, N, D]; key and value: [R, G, N, D], G dividing H. They are written to the columns.
         pieces: the texts of the pass.
-        scaling: of the scores; None: 1/√D.
+        scaling: the factor of the scores; None for 1/√D.
 
     Returns:
         [R, N, H, D], as the interface requires, and None for the attention weights.
@@ -142,7 +139,7 @@ def column_attention(
     if pieces is None or s_aux is not None:
         raise TypeError("attention over columns needs `pieces`, and supports no attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (x if x.dtype == (dtype := compute_dtype(x)) else x.to(dtype) for x in (query, key, value))
+    query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
     new, layer, at = torch.stack([key, value]), int(module.layer_idx), 0  # type: ignore[arg-type]
     rows, groups, width = key.shape[0], key.shape[1], key.shape[3]
     grouped, found = query.unflatten(1, (groups, -1)), list[Tensor]()
@@ -156,7 +153,7 @@ def column_attention(
             if count == 1:
                 first = max(0, piece.end - sliding_window) if sliding_window else 0
                 k, v = held.narrow(3, first, piece.end - first)
-                # The heads of a group are taken as so many queries.
+                # The heads of a group act as so many queries.
                 found.append(_attend(grouped.select(3, at - 1), k, v, scale, softcap, None).view(rows, -1, 1, width))
             else:
                 mask = pieces.mask(piece, sliding_window, query.device)

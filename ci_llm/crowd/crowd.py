@@ -38,15 +38,15 @@ class Crowd(CrowdModel):
         pad_id: token id that fills padded rows.
 
     Attributes:
-        prompter: words prompts for `generate`; None until somebody sets it.
+        prompter: formats prompts for `generate`; None until it is set.
         calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
-        learned: what aggregators with learned weights take; from the calibration.
+        learned: the numbers for aggregators with learned weights, from the calibration.
         common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
             for a base alone.
-        classes: the names of the classes, of agents that classify texts.
+        classes: the names of the classes, for agents that classify texts.
         reads_pairs: whether heads were trained on pairs, and judge answers.
-        start: [K, P] the weights that agents are compared with in training; None: the base alone.
+        start: [K, P] the weights with which agents are compared in training; None for the base alone.
 
     Raises:
         ModelError: `settings.target_modules` fits no linear layer, or memory does not hold the agents.
@@ -73,7 +73,7 @@ class Crowd(CrowdModel):
 
     @classmethod
     def of(cls, saved: Pretrained) -> Crowd:
-        """The crowd of parts that were opened, on their base, ready to `generate`."""
+        """A crowd from the parts of a saved one, ready to `generate`."""
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
         crowd.calibration, crowd.learned = saved.calibration, saved.learned
@@ -86,22 +86,21 @@ class Crowd(CrowdModel):
         """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.
 
         Args:
-            folder: must not exist. Afterwards it is whole, or not there.
+            folder: must not exist. It is written completely or not at all.
 
         Raises:
-            ModelError: it exists. CheckpointError: it cannot be written.
+            ModelError: the folder exists. CheckpointError: it cannot be written.
         """
         save_crowd(self, Path(folder))
 
     def __getitem__(self, agent: int) -> PeftModel:
-        """One agent as a plain model of PEFT, which generates and computes logits as that agent alone; with a head one
-        for sequence classification.
+        """One agent as a plain PEFT model, for sequence classification if it has a head.
 
-        It shares the base's weights with the crowd. Its adapter is a copy of the agent as it is now: what either of
-        them learns later, the other does not. A negative number counts from the last agent.
+        The model shares the base's weights with the crowd. Its adapter is a copy of the agent as it is now, and later
+        training of one does not change the other. A negative number counts from the last agent.
 
         Raises:
-            IndexError: there is no such agent. ModelError: the base is quantised, whose layers PEFT does not know.
+            IndexError: there is no such agent. ModelError: PEFT does not know the layers of this quantised base.
         """
         if not -len(self.names) <= agent < len(self.names):
             raise IndexError(f"there is no agent {agent}: there are {len(self.names)}")
@@ -119,19 +118,19 @@ class Crowd(CrowdModel):
         *,
         batch_size: int = 16,
     ) -> Tensor:
-        """How probable given answers are.
+        """The log-probabilities of given answers.
 
         Args:
-            prompts: as for `generate`, N of them; or a batch of tensors: `input_ids` [N, L], with `attention_mask` and
-                `labels` [N, L] where rows are padded, and where only a part of them counts (-100 elsewhere).
-            answers: N strings, worded as in training, their end included; None with a batch of tensors.
+            prompts: N prompts as for `generate`; or a batch of tensors: `input_ids` [N, L], with `attention_mask`
+                [N, L] if rows are padded, and `labels` [N, L] if only a part of them counts (-100 elsewhere).
+            answers: N strings, formatted as in training, and their ends are counted; None with a batch of tensors.
             batch_size: rows at a time.
 
         Returns:
             [K + 1, N], fp64, in nats: the log-probability of each answer under every agent, and last under the crowd.
 
         Raises:
-            BadInput: not one answer for each prompt, or a tensor of another shape.
+            BadInput: there is not one answer for each prompt, or a tensor has another shape.
             ModelError: this crowd has no `prompter`.
         """
         return text_scores.log_probs(self, prompts, answers, batch_size)
@@ -145,22 +144,22 @@ class Crowd(CrowdModel):
         abstain_below: float | None = None,
         batch_size: int = 16,
     ) -> list[TextScore]:
-        """What the heads of the agents say about texts: rewards, classes or numbers, by their objective.
+        """Score texts by the heads of the agents: rewards, classes or numbers, by their objective.
 
         Args:
             texts: a text or a chat, or a list of N of them; with `answers` the prompts.
-            answers: where the heads give rewards, N answers to these prompts.
-            spreads: `lower` is the mean minus so many standard deviations of the agents.
+            answers: N answers to these prompts, for heads that give rewards.
+            spreads: `lower` is the mean minus this many standard deviations of the agents.
             abstain_below: a class that is less probable is marked as `abstained`.
             batch_size: texts at a time.
 
         Returns:
-            for each text a `ci_llm.crowd.text_scores.TextScore`: `scores` of the agents, `mean`, `std`, `lower`; of
+            for each text a `ci_llm.crowd.text_scores.TextScore`: `scores` of the agents, `mean`, `std`, `lower`; for
             classes also `label` and `probabilities`.
 
         Raises:
             ModelError: these agents have no heads, or the crowd has no `prompter`.
-            BadInput: not one answer for each prompt, or a text that cannot be used.
+            BadInput: there is not one answer for each prompt, or a text cannot be used.
         """
         return score_texts(self, texts, answers, spreads=spreads, abstain_below=abstain_below, batch_size=batch_size)
 
@@ -171,7 +170,7 @@ class Crowd(CrowdModel):
         *,
         batch_size: int = 16,
     ) -> Tensor:
-        """How far the agents are apart on given answers: the Jensen-Shannon divergence of their distributions.
+        """The Jensen-Shannon divergence of the agents' distributions on given answers.
 
         Args:
             prompts: as for `log_probs`.
@@ -179,7 +178,7 @@ class Crowd(CrowdModel):
             batch_size: rows at a time.
 
         Returns:
-            [N], fp64, in nats: the mean over the tokens of each answer; from 0, all agents alike, to log K.
+            [N], fp64, in nats: the mean over the tokens of each answer, from 0 (all agents are alike) to log K.
 
         Raises:
             BadInput, ModelError: as `log_probs`.

@@ -1,24 +1,24 @@
-"""The decoder: all texts that a crowd is writing, one token further with every step.
+"""The decoder: it writes all open texts of a crowd together, one token per step.
 
     decoder = Decoder(crowd, slots=32)
     decoder.admit([Request(ids, Decoding(max_new_tokens=64, ends=ends)), Request(other, decoding, who=2)])
     while decoder.open:
-        for request in decoder.step():      # those whose prompt is read
+        for request in decoder.step():      # the requests that have a new token
             request.chosen[-1], request.error
 
 Texts of the crowd, of single agents and of the base are open side by side, each with settings of its own. They join
 (`admit`) and leave (`release`, or by their ends) between two steps. A step takes the last token of every text and a
-part of the new prompts through the base: once for the texts that all agents read, once for those of single agents, once
-for those of the base. Requests that are admitted together with the same prompt share the pass over it: those of the
-crowd and of its agents, and several of the same one.
+part of the new prompts through the base: in one pass for the texts of all agents, one for those of single agents, and
+one for those of the base. Requests of the crowd and of its agents that are admitted together with the same prompt share
+the pass over it.
 
 On one CPU thread the bits of a text do not depend on what else is open, because of four rules: every product has at
 least four rows (`spare_tokens`, and the layers for each agent's own); attention takes each text by itself; a part of a
 prompt begins at a multiple of `BLOCK` and is filled up to one; and only what was read as a prompt is used again.
 Elsewhere, with several threads, and on a CPU without AVX2, kernels for other numbers of rows may round differently.
 
-The base must read packed rows (`decodes` says whether it does). A decoder belongs to one thread, which must use the
-crowd for nothing else during a step.
+The base must read packed rows; `decodes` says whether it does. A decoder belongs to one thread, which must not use the
+crowd for anything else during a step.
 
 Legend: K agents, R rows of a pass (K, or 1), N its tokens, n texts, D hidden width, V vocabulary.
 """
@@ -63,8 +63,8 @@ class _Prompt:
     """A prompt that is being read for one or more requests.
 
     Attributes:
-        who: reads it; `CROWD` for requests of the crowd and of single agents.
-        read: how many of its tokens are in the columns.
+        who: the reader; `CROWD` for requests of the crowd and of single agents.
+        read: how many tokens of the prompt are in the columns.
     """
 
     ids: Sequence[int]
@@ -74,7 +74,7 @@ class _Prompt:
     read: int = 0
 
     def shared_with(self, other: _Prompt, count: int) -> int:
-        """How many whole blocks of its first `count` tokens, in tokens, `other` can take over and go on from."""
+        """How many of its first `count` tokens `other` can take over; always whole blocks."""
         if self.who != other.who and (self.who is not CROWD or other.who == NOBODY):
             return 0
         pairs = enumerate(zip(self.ids[:count], other.ids, strict=False))
@@ -92,7 +92,7 @@ class _Text:
 
     @property
     def prompt(self) -> _Prompt:
-        """What another prompt can take over. The columns of the answer were computed one by one, in other bits."""
+        """The part that another prompt can take over; the answer's columns have other bits than those of prompts."""
         return _Prompt(self.request.prompt, self.who, [], self.columns, len(self.request.prompt))
 
 
@@ -106,7 +106,7 @@ class _Part:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a token follows."""
+        """Whether the next token is chosen after this part."""
         return isinstance(self.of, _Text) or self.piece.end == len(self.of.ids)
 
 
@@ -114,15 +114,15 @@ class Decoder:
     """The texts that a crowd is writing; see the top of the module.
 
     Args:
-        crowd: of which `decodes` is True.
-        slots: how many requests are open at a time; the rest is the caller's queue.
-        budget: tokens of prompts that one step reads beside the texts that go on.
-        reuse: whether a prompt takes the keys and values of the longest beginning that another prompt has left. Those
-            of ended texts stay until their slots are needed.
+        crowd: a crowd for which `decodes` is True.
+        slots: how many requests are open at a time; the caller queues the rest.
+        budget: how many tokens of prompts one step reads beside the open texts.
+        reuse: whether a prompt takes over the keys and values of the longest common beginning with another prompt.
+            Those of ended texts stay until their slots are needed.
 
     Attributes:
-        open: the requests that have a slot, in the order in which they came.
-        reused, read: tokens of prompts that were taken from another, and that were computed.
+        open: the requests that have a slot, in the order of admission.
+        reused, read: how many tokens of prompts were taken over, and how many were computed.
     """
 
     def __init__(self, crowd: CrowdModel, slots: int = 32, *, budget: int = 512, reuse: bool = True) -> None:
@@ -149,15 +149,15 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all keys and values, those that are kept for other prompts included."""
+        """Bytes of all keys and values, including those kept for other prompts."""
         prompts = (*self._prompts, *self._kept, *(text.prompt for text in self._texts))
         return sum(prompt.columns.nbytes for prompt in prompts)
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Give each of the requests a slot. Their prompts are read by the next steps.
+        """Give each of the requests a slot; the next steps read their prompts.
 
         Raises:
-            BadInput, DataError: one of them cannot be served, or there are more than free slots; none is admitted then.
+            BadInput, DataError: one of them cannot be served, or there are too few free slots. None is admitted then.
         """
         if len(requests) > self.free:
             what = f"{len(requests)} requests for {self.free} free slots"
@@ -173,7 +173,7 @@ class Decoder:
         self._forget()
 
     def release(self, request: Request) -> None:
-        """Free its slot, wherever its text is; without effect if it has none."""
+        """Free the slot of a request; without effect if it has none."""
         if request not in self._open:
             return
         self._open.remove(request)
@@ -186,13 +186,16 @@ class Decoder:
         self._forget()
 
     def step(self) -> list[Request]:
-        """Read on in the prompts, and choose a token for every text whose prompt is read; returns their requests.
+        """Read further parts of prompts, and choose a token for every text whose prompt is read.
 
-        A text that this ends, or that fails, is released; one that fails has its `error` and no new token.
+        A text that ends or fails is released; one that fails has its `error` and no new token.
+
+        Returns:
+            the requests of these texts.
 
         Raises:
-            Exception: the base failed, for want of memory for instance. No text has moved; the step can be repeated,
-                with fewer texts.
+            Exception: the base failed, perhaps because memory ran out. No text has changed, and the step can be
+                repeated with fewer texts.
         """
         with self._crowd.evaluating(), torch.no_grad():
             return self._step()
@@ -227,7 +230,7 @@ class Decoder:
             raise BadInput("a request is admitted once", where="Decoder.admit", hint="make another")
 
     def _readers(self, members: Sequence[Request]) -> Iterator[tuple[Who, list[Request]]]:
-        """Who reads the prompt of these requests: all agents at once, if that serves several of them."""
+        """Yield each reader of these requests' prompt with its requests: all agents at once if several need it."""
         by_who: dict[Who, list[Request]] = {}
         for request in members:
             by_who.setdefault(self._who(request), []).append(request)
@@ -240,15 +243,15 @@ class Decoder:
             yield from by_who.items()
 
     def _who(self, request: Request) -> Who:
-        """Under `active_agent` and `without_agents` there is only one that could write."""
+        """The writer of a request; under `active_agent` and `without_agents` there is only one."""
         return CROWD if self._crowd.agents.reading.agent is not None else request.who
 
     def _forget(self) -> None:
-        """Keep prompts of ended texts only as far as there are free slots."""
+        """Drop the oldest prompts of ended texts beyond the number of free slots."""
         del self._kept[: max(0, len(self._open) + len(self._kept) - self.slots)]
 
     def _begin(self, prompt: _Prompt, under_way: Sequence[_Prompt]) -> bool:
-        """Take over the longest beginning of a new prompt that another has left; False: it waits for one of these."""
+        """Take over the longest beginning that another prompt has; False if it is better to wait for one under way."""
         if not self._reuse:
             return True
         left = (*(text.prompt for text in self._texts), *self._kept, *self._prompts)
@@ -265,7 +268,7 @@ class Decoder:
         return True
 
     def _parts(self) -> Iterator[_Part]:
-        """What the next pass reads: the last token of every text, and prompts up to the budget."""
+        """Yield the parts of the next pass: the last token of every text, and prompts up to the budget."""
         for text in self._texts:
             request = text.request
             at = len(request.prompt) + len(request.tokens) - 1
@@ -286,12 +289,12 @@ class Decoder:
 
     @property
     def _is_spread(self) -> bool:
-        """Whether the tokens of the crowd stand in every product once for each agent."""
+        """Whether every product holds the crowd's tokens once for each agent."""
         agents = self._crowd.agents
         return agents.reading.agent is None and not agents.trunk
 
     def _pass(self, kind: str, parts: list[_Part]) -> tuple[list[_Part], Tensor | None]:
-        """One pass through the base; the logits [R, n, V] after those of the parts that a token follows."""
+        """One pass through the base; returns the parts, and the logits [R, n, V] after the ready ones."""
         if kind == "agents":
             parts = sorted(parts, key=lambda part: int(part.of.who or 0))  # agent by agent
             lanes = [[part for part in parts if part.of.who == k] for k in range(self._crowd.num_agents)]
@@ -308,9 +311,10 @@ class Decoder:
                 at += part.piece.count
                 if part.is_ready:
                     ready.append(at - 1)
-            # In fp64 each agent's tokens are filled up; otherwise all together, by the last lane that has any.
-            is_filled = bool(lane) and (is_fp64 or lane[-1] is parts[-1])
-            if is_filled and (spare := spare_tokens(model, at - start * is_fp64, copies)):
+            # In fp64 each agent's tokens are padded; otherwise all together, in the last lane that has any.
+            is_padded = bool(lane) and (is_fp64 or lane[-1] is parts[-1])
+            spare = spare_tokens(model, at - start if is_fp64 else at, copies) if is_padded else 0
+            if spare:
                 ids += [self._crowd.pad_id] * spare
                 pieces.append(Piece(None, 0, spare))
                 at += spare
@@ -336,7 +340,7 @@ class Decoder:
 
     @contextmanager
     def _reading(self, kind: str, sizes: Sequence[int]) -> Iterator[None]:
-        """Let the layers know whose tokens they read, and attend over columns."""
+        """Set whose tokens the layers read, and attention over columns."""
         config, reading = self._crowd.model.config, self._crowd.agents.reading
         before, config._attn_implementation = config._attn_implementation, COLUMNS
         reading.by_onednn = self._by_onednn
@@ -355,7 +359,7 @@ class Decoder:
             config._attn_implementation, reading.by_onednn = before, False
 
     def _logits(self, states: Tensor, places: Sequence[int]) -> Tensor:
-        """Logits [R, n, V] at these tokens, by one product for all agents: a large head is read once."""
+        """The logits [R, n, V] at these tokens, by one product for all agents, which reads a large head once."""
         rows, count = states.shape[0], len(places)
         spare = spare_tokens(self._crowd.model, count, rows)
         own = states[:, self._on_device([*places, *[places[0]] * spare])].flatten(0, 1)
@@ -367,13 +371,13 @@ class Decoder:
         return found[:, :count]
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        """Integers on the device, for which the host does not wait, as it would for a list in an index."""
+        """A tensor of integers on the device; the host does not wait for it, as it would for a list in an index."""
         return torch.tensor(numbers).to(self._crowd.device, non_blocking=True)
 
     # What follows
 
     def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Request]:
-        """A token for each text and for each request whose prompt is read, from logits [R, n, V]."""
+        """Choose a token for each text and each request whose prompt is read, from logits [R, n, V]."""
         limit, moved = num_positions(self._crowd.model), list[Request]()
         asked: list[tuple[_Text, int, int | None]] = []  # with the row of its logits, and the agent if it is one of R
         for row, part in enumerate(parts):
@@ -407,12 +411,12 @@ class Decoder:
         return texts
 
 
-#: Of the trial: more than a block, and more than a short attention window; new tokens; listed tokens.
+#: The trial's prompt tokens (more than a block, and than a short attention window), new tokens and listed tokens.
 _TRIAL: Final = (21, 3, 8)
 
 
 def decodes(crowd: CrowdModel) -> bool:
-    """Whether a decoder gives this crowd's agents the probabilities of their full passes, by a short trial.
+    """Whether a decoder computes the probabilities of the agents' full passes, by a short trial.
 
     A family may accept packed rows and columns and still compute something else.
     """

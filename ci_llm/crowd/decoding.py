@@ -1,4 +1,4 @@
-"""What is asked of a generation and what it gives: its settings, its limits, single requests, and texts in order.
+"""The settings, limits, requests and results of a generation.
 
 Legend: K agents, B prompts, n texts that each agent draws for a vote.
 """
@@ -28,7 +28,7 @@ from ci_llm.errors import BadInput, DataError
 
 T = TypeVar("T")
 TokenIds = Sequence[int]
-#: In place of an agent's number: all agents together.
+#: In place of an agent's number: the crowd, all agents together.
 CROWD: Final = None
 Who = int | None
 
@@ -43,11 +43,11 @@ class Decoding:
         aggregator: a module of `ci_llm.crowd.aggregators`.
         do_sample: draw tokens; otherwise take the most probable one.
         temperature, top_k, top_p, min_p: applied to the crowd's distribution, in this order, if `do_sample`.
-        seed: of sampling. Every prompt draws from a generator of its own, so that a sample does not depend on the
+        seed: the seed of sampling. Every prompt draws from its own generator, so that a sample does not depend on the
             prompts beside it.
 
     Raises:
-        BadInput: a value out of range.
+        BadInput: a value is out of range.
     """
 
     max_new_tokens: int = 256
@@ -75,7 +75,7 @@ class Decoding:
             raise BadInput("; ".join(broken), where="generation settings", hint="change the values named")
 
     def warpers(self) -> LogitsProcessorList:
-        """What changes a distribution before a token is drawn from it, in the order of application."""
+        """The functions that change a distribution before a token is drawn, in the order of application."""
         wanted = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_k is not None:
             wanted.append(TopKLogitsWarper(self.top_k))
@@ -91,8 +91,9 @@ class Chosen:
     """A token that was chosen.
 
     Attributes:
-        id: of the token.
-        log_probability: in the crowd's distribution, before temperature, `top_k`, `top_p` and `min_p`; in nats.
+        id: the token id.
+        log_probability: the token's in the crowd's distribution, before temperature, `top_k`, `top_p` and `min_p`; in
+            nats.
         uncertainty: how sure the crowd was of it; None if it was not asked for.
         top: the most probable tokens with their log-probabilities, the likeliest first.
     """
@@ -104,37 +105,36 @@ class Chosen:
 
 
 def generate_key(number: int) -> tuple[int | str, ...]:
-    """What keys the samples of the crowd's text after prompt `number`, with the seed."""
+    """The key, beside the seed, of the samples of the crowd's text after prompt `number`."""
     return ("generate", number)
 
 
 def vote_key(number: int, time: int) -> tuple[int | str, ...]:
-    """What keys the samples of a text that is drawn for a vote: `time` counts the texts of all agents, K·n."""
+    """The key of the samples of a text drawn for a vote; `time` counts the K·n texts of all agents."""
     return ("vote", number, time)
 
 
 @dataclass(eq=False)
 class Request:
-    """A text that is to be continued, and what has been found of it so far.
+    """A request to continue a prompt, with the text so far.
 
     Args:
         prompt: token ids, at least one.
-        decoding: its own settings: length, ends, aggregator, sampling, seed.
-        who: writes it: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
-        key: of its samples, with the seed: texts with the same key draw the same.
-        uncertainty: whether the entropies of every token are wanted; with a large vocabulary they cost more than the
-            choice itself.
-        top: how many of the most probable tokens are wanted with every token.
-        tag: for the caller.
+        decoding: the settings of this text: length, ends, aggregator, sampling, seed.
+        who: the writer: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
+        key: the key, beside the seed, of the samples: texts with the same key draw the same.
+        uncertainty: compute the entropies of every token; with a large vocabulary they cost more than the choice.
+        top: how many of the most probable tokens to list with every token.
+        tag: free for the caller.
 
     Attributes:
-        generator: of its samples; None: the most probable token is taken.
-        tokens: the ids that were chosen, an end included.
-        chosen: the same with their probabilities.
-        finish: why the text has ended: "stop" at an end, "length" by `max_new_tokens` or the base's positions, "error";
-            None: it has not.
-        error: what its last token could not be chosen for.
-        reused: tokens of the prompt whose keys and values another text had left.
+        generator: the generator of the samples; None if the most probable token is taken.
+        tokens: the chosen ids, including an end.
+        chosen: the same tokens with their probabilities.
+        finish: why the text has ended: "stop" at an end, "length" by `max_new_tokens` or the base's positions, or
+            "error"; None if it has not ended.
+        error: the exception of the last choice, if it failed.
+        reused: how many tokens of the prompt took over another prompt's keys and values.
     """
 
     prompt: TokenIds
@@ -161,14 +161,14 @@ class Request:
 
     @property
     def sure(self) -> list[TokenUncertainty]:
-        """How sure its writer was of every token; empty if it was not asked for."""
+        """How sure the writer was of every token; empty without `uncertainty`."""
         return [each.uncertainty for each in self.chosen if each.uncertainty is not None]
 
     def take(self, found: Chosen | Exception, limit: int) -> None:
-        """Continue with what was chosen, or end with an error.
+        """Append the chosen token, or end with an error.
 
         Args:
-            limit: tokens that prompt and text may have together.
+            limit: how many tokens prompt and text may have together.
         """
         if isinstance(found, Exception):
             self.finish, self.error = "error", found
@@ -184,16 +184,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """What follows each of the B prompts: token ids without the end.
+    """The texts after each of B prompts, as token ids without the end.
 
     Attributes:
-        crowd: [B] texts of the crowd; not there yet if it has to vote.
+        crowd: [B] texts of the crowd; empty before a vote.
         agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
         tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
             `uncertainty`.
-        agents_tokens: [K][B] how sure each agent was of its own text; empty as well.
-        voters: texts that the crowd votes on, their ends included: [K][B], or [K·n][B] of which the first n are drawn
-            by agent 0; empty if it does not vote.
+        agents_tokens: [K][B] how sure each agent was of its own text; empty without both.
+        voters: the texts that the crowd votes on, including their ends: [K][B], or [K·n][B] of which agent 0 has drawn
+            the first n; empty without a vote.
     """
 
     crowd: list[list[int]]
@@ -219,13 +219,13 @@ class Generated:
 
 
 def num_positions(model: PreTrainedModel) -> int:
-    """The largest number of tokens that the base can read; `sys.maxsize` if its family has no limit."""
+    """The largest number of tokens that the base can read; `sys.maxsize` if the family has no limit."""
     limit = positions_of(model.config)
     return sys.maxsize if limit is None else limit
 
 
 def ends_of_base(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a text by the base's own generation settings, often more than the tokenizer's EOS."""
+    """The token ids that end a text by the base's generation settings, often more than the tokenizer's EOS."""
     found = model.generation_config.eos_token_id if model.generation_config else None
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 

@@ -1,9 +1,9 @@
-"""The distillation of the crowd into one agent, on training rows and on prompts that only the crowd answers.
+"""The distillation of the crowd into one agent, on training rows and on prompts without answers.
 
-The student and a control start as the same agent. Both see the same training rows and the same prompts, with answers by
-the crowd for the student and by the start itself for the control. At every token of them the student learns the crowd's
-distribution; the control learns its own texts. What the student gains over the control it owes to the crowd. A step is
-one pass of the teachers without gradients and one with gradients for each of the two, on one base.
+The student and a control start as the same agent. Both see the same training rows and prompts. The crowd answers the
+prompts for the student, which learns the crowd's distribution at every token. The starting agent answers them for the
+control, which learns the texts. So the student's gain over the control comes from the crowd. A step is one pass of the
+teachers without gradients and one pass with gradients for each of the two, on one base.
 
 Source: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015.
 
@@ -60,10 +60,10 @@ class Lesson:
 
 
 def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapter, Adapter]:
-    """The student and the control, each of the shape of the agent that they start as.
+    """The student and the control, which have the shape of the agent that they start as.
 
     Args:
-        saved: the crowd; its base is without agents before and after.
+        saved: the crowd, whose base has no agents on it before and after the call.
         config: the configuration of the run that trained it.
 
     Raises:
@@ -90,7 +90,7 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
 
 
 def _rate(config: Config, how: Distillation) -> float:
-    """The peak of the learning rate of AdamW, whatever the run was trained with."""
+    """The peak of AdamW's learning rate."""
     if how.learning_rate is not None:
         return how.learning_rate
     if config.optimizer == "ivon":
@@ -100,7 +100,7 @@ def _rate(config: Config, how: Distillation) -> float:
 
 
 def _start(saved: Pretrained, how: Distillation) -> int:
-    """The place of the agent to start as."""
+    """The index of the agent to start as."""
     if how.start is None:
         return saved.calibration.agent if saved.calibration else 0
     if f"agent{how.start}" not in saved.names:
@@ -108,7 +108,7 @@ def _start(saved: Pretrained, how: Distillation) -> int:
     return saved.names.index(f"agent{how.start}")
 
 
-# What is learned from
+# The rows to learn from
 
 
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
@@ -129,7 +129,7 @@ def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) ->
 
 
 def _end(examples: Sequence[Example], max_seq_length: int) -> int:
-    """The token that answers end with. A row that was cut ends anywhere."""
+    """The token that most answers end with, among rows that were not cut."""
     whole = [example for example in examples if len(example.input_ids) < max_seq_length]
     ends = Counter(int(example.input_ids[last_answer(example).stop - 1]) for example in whole or examples)
     [(end, _)] = ends.most_common(1)
@@ -155,7 +155,7 @@ def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: i
 def _answered(
     crowd: Crowd, prompts: Sequence[TokenIds], decoding: Decoding, start: int, end: int
 ) -> Iterator[tuple[Continuation, Continuation]]:
-    """Each prompt with the crowd's answer and with the start's own; left out where one of them has no end."""
+    """Yield each prompt with the crowd's and with the start's own answer, if both answers have an end."""
     with working("answer", len(prompts), "prompts") as shown:
         for at in range(0, len(prompts), _AT_A_TIME):
             part = prompts[at : at + _AT_A_TIME]
@@ -168,7 +168,7 @@ def _answered(
             shown.advance_to(at + len(part))
 
 
-# How it is learned
+# The training
 
 
 def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Distillation, rate: float) -> None:
@@ -208,10 +208,14 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
 
 
 def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: tuple[Tensor, str] | None) -> None:
-    """Add the gradient of one agent on a batch: towards the teachers' states [K, S, D], without them to the texts."""
+    """Add the gradient of one agent on a batch.
+
+    Args:
+        teachers: the teachers' states [K, S, D] and the aggregator of their distributions; None to learn the texts.
+    """
     states = _states(crowd, agent, batch)
     leaf = states.detach().requires_grad_()
-    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # not all logits need to fit into memory
+    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # all logits may not fit into memory
         own = crowd.head.logits(leaf[chunk])
         loss = torch.nn.functional.cross_entropy(own, batch.targets[chunk], reduction="sum")
         if teachers is not None:
@@ -235,7 +239,7 @@ def _states(crowd: Crowd, agent: int, batch: Batch) -> Tensor:
 
 
 def _order(count: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of row numbers; every row once per epoch, in another order each time."""
+    """Yield batches of row numbers without end; every row once per epoch, in another order each time."""
     waiting: list[int] = []
     epoch = 0
     while True:

@@ -1,6 +1,6 @@
 """The export of a saved crowd: all agents, one of them, or a merge of them, as PEFT folders or within the base.
 
-`compare` scores a merge beside the crowd and its agents, teacher-forced, on the rows that the run was evaluated on.
+`compare` scores a merge beside the crowd and its agents, teacher-forced, on the rows of the run's evaluation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ci_llm.lora.heads import how_tokenized, pad_of, require_class
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
 
-#: What was written, among the names of scores.
+#: The name of the written folder among the scores.
 FOLDER: Final = "the folder"
 
 
@@ -60,11 +60,12 @@ class Comparison:
     """Scores by name: the agents, the crowd, and a merge if there is one.
 
     Attributes:
-        rows: how many.
+        rows: how many rows were scored.
         trained_on: whether none, some or all of them were trained on.
-        exact_match: share of rows whose whole solution greedy decoding reproduces.
-        nll: nats per target token.
-        of_heads: `exact_match` is then the share of right classes or pairs, and `nll` what a row costs.
+        exact_match: the share of rows whose whole solution greedy decoding reproduces; for heads of right classes or
+            pairs.
+        nll: nats per target token; for heads the loss of a row.
+        of_heads: whether the agents have heads.
     """
 
     rows: int
@@ -74,7 +75,7 @@ class Comparison:
     of_heads: bool = False
 
     def table(self) -> str:
-        """For people; the agents' mean stands before the crowd."""
+        """A table for people; the agents' mean stands before the crowd."""
         lines = [f"{'':<16}{'accuracy' if self.of_heads else 'exact match':>12}{'nll':>10}"]
         agents = [name for name in self.nll if name.startswith("agent")]
         for name in self.nll:
@@ -90,7 +91,7 @@ class Comparison:
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
-        """For scripts."""
+        """The scores for scripts."""
         scores = {name: {"exact_match": self.exact_match[name], "nll": self.nll[name]} for name in self.nll}
         return {"rows": self.rows, "rows_trained_on": self.trained_on, **scores}
 
@@ -100,7 +101,7 @@ class Comparison:
         return replace(self, exact_match={**self.exact_match, FOLDER: exact}, nll={**self.nll, FOLDER: nll})
 
     def about_folder(self, name: str) -> str | None:
-        """The scores of what was written, and how far they are from those of the adapter in it; None without them."""
+        """A line on the folder's scores and their distance from those of adapter `name`; None without scores."""
         if FOLDER not in self.nll:
             return None
         away = self.nll[FOLDER] - self.nll[name]
@@ -114,10 +115,10 @@ def _line(name: str, exact_match: float, nll: float) -> str:
 
 
 def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
-    """Score agents, crowd and merges; the base is without agents before and after.
+    """Score agents, crowd and merges; the base has no agents on it before and after the call.
 
     Args:
-        merges: by name.
+        merges: adapters by name.
 
     Raises:
         DataError: the rows are not found any more.
@@ -169,19 +170,19 @@ def _score(crowd: Crowd, rows: TokenizedRows, config: Config) -> Scores:
         scores = score(crowd, in_order(rows, 4 * config.batch_size), config.aggregator)
     finally:
         crowd.detach()
-    assert scores is not None  # nobody asks it to stop
+    assert scores is not None  # no stop function was given
     return scores
 
 
 @dataclass(frozen=True)
 class Export:
-    """What will be written.
+    """An export that can be scored and written.
 
     Attributes:
         name: "crowd", "agent2", or the name of a merge.
-        adapter: the one adapter; None: all agents.
-        title, what: the head of the card, and its first sentence.
-        beside: adapters that are scored beside it, by name, and not written.
+        adapter: the adapter to write; None to write all agents.
+        title, what: the title of the card, and its first sentence.
+        beside: further adapters by name, which are scored and not written.
     """
 
     saved: Pretrained
@@ -216,20 +217,20 @@ class Export:
         as_gguf: bool = False,
         dtype: str | None = None,
     ) -> Comparison | None:
-        """Write it as `target`, whole or not at all.
+        """Write the export as `target`, completely or not at all.
 
         Args:
-            scores: for the card.
-            into_base: a model of Transformers with merged weights. The base cannot be used any more afterwards.
-            as_gguf: an adapter for llama.cpp and Ollama.
-            dtype: the dtype of merged weights; None: that of the base on disk.
+            scores: the scores for the card.
+            into_base: write a model of Transformers with merged weights. The base cannot be used afterwards.
+            as_gguf: write an adapter for llama.cpp and Ollama.
+            dtype: the dtype of merged weights; None for that of the base on disk.
 
         Returns:
-            `scores`, and with `into_base` those of the folder, opened by itself.
+            `scores`, and with `into_base` also those of the written folder.
 
         Raises:
-            ModelError: `target` exists, there is no one adapter to merge or for a GGUF file, or llama.cpp's layout of
-                this base is not known.
+            ModelError: `target` exists; `into_base` or `as_gguf` is given for more than one adapter or for heads; or
+                llama.cpp's layout of this base is not known.
             CheckpointError: it cannot be written.
         """
         require_free(target)
@@ -281,16 +282,13 @@ class Export:
         saved = self.saved
         tensors = {f"{name}/adapter_model": agent for name, agent in zip(saved.names, saved.agents, strict=True)}
         configs = {f"{name}/adapter_config": config for name, config in zip(saved.names, saved.configs, strict=True)}
-        meta = {**saved.meta, "base_model_name_or_path": saved.base.name}
-        card = crowd_card(self._facts(scores)).encode()
-        tokenizer = tokenizer_files(saved.prompter.tokenizer)
         write_crowd(
             target,
             {**tensors, **configs},
-            meta,
-            tokenizer,
+            {**saved.meta, "base_model_name_or_path": saved.base.name},
+            tokenizer_files(saved.prompter.tokenizer),
             step=saved.step,
-            card=card,
+            card=crowd_card(self._facts(scores)).encode(),
             calibration=saved.calibration,
         )
 
@@ -300,10 +298,10 @@ class Export:
         device, name = self.saved.base.model.device, self.saved.base.name
         written = DTYPES[dtype] if dtype else stored_dtype(name)
         model = merge_into_base(self._dense_base(), adapter).to(written)
-        # Here the base is read without a cache of keys and values; whoever generates with the model wants its own.
+        # This program reads the base without a cache of keys and values; users of the model want its own setting.
         model.config.use_cache = getattr(load_architecture(name), "use_cache", True)
         model.save_pretrained(draft)
-        model.to("meta")  # so that one base is in memory, and not two
+        model.to("meta")  # so that memory holds one base, and not two
         if scores is None or self.saved.run_config is None:
             return scores
         config = parse_config(self.saved.run_config, "config.yaml")
@@ -312,16 +310,16 @@ class Export:
         return scores.with_folder(_score(untrained, _rows(config, self.saved), config))
 
     def _dense_base(self) -> PreTrainedModel:
-        """The base to merge into, in fp32: 16 bits would lose a part of what was learned before it is written.
+        """The base to merge into, in fp32 or fp64, because 16 bits would round a part of the adapter away.
 
-        A quantised one is loaded again as well, because its 4 or 8 bits hold no merged weights.
+        A base in 16 bits or quantised is loaded again.
         """
         saved, loaded = self.saved, self.saved.base.model
         device, is_dense = loaded.device, stored_quantization(loaded.config) is None
         if is_dense and loaded.dtype in (torch.float32, torch.float64):
             return loaded
         if is_dense:
-            loaded.to("meta")  # so that one base is in memory, and not two
+            loaded.to("meta")  # so that memory holds one base, and not two
         model = load_base(saved.base.name, "fp32", device).model
         if stored := stored_quantization(model.config):
             raise ModelError(
@@ -359,20 +357,20 @@ def _note(calibration: Calibration) -> str:
     )
 
 
-#: Of a text that both are given: any will do.
+#: The number of tokens of the trial's text.
 _TOKENS: Final = 12
 
 
 @torch.no_grad()
 def _require_same_scores(saved: Pretrained) -> None:
-    """Refuse agents that plain PEFT would score otherwise than the crowd does; a row is scored both ways.
+    """Refuse agents whose scores in plain PEFT differ from the crowd's, by a trial on one row.
 
     Raises:
-        ModelError: its family has no class for sequences, or an agent's scores differ.
+        ModelError: the family has no class for sequence classification, or an agent's scores differ.
     """
     require_class(saved.base.model)
     if stored_quantization(saved.base.model.config):
-        return  # its layers cannot be given to PEFT; where Transformers pools does not depend on them
+        return  # its layers cannot be shared with PEFT, and do not change where Transformers pools
     crowd = Crowd.of(saved)
     crowd.choose_route()
     try:
@@ -402,14 +400,16 @@ def prepare(
     base_model: str | None = None,
     device: torch.device | str | None = None,
 ) -> Export:
-    """Open a crowd, and merge its agents if that is asked for.
+    """Open a crowd, and merge its agents on request.
 
     Args:
         source, base_model, device: see `open_pretrained`.
-        agent: this one alone, not merged.
+        agent: export this agent alone; None for all agents, or their merge.
+        merge: the merge to make.
 
     Raises:
-        BadInput: there is no such crowd or agent, its agents cannot be merged in this way, or one agent alone is to be.
+        BadInput: there is no such crowd or agent, or both `agent` and `merge` are given.
+        ModelError: the agents cannot be merged in this way.
         DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
     """
     if agent is not None and merge is not None:
@@ -434,7 +434,8 @@ def prepare(
         return Export(saved, merge.name, adapter, title, what)
     if agent is None:
         return Export(saved, "crowd", None, "", "")
-    if (name := f"agent{agent}") not in saved.names:
+    name = f"agent{agent}"
+    if name not in saved.names:
         there = ", ".join(saved.names) if saved.names != default_names(count) else f"0 to {count - 1}"
         raise BadInput(f"there is no agent {agent}", where="--agent", hint=f"{there}: there are {count}")
     title = f"Agent {agent} of {count}"

@@ -1,9 +1,9 @@
 """The generation of texts by the crowd, token by token for all agents at once, or by a vote on whole texts.
 
-The decoder (`ci_llm.crowd.decoder`) writes all texts where the base reads packed rows. A prompt is followed by a text
-of the crowd, and on request by one of each agent alone, which share the pass over the prompt; a text that ends makes
-place for the next prompt. Other bases keep Transformers' `generate` (`ci_llm.crowd.padded`). A crowd that votes lets
-each agent write: then every text is read by all agents, and one of the texts wins.
+If the base reads packed rows, the decoder (`ci_llm.crowd.decoder`) writes all texts. For each prompt it writes a text
+of the crowd, and on request one of each agent alone; they share the pass over the prompt. A prompt whose texts have
+ended makes place for the next one. Other bases keep Transformers' `generate` (`ci_llm.crowd.padded`). In a vote each
+agent writes a text, all agents read every text, and one of the texts wins.
 
 Legend: K agents, B prompts, n texts that each agent draws for a vote.
 """
@@ -41,9 +41,9 @@ from ci_llm.lora.passes import describe_error, unusable_base
 
 T = TypeVar("T")
 
-#: What a decoder writes for bytes that are no character, or not yet.
+#: The character in decoded text for bytes that are not a complete character.
 _INCOMPLETE = "\ufffd"
-#: Tokens that are decoded again with new ones: what a token means may depend on those before it.
+#: How many tokens are decoded again with new ones, because a token's text may depend on those before it.
 _WINDOW: Final = 16
 #: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -68,17 +68,16 @@ def cut(text: str, stop_strings: Sequence[str]) -> str:
 
 
 def held_back(text: str, stop_strings: Sequence[str]) -> int:
-    """How many characters at the end of `text` a stop string may begin with."""
+    """The length of the longest end of `text` with which a stop string begins, or 0."""
     longest = max(map(len, stop_strings), default=1) - 1
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(string.startswith(text[-n:]) for string in stop_strings)), 0)
 
 
 class TextSoFar:
-    """The text of an answer that still grows: what its token ids have settled, and pieces of it; joined, the pieces
-    are the whole text.
+    """The text of an answer that still grows, emitted in pieces whose sum is the whole text.
 
-    A piece has whole characters only, and nothing that a stop string may still cut.
+    A piece has whole characters only, and nothing that a stop string may still cut off.
 
     Args:
         tokenizer: decodes the ids; special tokens are left out.
@@ -97,7 +96,7 @@ class TextSoFar:
         self._start, self._read, self._before, self._context = 0, 0, "", ""
 
     def update(self, ids: Sequence[int]) -> bool:
-        """Emit what all ids so far have settled; True if a stop string is in it."""
+        """Emit the text that further ids cannot change; True if a stop string is in it."""
         text = self._so_far(self._settled(ids)).rstrip(_INCOMPLETE)
         kept = cut(text, self._stop_strings)
         if len(kept) < len(text):
@@ -109,16 +108,19 @@ class TextSoFar:
         return False
 
     def _so_far(self, ids: Sequence[int]) -> str:
-        """The text of all these ids, of which only the last are decoded: all of them every time would be T² steps."""
+        """The text of all ids, of which only the last are decoded: decoding all every time would take T² steps."""
         fresh = self._decode(ids[self._start :])
         text = self._before + fresh[len(self._context) :]
         is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
-        if is_settled and len(ids) - self._read >= _WINDOW and (context := self._decode(ids[self._read :])).strip():
+        if not is_settled or len(ids) - self._read < _WINDOW:
+            return text
+        context = self._decode(ids[self._read :])
+        if context.strip():
             self._start, self._read, self._before, self._context = self._read, len(ids), text, context
         return text
 
     def finish(self, ids: Sequence[int]) -> None:
-        """Emit what is left of the text of all ids."""
+        """Emit the rest of the text of all ids."""
         self._advance(cut(self._decode(ids), self._stop_strings))
 
     def _advance(self, text: str) -> None:
@@ -127,7 +129,7 @@ class TextSoFar:
             self._emitted = text
 
     def _settled(self, ids: Sequence[int]) -> Sequence[int]:
-        """The ids without a run of byte tokens at their end: one more byte may change what all of them mean."""
+        """The ids without the byte tokens at their end, whose characters one more byte may change."""
         end = len(ids)
         while end and _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(int(ids[end - 1])))):
             end -= 1
@@ -141,9 +143,9 @@ class Stream(Generic[T]):
     """An iterator over the pieces of a text that a thread produces, with a result at the end.
 
     Args:
-        produce: runs in the thread; it is given a function that takes a piece, and one that says whether to stop.
+        produce: runs in the thread. Its arguments are a function that takes a piece, and one that says whether to stop.
 
-    The thread stops when the iterator is closed: by `close`, at the end of a `with` block, or when it is collected.
+    The thread stops when the iterator is closed: by `close`, at the end of a `with` block, or by garbage collection.
     """
 
     def __init__(self, produce: Callable[[Callable[[str], None], Callable[[], bool]], T]) -> None:
@@ -166,7 +168,7 @@ class Stream(Generic[T]):
 
     @property
     def result(self) -> T:
-        """What was produced, once it is; this waits for the end.
+        """The result of `produce`; this waits for the thread's end.
 
         Raises:
             Exception: what the thread raised.
@@ -175,7 +177,7 @@ class Stream(Generic[T]):
         return self._outcome.result()
 
     def close(self) -> None:
-        """Ask the thread to stop after the present token, and wait for it."""
+        """Ask the thread to stop after the current token, and wait for it."""
         self._stopping.set()
         self._thread.join()
 
@@ -202,22 +204,22 @@ class Stream(Generic[T]):
         self._stopping.set()
 
 
-#: Of a text that broke off, as every logit of its agent was NaN.
+#: The uncertainty of the failed token of a text whose agent had only NaN logits.
 _NOT_SURE: Final = TokenUncertainty(0.0, 0.0, 0.0, 0.0)
-#: The final answers in the texts of one prompt, "" for none.
+#: Finds the final answers in the texts of one prompt, "" where a text has none.
 Reading = Callable[[Sequence[TokenIds]], list[str]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to follow each prompt.
+    """The texts that are wanted after each prompt.
 
     Attributes:
         decoding: how tokens are chosen.
         include_agents: also continue every prompt by each agent alone, greedily.
-        uncertainty: also say how sure the crowd and the agents were of each token, from the same distributions.
-        agent: ask this one alone, as a crowd of one.
-        stop: called before every token; True ends all texts at that point.
+        uncertainty: also compute how sure the crowd and the agents were of each token, from the same distributions.
+        agent: ask this agent alone, as a crowd of one.
+        stop: called before every token; True ends all texts there.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
         answers_of: the final answers in texts, for a crowd that votes.
     """
@@ -245,7 +247,8 @@ def generate_ids(
 
     Args:
         prompts: B lists of token ids.
-        numbers: of the prompts in a longer list that is generated in parts; they key the generators. None: 0, 1, ...
+        numbers: the prompts' numbers in a longer list that is generated in parts, which key the generators; None for
+            0, 1, ...
         **wanted: the other attributes of `Wanted`.
 
     Raises:
@@ -262,11 +265,11 @@ def generate_ids(
 def generate_each(
     crowd: CrowdModel, asked: Iterable[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
 ) -> Iterator[Generated]:
-    """What follows each prompt, as soon as it and what follows those before it is there.
+    """Yield the texts after each prompt as soon as they and those of the prompts before it have ended.
 
     Args:
         asked: prompts with their numbers, taken when there is place for them.
-        at_a_time: how many prompts are continued at the same time; one that has all its texts makes place for the next.
+        at_a_time: how many prompts are continued at the same time; a finished one makes place for the next.
 
     Yields:
         the texts of one prompt, in order.
@@ -296,7 +299,7 @@ def generate_each(
 def _written_by_transformers(
     crowd: CrowdModel, asked: Iterator[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
 ) -> Iterator[tuple[TokenIds, Generated]]:
-    """Batch by batch, each of which waits for its longest text."""
+    """Yield prompts and texts by Transformers' `generate`, in batches that wait for their longest text."""
     while batch := list(islice(asked, at_a_time)):
         found = [(prompt, requests_of(crowd, number, prompt, wanted)) for number, prompt in batch]
         with as_in_generation(crowd), nullcontext() if wanted.agent is None else crowd.active_agent(wanted.agent):
@@ -312,13 +315,14 @@ def _written_by_transformers(
 def _written(
     crowd: CrowdModel, asked: Iterator[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
 ) -> Iterator[tuple[TokenIds, Generated]]:
-    """By the decoder: a prompt is taken as soon as so many texts have ended as follow it."""
+    """Yield prompts and texts by the decoder; a prompt is taken as soon as there are free slots for its texts."""
     open_: deque[tuple[TokenIds, list[Request]]] = deque()
     each = len(requests_of(crowd, 0, [0], wanted))
     decoder, more = Decoder(crowd, at_a_time * each), True
     while more or open_:
         while more and decoder.free >= each:
-            if (taken := next(asked, None)) is None:
+            taken = next(asked, None)
+            if taken is None:
                 more = False
                 break
             number, prompt = taken
@@ -339,7 +343,7 @@ def _written(
 
 
 def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
-    """What follows one prompt: the text of the crowd unless it votes, those of the agents, and those that they draw."""
+    """The requests of one prompt: the crowd's text unless it votes, the agents' texts, and those drawn for a vote."""
     decoding, vote, sure = wanted.decoding, find_vote(wanted.decoding.aggregator), wanted.uncertainty
     agents = range(crowd.num_agents) if wanted.agent is None else [wanted.agent]
     greedy = replace(decoding, do_sample=False)
@@ -354,7 +358,7 @@ def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted
 
 
 def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
-    """Sort the texts of one prompt, which lie as in `requests_of`."""
+    """The texts of one prompt from its requests, which have the order of `requests_of`."""
     vote, count = find_vote(wanted.decoding.aggregator), crowd.num_agents if wanted.agent is None else 1
     sure = [request.sure for request in requests]
     for request, tokens in zip(requests, sure, strict=True):
@@ -376,23 +380,23 @@ def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -
 
 
 def _reading(prompter: Prompter | None) -> Reading:
-    """The final answers as they are written, without knowledge of the task."""
+    """A function that finds final answers without knowledge of the task."""
     return lambda texts: final_answers([prompter.text(ids) if prompter else str(list(ids)) for ids in texts])
 
 
 def elect(
     crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], aggregator: str, answers_of: Reading
 ) -> tuple[TokenIds, list[TokenUncertainty]]:
-    """The winner among texts after one prompt, their ends included, and how sure the crowd is of its tokens."""
+    """The winner among texts after one prompt, which include their ends, and how sure the crowd is of its tokens."""
     vote = find_vote(aggregator)
-    assert vote is not None, "the caller asked for it"
+    assert vote is not None, "the aggregator votes"
     read = read_texts(crowd, prompt, voters, aggregator)
     wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
     return voters[wins], read[wins]
 
 
 def final_answers(texts: Sequence[str]) -> list[str]:
-    """The final answers: what follows the mark "####" if one text has it, else the whole texts."""
+    """The final answers: the texts after the mark "####" if one text has it, or else the whole texts."""
     style: AnswerStyle = "marked" if any("####" in text for text in texts) else "text"
     return [final_answer(text, style) for text in texts]
 
@@ -401,7 +405,7 @@ def final_answers(texts: Sequence[str]) -> list[str]:
 def read_texts(
     crowd: CrowdModel, prompt: TokenIds, texts: Sequence[TokenIds], aggregator: str
 ) -> list[list[TokenUncertainty]]:
-    """How sure the crowd is of every token of given texts after one prompt, by one pass over all of them."""
+    """How sure the crowd is of every token of given texts after one prompt, by one pass over all texts."""
     distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
     batch = pack([Continuation.after(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
     with as_in_generation(crowd):
@@ -419,7 +423,7 @@ def read_texts(
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and what follows it, which are the targets, as a tokenised row."""
+    """A prompt and a text after it, as a tokenised row whose targets are the text."""
 
     input_ids: NDArray[np.int64]
     supervised: NDArray[np.bool_]

@@ -17,14 +17,14 @@ from ci_llm.errors import ModelError
 _AS_THEY_ARE: Final = frozenset(
     {"cohere", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2"}
 )
-#: Architectures whose rows of queries and keys it reorders, from halves of a head to pairs, for its rotary embedding.
+#: Architectures whose rows of queries and keys the converter reorders, from halves of a head to pairs.
 _IN_PAIRS: Final = frozenset({"granite", "llama", "mistral", "smollm3"})
-#: Its names where they differ from those of Transformers.
+#: llama.cpp's names of architectures where they differ from those of Transformers.
 _NAMES: Final = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama"}
 
 
 def require_convertible(config: PreTrainedConfig) -> str:
-    """llama.cpp's name of the base's architecture. Raises ModelError: its layout of the weights is not known here."""
+    """llama.cpp's name of the base's architecture. Raises ModelError if its layout of the weights is not known here."""
     kind: str = config.model_type
     known = _AS_THEY_ARE | _IN_PAIRS
     if kind not in known:
@@ -65,7 +65,7 @@ def write_gguf_adapter(path: Path, adapter: Adapter, config: PreTrainedConfig) -
 
 
 def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> dict[str, np.ndarray]:
-    """The tensors by llama.cpp's names. It scales by alpha / rank, so B takes any other factor of PEFT."""
+    """The tensors by llama.cpp's names; as it scales by alpha / rank, B takes up PEFT's factor of rsLoRA."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
@@ -81,7 +81,7 @@ def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> d
                 where=f"--format gguf, {architecture}",
                 hint="train agents on the projections of attention and feed-forward: lora_target_modules=all-linear",
             )
-        lower, upper = (adapter.tensors[f"base_model.model.{module}.lora_{half}.weight"].float() for half in "AB")
+        lower, upper = (factor.float() for factor in adapter.factors(module))
         if adapter.config.get("use_rslora"):
             upper = upper * lower.shape[0] ** 0.5
         if kind := re.search(r"\.attn_([qk])$", name):
@@ -92,7 +92,7 @@ def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> d
 
 
 def _paired(rows: Tensor, heads: int | None) -> Tensor:
-    """The rows of each head from [first half, second half] to [pair, pair, ...]; as they are without `heads`."""
+    """Rows with each head reordered from [first half, second half] to [pair, pair, ...]; unchanged without `heads`."""
     if heads is None:
         return rows
     pairs: Tensor = rows.unflatten(0, (heads, 2, -1)).transpose(1, 2)

@@ -1,7 +1,7 @@
-"""The path that a user names, read as what it holds: a committed checkpoint, a base, a sweep, or something else.
+"""The content of a path that a user names: a committed checkpoint, a base, a sweep, or something else.
 
-Nothing but names is read, and torch is not imported: a wrong path is refused before anything is loaded. A path without
-a committed checkpoint becomes an error that says what it holds (`require_checkpoint`).
+Only names are read, and torch is not imported, so that a wrong path is refused before anything is loaded. A path
+without a committed checkpoint becomes an error that says what it holds (`require_checkpoint`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from ci_llm.errors import BadInput
 
 CONFIG: Final = "adapter_config.json"
 META_FILE: Final = "ci_llm_meta_config.json"
-#: The file that a base of Transformers has, and a crowd has not.
+#: The file that a base of Transformers has, and a crowd does not have.
 BASE_FILE: Final = "config.json"
 
 #: The key of a checkpoint under which a crowd describes itself.
 META = META_FILE.removesuffix(".json")
-#: In the info of a manifest: these are agents for use, and no state of a training.
+#: The key in a manifest's info of agents that were saved for use, without the state of a training.
 SAVED = "saved"
 #: The sub-folder that the hooks for Accelerate write into.
 HOOKS_FOLDER = "ci_llm"
-#: The keys that together only a checkpoint of train.py holds.
+#: The keys of which only a checkpoint of train.py holds all.
 RUN_KEYS = frozenset({META, "train_state", "optimizer", "rng", "config.yaml"})
 
 
 def require_checkpoint(given: Path, where: str, *, final_first: bool = False) -> Path:
     """The committed folder that `given` means: itself, one in the folder of a run, or that of Accelerate's hooks.
-
-    Nothing but the folder's names is read.
 
     Args:
         given: the path.
@@ -55,7 +53,7 @@ def require_checkpoint(given: Path, where: str, *, final_first: bool = False) ->
 
 
 def is_base(given: str) -> bool:
-    """Whether `given` is a base, which `load_base` opens, and no crowd; on the hub its files tell.
+    """Whether `given` is a base, which `load_base` opens, and not a crowd; for the hub, its files are looked up.
 
     Raises:
         BadInput: neither a folder nor a model on the hub has this name.
@@ -68,7 +66,7 @@ def is_base(given: str) -> bool:
 
 
 def _is_original(folder: Path) -> bool:
-    """Whether it is a checkpoint of the first CI-LLM, which wrote no manifest."""
+    """Whether this is a checkpoint of the first CI-LLM, which did not write manifests."""
     try:
         return "K_agents" in json.loads((folder / META_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -76,7 +74,7 @@ def _is_original(folder: Path) -> bool:
 
 
 def _best_of_sweep(folder: Path) -> Path | None:
-    """The run in which the best trial of a sweep was trained last; None: no trial is scored."""
+    """The run that trained the best trial of a sweep last; None if no trial is scored."""
     try:
         record = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
         best = next(trial for trial in record["trials"] if trial["id"] == record["best"])
@@ -86,6 +84,7 @@ def _best_of_sweep(folder: Path) -> Path | None:
 
 
 def _what_else(folder: Path) -> tuple[str, str]:
+    """What a path without a committed checkpoint holds, and a hint."""
     if _is_original(folder):
         return (
             "this is a checkpoint of the first CI-LLM, which holds agents and no state to resume from",
@@ -93,7 +92,7 @@ def _what_else(folder: Path) -> tuple[str, str]:
         )
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
         return (
-            "these are PEFT adapters and no checkpoint",
+            "these are PEFT adapters and not a checkpoint",
             f"ci-llm checkpoints import {folder} --to imported makes a crowd of them that can be asked;"
             f" init_from={folder} trains on from them",
         )
@@ -107,11 +106,12 @@ def _what_else(folder: Path) -> tuple[str, str]:
             "this run has not saved a checkpoint yet",
             f"ci-llm status {folder} says how it stands; save_steps and save_interval_seconds say when it saves",
         )
-    if there := sorted({step for step, _ in committed(folder.parent)}):
+    there = sorted({step for step, _ in committed(folder.parent)})
+    if there:
         steps = ", ".join(map(str, there))
         return f"there is no {folder.name} in this run: it holds {steps}", f"give {folder.parent} for its newest"
     if folder.is_dir() and is_base(str(folder)):
-        return "this is a base and no checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
+        return "this is a base and not a checkpoint", "evaluate, generate and chat take it; train.py makes a run of it"
     return (
         "there is no checkpoint at this path" + ("" if folder.exists() else ": it does not exist"),
         "give the folder of a run, or a checkpoint such as RUN/checkpoint_step_100 or RUN/final_checkpoint; evaluate,"

@@ -5,9 +5,9 @@
     ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM: the files that its code names
     ci_llm_meta_config.json, model.safetensors         the same: the whole model with the adapters, as it really saves
 
-A run starts from them (`init_from`), or they are committed as a checkpoint. Agents that start alike need something that
-makes them different; without it a run is refused. Nothing is executed: a pickle is read with `weights_only=True`, which
-allows tensors and containers only.
+A run starts from them (`init_from`), or they are committed as a checkpoint. A run is refused if its agents start alike
+and nothing makes them different. No code is executed: a pickle is read with `weights_only=True`, which allows tensors
+and containers only.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ci_llm.lora.layer import AgentLora, LoraSettings
 
 
 def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
-    """Fill the agents from the adapters `folder/agent<k>`, or all of them from the one adapter in `folder`.
+    """Load the agents from the adapters `folder/agent<k>`, or all of them from the one adapter in `folder`.
 
     Returns:
         a line for the log.
 
     Raises:
-        ModelError: there is no adapter, or another number than agents; one cannot be read or has another scale.
+        ModelError: there is no adapter, or not one per agent; or one cannot be read or has another scale.
         ForeignCheckpoint: an adapter has another rank or other target modules, or belongs to another base.
     """
     adapters = read_adapters(folder)
@@ -68,20 +68,20 @@ def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
 
 
 def fingerprint_of_start(crowd: Crowd) -> dict[str, str]:
-    """`start`, of the weights that agents are compared with; nothing where that is the base."""
+    """The entry `start`: a digest of the weights with which agents are compared; empty if that is the base."""
     if crowd.start is None:
         return {}
     return {"start": xxhash.xxh3_128_hexdigest(crowd.start.float().cpu().numpy().tobytes())}
 
 
 def find_reference(crowd: Crowd, folder: Path, known: str | None) -> None:
-    """Compare the agents of a saved crowd with the adapters in `folder`, with which their training began.
+    """Set the reference of a saved crowd to the adapters in `folder`, with which its training began.
 
     Args:
-        known: their fingerprint; None: of an older release, which kept none.
+        known: the fingerprint of these adapters; None if an older release saved the crowd, without one.
 
     Raises:
-        CiLlmError: they are not there any more, or others are.
+        CiLlmError: the adapters are missing, or are other ones.
     """
     own, common = crowd.agents.weights.clone(), crowd.common_start
     try:
@@ -97,14 +97,14 @@ def find_reference(crowd: Crowd, folder: Path, known: str | None) -> None:
 
 
 def require_distinct_agents(crowd: Crowd, where: str, training: Sequence[Hashable] = ()) -> None:
-    """Refuse agents that start with the same weights and would keep them, because they are trained in the same way.
+    """Refuse agents that start with the same weights and would stay equal, because they are trained in the same way.
 
-    With dropout or DropConnect they become different, because each agent draws its own masks, unless they have the
-    same seed. A diversity term does not help: it has the same gradient for equal agents.
+    Dropout and DropConnect make agents different, because each draws its own masks, unless they have the same seed. A
+    diversity term does not: it has the same gradient for equal agents.
 
     Args:
-        where: the keys that made them equal, for the error.
-        training: [K] the settings of every agent; none: all are trained alike.
+        where: the keys that made the agents equal, for the error.
+        training: [K] the training settings of every agent; empty if all are trained alike.
 
     Raises:
         ModelError: some agents would stay equal to the last bit.
@@ -196,7 +196,7 @@ def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
 
 
 def _tokenizer(adapters: Sequence[ExternalAdapter], of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that came with the adapters, with the chat template of their training; None if there is none."""
+    """The tokenizer beside the adapters, with the chat template of their training; None if there is none."""
     found = {folder: _read_tokenizer(folder) for folder in dict.fromkeys(adapter.source for adapter in adapters)}
     (first, own), *others = found.items()
     for folder, other in others:
@@ -278,7 +278,9 @@ class ExternalAdapter:
         tensors: `base_model.model.<module>.lora_<A|B>.weight` -> A [r, in] or B [out, r]; and the head, if it has one.
         rank: r.
         alpha: `lora_alpha`.
-        base_name: the base that it names; None if it names none.
+        dropout: `lora_dropout`.
+        use_rslora: whether the scale is alpha / √r.
+        base_name: the base that the adapter names; None if it does not name one.
         prompts: the form of prompts in its training, as far as it is known.
     """
 
@@ -294,7 +296,7 @@ class ExternalAdapter:
     @property
     def modules(self) -> frozenset[str]:
         """Names of the adapted modules of the base."""
-        return frozenset(match["module"] for name in self.tensors if (match := _TENSOR.fullmatch(name)))
+        return frozenset(match["module"] for match in map(_TENSOR.fullmatch, self.tensors) if match)
 
 
 def read_adapters(source: Path) -> list[ExternalAdapter]:
@@ -318,7 +320,7 @@ def read_adapters(source: Path) -> list[ExternalAdapter]:
 
 
 def _numbered(source: Path) -> list[Path]:
-    """The folders of the agents. A gap in the numbers becomes an error, unless a run has stopped the agents in it."""
+    """The agents' folders. A gap in the numbers gives a missing folder, unless a run has stopped those agents."""
     numbers = [match[1] for file in source.glob(f"*/{CONFIG}") if (match := _FOLDER.fullmatch(file.parent.name))]
     meta = source / META_FILE
     if numbers and meta.is_file() and "folders" in _read_json(meta):
@@ -339,12 +341,14 @@ def _read_peft(folder: Path) -> ExternalAdapter:
             where=str(folder / CONFIG),
             hint="give a plain LoRA adapter; PEFT's save_pretrained converts PiSSA, OLoRA and CorDA",
         )
-    file = next((folder / f"adapter_model{end}" for end in (".safetensors", ".bin") if _has(folder, end)), None)
+    files = (folder / f"adapter_model{ending}" for ending in (".safetensors", ".bin"))
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
     adapter = _adapter(config, folder, tensors, config.get("base_model_name_or_path"), "chat")
-    if other := sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name)):
+    other = sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name))
+    if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise ModelError(
             f"agents are LoRA of linear layers, and this adapter also has {other[0]}{more}",
@@ -352,10 +356,6 @@ def _read_peft(folder: Path) -> ExternalAdapter:
             hint="its vocabulary was changed, or embeddings or output head trained: give one that leaves them alone",
         )
     return adapter
-
-
-def _has(folder: Path, ending: str) -> bool:
-    return (folder / f"adapter_model{ending}").is_file()
 
 
 def _read_original(source: Path) -> list[ExternalAdapter]:
@@ -381,7 +381,7 @@ def _read_original(source: Path) -> list[ExternalAdapter]:
 
 
 def _agents_of(file: Path, count: int) -> list[dict[str, Tensor]]:
-    """The adapters in a file with the weights of a whole model; only their tensors are read."""
+    """The adapters in a file with the weights of a whole model, of which only their tensors are read."""
     agents: list[dict[str, Tensor]] = [{} for _ in range(count)]
     places = {f"agent{k}": agent for k, agent in enumerate(agents)}
     try:

@@ -1,9 +1,10 @@
-"""How good agents and crowd are at pairs, rated and labelled rows that were not trained on.
+"""The judgement of agents and crowd on pairs, rated and labelled rows: figures with intervals.
 
 A pair is ranked right if its chosen answer has the higher reward; ties count as wrong, as in TRL. Rated rows are judged
-by the share of (good, bad) couples that are in order. Rewards, probabilities and numbers of the crowd are the mean of
-its agents', probabilities at the temperature of a calibration. With heads a row costs its loss: cross-entropy in nats,
-the squared error, or of a pair -log σ(better - worse). Intervals are of the bootstrap over units (Efron, 1979).
+by the share of (good, bad) couples in the right order. The crowd's rewards, probabilities and numbers are the means of
+its agents', probabilities at the temperature of a calibration. The loss of a row with heads is the cross-entropy in
+nats, the squared error, or for a pair -log σ(better - worse). Intervals come from the bootstrap over units (Efron,
+1979).
 
 Legend: K agents, U units (pairs, rated or labelled rows), n classes; index K stands for the crowd.
 """
@@ -26,9 +27,9 @@ from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.batches import Batch
 
-#: Into so many bins of equal width a calibration error sorts probabilities.
+#: The number of bins of equal width of a calibration error.
 BINS: Final = 10
-#: A figure without intervals: units that are drawn twice make bins look worse than they are.
+#: A figure without intervals: units drawn twice make bins look worse than they are.
 UNSTABLE: Final = "calibration_error"
 #: Draws of a bootstrap.
 DRAWS: Final = 400
@@ -38,14 +39,14 @@ J = TypeVar("J", bound="Judged")
 
 @dataclass(frozen=True)
 class Judged:
-    """What was found about U units.
+    """What the agents computed for U units, with the labels.
 
     Attributes:
-        found: [K, U, ...] fp64 of the agents.
-        labels: [U] what is right.
-        temperature: the temperature of the crowd's probabilities, of classes; see `Learned`.
-        key: the place of the figures in `evaluation.json`.
-        prefix: before the names of the figures in metrics.jsonl.
+        found: [K, U, ...] fp64, the agents' numbers.
+        labels: [U] the right ones.
+        temperature: the temperature of the crowd's class probabilities; see `Learned`.
+        key: the key of the figures in `evaluation.json`.
+        prefix: the prefix of the figures' names in metrics.jsonl.
     """
 
     found: Tensor
@@ -63,18 +64,20 @@ class Judged:
 
     @property
     def everyone(self) -> Tensor:
-        """[K+1, U, ...], of the crowd last."""
+        """The numbers [K+1, U, ...] of the agents, and last of the crowd."""
         return torch.cat([self.found, self.found.mean(0, keepdim=True)])
 
     @property
     def figures(self) -> dict[str, list[float]]:
-        """The value of each measure for K agents and then the crowd; people are told the first measure. A measure that
-        is not defined is missing, or NaN."""
+        """Each measure by its name, for K agents and then the crowd; the first one is shown to people.
+
+        A measure that is not defined is missing, or NaN.
+        """
         raise NotImplementedError
 
     @property
     def outcome(self) -> tuple[Tensor, Tensor]:
-        """[K+1, U] whether each is right, of numbers never; [K+1, U] fp64 what each costs."""
+        """Whether each unit is right, [K+1, U], which is False for numbers; and its loss, [K+1, U] fp64."""
         raise NotImplementedError
 
     @property
@@ -91,7 +94,7 @@ class Judged:
         }
 
     def record(self) -> dict[str, Any]:
-        """What `evaluation.json` has under `key`."""
+        """The content of `evaluation.json` under `key`."""
         drawn = self._drawn()
         heated = {} if self.temperature == 1 else {"temperature": self.temperature}
         return {"n": len(self.labels), **heated} | {
@@ -100,7 +103,7 @@ class Judged:
         }
 
     def _drawn(self) -> list[dict[str, list[float]]]:
-        """The figures of units that are drawn with replacement, the same in every call; none of few units."""
+        """The figures of `DRAWS` bootstrap samples, the same in every call; empty for fewer than `LEAST_ROWS` units."""
         count, generator = len(self.labels), torch.Generator().manual_seed(0)
         if count < LEAST_ROWS:
             return []
@@ -113,10 +116,10 @@ class Judged:
 
 
 def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """A figure of K agents and the crowd, with the 95 % interval of each, and by how much the crowd leads their mean.
+    """A figure of K agents and the crowd with 95 % intervals, and by how much the crowd exceeds the agents' mean.
 
     Args:
-        draws: the figure of drawn units. Where the figure is defined in fewer than half, there is no interval.
+        draws: the figure of the bootstrap samples. If it is defined in fewer than half of them, there is no interval.
     """
     *agents, crowd = values
     gain, half = crowd - sum(agents) / len(agents), None
@@ -133,8 +136,11 @@ def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -
 
 
 class Ranking(Judged):
-    """Rewards: `found` [K, U, 2] of the chosen and the rejected answer, or of rated rows [K, U, 1]; `labels` are bool,
-    whether a rated row is good."""
+    """The judgement of rewards.
+
+    `found` is [K, U, 2] for chosen and rejected answers, or [K, U, 1] for rated rows; `labels` are bool, and True for a
+    good rated row.
+    """
 
     key = "preferences"
     prefix = "rewards/"
@@ -159,7 +165,7 @@ class Ranking(Judged):
 
 
 class Classes(Judged):
-    """Probabilities: `found` [K, U, n]; `labels` are the numbers of the classes."""
+    """The judgement of class probabilities: `found` is [K, U, n], and `labels` are the numbers of the classes."""
 
     key = "classes"
 
@@ -186,7 +192,7 @@ class Classes(Judged):
         return {name: values for name, values in figures.items() if not any(map(math.isnan, values))}
 
     def _auroc(self, probabilities: Tensor) -> float:
-        """The area under the ROC curve: of two classes that of the second, else the mean of each against the others."""
+        """The area under the ROC curve of the second of two classes, or the mean of each class against the others."""
         classes = [1] if probabilities.shape[-1] == 2 else range(probabilities.shape[-1])
         return float(torch.tensor([_area(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
 
@@ -196,7 +202,7 @@ class Classes(Judged):
 
 
 class Numbers(Judged):
-    """Numbers: `found` [K, U]; `labels` are those to be predicted."""
+    """The judgement of predicted numbers: `found` is [K, U], and `labels` are the numbers to be predicted."""
 
     key = "numbers"
 
@@ -210,13 +216,14 @@ class Numbers(Judged):
         """`r2` is the share of the variance that is explained."""
         _, errors = self.outcome
         figures = {"mse": errors.mean(1), "mae": errors.sqrt().mean(1)}
-        if (variance := self.labels.var(correction=0)) > 0:
+        variance = self.labels.var(correction=0)
+        if variance > 0:
             figures["r2"] = 1 - figures["mse"] / variance
         return {name: values.tolist() for name, values in figures.items()}
 
 
 def judge(crowd: CrowdModel, batch: Batch) -> Judged:
-    """What the heads of a crowd find about the units of a batch."""
+    """Let the heads of a crowd judge the units of a batch."""
     output = crowd(batch)
     assert output.values is not None
     assert batch.labels is not None
@@ -229,7 +236,7 @@ def judge(crowd: CrowdModel, batch: Batch) -> Judged:
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """[..., n] probabilities at a temperature: as they are at 1, sharper below."""
+    """The probabilities [..., n] at a temperature, which makes them sharper below 1."""
     return probabilities if temperature == 1 else (probabilities.log() / temperature).softmax(-1)
 
 
@@ -241,7 +248,7 @@ def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bo
         stop: called before every batch.
 
     Returns:
-        the ranking, of no unit at all for no batch; None if `stop` returned True.
+        the ranking, of no unit if there is no batch; None if `stop` returned True.
     """
     crowd, parts = objective.crowd, list[Ranking]()
     with crowd.evaluating():
@@ -258,8 +265,10 @@ def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bo
 
 
 def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
-    """The area under the ROC curve, by the statistic of Mann and Whitney: the chance that a right answer has a higher
-    number than a wrong one; ties count half. None if all are right, or none."""
+    """The area under the ROC curve: the chance that a right answer has a higher number than a wrong one.
+
+    Ties count half, as in the statistic of Mann and Whitney. It is None if all answers are right, or none is.
+    """
     numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
     if is_right.all() or not is_right.any():
         return None
@@ -270,7 +279,8 @@ def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
 
 def _area(sure: Tensor, right: Tensor) -> float:
     """`auroc`, or NaN."""
-    return math.nan if (area := auroc(sure, right)) is None else area
+    area = auroc(sure, right)
+    return math.nan if area is None else area
 
 
 def macro_f1(said: Tensor, labels: Tensor) -> float:

@@ -1,11 +1,13 @@
-"""The merge of K agents into one adapter: its methods, what a call may ask for, and how PEFT's methods make it.
+"""The merge of K agents into one adapter: its methods, what a call may ask for, and the merged factors.
 
 A merge works on the agents' products B A, or on their factors A and B. Agents with random starts lie in different
 subspaces: there the mean of their factors is meaningless, and only the products can be combined.
 
-PEFT writes a merge with `lora_alpha` = r and keeps `use_rslora`, which would scale it by √r: here the scale is 1. Its
-`svd` decomposes the product as a full matrix, which takes minutes per layer of a large base. A product of rank K·r
-needs the SVD of a K·r x K·r matrix only. Torch and PEFT are imported only where agents are merged.
+The methods are those of PEFT's `add_weighted_adapter`, which has three traps: it keeps `use_rslora`, which scales the
+merge by √r; weights 1/K make its `linear` K times too large; and its `svd` decomposes the product as a full matrix,
+which takes minutes per layer of a large base. A product of rank K·r needs the SVD of a K·r x K·r matrix only.
+
+Torch and PEFT are imported only where agents are merged.
 
 Legend: K agents, r rank, A [r, in], B [out, r].
 """
@@ -14,8 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,22 +33,20 @@ class Method:
     """A way to merge.
 
     Attributes:
-        peft: PEFT's `combination_type`.
-        does: what comes out, in a line.
+        does: the result, in a line.
         cut: whether the result is brought to a rank by SVD; otherwise its rank follows from the agents'.
         of_factors: whether A and B are combined separately.
     """
 
-    peft: str
     does: str
     cut: bool = False
     of_factors: bool = False
 
 
 METHODS: Final[Mapping[str, Method]] = {
-    "cat": Method("cat", "the mean of the agents' products B A, exactly; its rank is the sum of theirs"),
-    "svd": Method("cat", "the mean of the products, cut to the rank of the agents by SVD", cut=True),
-    "mean": Method("linear", "mean of A and mean of B, for agents with a common start", of_factors=True),
+    "cat": Method("the mean of the agents' products B A, exactly; its rank is the sum of theirs"),
+    "svd": Method("the mean of the products, cut to the rank of the agents by SVD", cut=True),
+    "mean": Method("mean of A and mean of B, for agents with a common start", of_factors=True),
 }
 #: Names that people know from PEFT and from papers.
 ALIASES: Final[Mapping[str, str]] = {
@@ -60,11 +59,11 @@ _OF_PEFT: Final = ("ties", "dare", "magnitude_prune")
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge as it was asked for.
+    """A merge as a call asks for it.
 
     Attributes:
-        weights: one per agent, in any unit; None: all alike.
-        rank: the rank of the result; None: that of the agents.
+        weights: one per agent, in any unit; None if all weigh the same.
+        rank: the rank of the result; None for that of the agents.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Merge:
         return METHODS[self.name]
 
     def shares(self, num_agents: int) -> list[float]:
-        """The agents' weights, with the sum 1.
+        """The agents' weights, scaled to the sum 1.
 
         Raises:
             BadInput: there are not as many weights as agents.
@@ -87,14 +86,6 @@ class Merge:
                 f"{len(weights)} weights for {num_agents} agents", where="--weights", hint="give one weight per agent"
             )
         return [weight / sum(weights) for weight in weights]
-
-    def peft_weights(self, num_agents: int) -> list[float]:
-        """The weights with which PEFT gives this merge.
-
-        PEFT puts the root of a weight on each factor, so it is squared here.
-        """
-        shares = self.shares(num_agents)
-        return [share**2 for share in shares] if self.method.of_factors else shares
 
 
 #: The merge that trains: see `ci_llm.crowd.distilling`.
@@ -107,14 +98,14 @@ class Distillation:
     """How one agent learns from the crowd.
 
     Attributes:
-        prompts: a file of prompts without answers; None: prompts of the embedded generator for a run on its stories,
-            and no prompts for any other run.
-        generated: so many of the embedded generator.
+        prompts: a file of prompts without answers; None takes prompts of the embedded generator for a run on its
+            stories, and no prompts for any other run.
+        generated: how many prompts the embedded generator makes.
         steps: optimizer steps, each on the run's `batch_size` rows.
-        temperature: the temperature of both distributions, crowd's and agent's, while they are compared.
-        soft: weight of the crowd's distributions; the rest is that of the texts.
-        learning_rate: at its peak; None: a quarter of the run's.
-        start: the agent that it begins as; None: the one that a calibration found best, or the first.
+        temperature: the temperature of the crowd's and the agent's distributions while they are compared.
+        soft: the weight of the crowd's distributions; the texts have the rest.
+        learning_rate: the peak of the learning rate; None takes a quarter of the run's.
+        start: the agent that it begins as; None takes the one that a calibration found best, or the first.
     """
 
     prompts: Path | None = None
@@ -140,7 +131,7 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     """The merge that a call asks for.
 
     Raises:
-        BadInput: all that is wrong with it, in one message.
+        BadInput: with everything that is wrong in one message.
     """
     from ci_llm.config.parsing import nearest  # it loads the schema, which --help does without
 
@@ -163,9 +154,11 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     return Merge(known, tuple(weights) if weights else None, rank)
 
 
-#: PEFT cannot load adapters whose names are part of "lora_"; these names are not.
-_MERGED = "merged"
-_IN_LAYERS = ("layers_to_transform", "layers_pattern")
+#: PEFT's names of the factors of a module.
+_A: Final = "base_model.model.{}.lora_A.weight"
+_B: Final = "base_model.model.{}.lora_B.weight"
+#: Keys of a PEFT configuration that limit its target modules to some layers.
+_IN_LAYERS: Final = ("layers_to_transform", "layers_pattern")
 
 
 @dataclass(frozen=True)
@@ -185,24 +178,36 @@ class Adapter:
         return int(self.config["r"])
 
     @property
+    def scaling(self) -> float:
+        """The factor of the product B A."""
+        alpha: float = self.config["lora_alpha"]
+        return alpha / (math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank)
+
+    @property
     def modules(self) -> list[str]:
         """Names of the adapted modules of the base."""
         ends = ".lora_A.weight"
         return [name.removeprefix("base_model.model.").removesuffix(ends) for name in self.tensors if ends in name]
+
+    def factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r] of a module."""
+        return self.tensors[_A.format(module)], self.tensors[_B.format(module)]
 
 
 def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Adapter:
     """The agents as one adapter of scale 1.
 
     Args:
-        base: without agents on it, before and after.
+        base: the base of the agents, without agents on it.
 
     Raises:
         BadInput: the weights or the rank do not fit the agents.
     """
+    from torch.nn.functional import pad
+
     from ci_llm.base.targets import peft_targets
 
-    weights = merge.peft_weights(len(agents))
+    weighted = [*zip(agents, merge.shares(len(agents)), strict=True)]
     if merge.method.of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
         raise BadInput(
             "the agents differ in rank or modules, and have no mean of A and of B",
@@ -210,96 +215,51 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
             hint="--merge svd or cat",
         )
     most = sum(agent.rank for agent in agents)
-    rank = merge.rank or max(agent.rank for agent in agents)
+    rank = merge.rank or (max(agent.rank for agent in agents) if merge.method.cut or merge.method.of_factors else most)
     if rank > most:
         raise BadInput(f"the agents' products have rank {most} together", where=f"--rank {rank}", hint=f"--rank {most}")
-    names = [f"agent{k}" for k in range(len(agents))]
-    with _quiet(), _attached(base, dict(zip(names, agents, strict=True))) as model:
-        model.add_weighted_adapter(
-            names,
-            weights,
-            _MERGED,
-            combination_type=merge.method.peft,
-            svd_rank=rank,
-            svd_full_matrices=False,
-        )
-        tensors = _tensors(model, _MERGED)
-    if merge.method.cut:
-        tensors = _pairwise(tensors, rank)
-    modules = Adapter({}, tensors).modules
-    rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    modules = list(dict.fromkeys(name for agent in agents for name in agent.modules))
+    tensors = {}
+    for module in modules:
+        a, b = (_mean_factors if merge.method.of_factors else _joined_factors)(weighted, module)
+        if merge.method.cut:
+            a, b = truncated(a, b, rank)
+        missing = rank - len(a)  # an adapter has one rank, and some agents may not adapt this module
+        tensors[_A.format(module)] = pad(a, (0, 0, 0, missing)).cpu().contiguous()
+        tensors[_B.format(module)] = pad(b, (0, missing)).cpu().contiguous()
     plain = {"r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0}
     common = {key: value for key, value in agents[0].config.items() if key not in _IN_LAYERS}
     return Adapter({**common, **plain, **peft_targets(base, modules)}, tensors)
 
 
+def _joined_factors(weighted: Sequence[tuple[Adapter, float]], module: str) -> tuple[Tensor, Tensor]:
+    """A [n, in] and B [out, n] whose product is the mean of the agents' products; n is the sum of their ranks."""
+    import torch
+
+    parts = [(*agent.factors(module), share * agent.scaling) for agent, share in weighted if module in agent.modules]
+    return torch.cat([a * factor for a, _, factor in parts]), torch.cat([b for _, b, _ in parts], dim=1)
+
+
+def _mean_factors(weighted: Sequence[tuple[Adapter, float]], module: str) -> tuple[Tensor, Tensor]:
+    """The mean A and the mean B, each with the root of the agents' scale."""
+    import torch
+
+    roots = [share * math.sqrt(agent.scaling) for agent, share in weighted]
+    each = zip(*(agent.factors(module) for agent, _ in weighted), strict=True)
+    a, b = (torch.stack([root * own for root, own in zip(roots, factors, strict=True)]).sum(0) for factors in each)
+    return a, b
+
+
 def merge_into_base(base: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """The base with the adapter added to its weights, in its precision. `base` itself is changed."""
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
-    with _quiet():
-        model: PeftModel = _peft_model(base, "agent0", adapter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # not about this call
+        model = PeftModel(base, LoraConfig.from_peft_type(**adapter.config))
+    set_peft_model_state_dict(model, dict(adapter.tensors))
     whole: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     return whole
-
-
-@contextmanager
-def _attached(base: PreTrainedModel, adapters: Mapping[str, Adapter]) -> Iterator[Any]:
-    """The base as PEFT's model with these adapters; afterwards it is without them."""
-    from peft import set_peft_model_state_dict
-
-    (first, adapter), *others = adapters.items()
-    model: Any = _peft_model(base, first, adapter)
-    try:
-        for name, other in others:
-            model.add_adapter(name, _exactly(other))
-            set_peft_model_state_dict(model, dict(other.tensors), adapter_name=name)
-        yield model
-    finally:
-        model.unload()
-
-
-def _peft_model(base: PreTrainedModel, name: str, adapter: Adapter) -> Any:
-    from peft import PeftModel, set_peft_model_state_dict
-
-    model = PeftModel(base, _exactly(adapter), adapter_name=name)
-    set_peft_model_state_dict(model, dict(adapter.tensors), adapter_name=name)
-    return model
-
-
-def _exactly(adapter: Adapter) -> Any:
-    """PEFT's configuration, with the whole name of each module: a merge takes the modules of all adapters, but their
-    layers from the first."""
-    from peft import LoraConfig
-
-    config = {key: value for key, value in adapter.config.items() if key not in _IN_LAYERS}
-    return LoraConfig.from_peft_type(**{**config, "target_modules": adapter.modules})
-
-
-def _tensors(model: Any, name: str) -> dict[str, Tensor]:
-    from peft import get_peft_model_state_dict
-
-    # Without its question to the hub whether the base has other embeddings: the agents adapt none.
-    found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings of PEFT that say nothing about the call."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        yield
-
-
-def _pairwise(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Every pair A and B cut to `rank`; of a layer that is narrower, filled up with zeros."""
-    out = {}
-    for name, a in tensors.items():
-        if ".lora_A." in name:
-            other = name.replace(".lora_A.", ".lora_B.")
-            out[name], out[other] = truncated(a, tensors[other], rank)
-    return out
 
 
 def truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -322,5 +282,4 @@ def truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     narrow_b = (q_b @ u[:, : len(root)]) * root
     missing = rank - len(root)
     pad = torch.nn.functional.pad
-    wide = pad(narrow_a, (0, 0, 0, missing)), pad(narrow_b, (0, missing))
-    return wide[0].to(a.dtype).contiguous(), wide[1].to(b.dtype).contiguous()
+    return pad(narrow_a, (0, 0, 0, missing)).to(a.dtype), pad(narrow_b, (0, missing)).to(b.dtype)

@@ -3,7 +3,7 @@
 A family may accept packed rows and still compute something else. So nothing is assumed about a family: at the start one
 short batch goes both ways, packed and padded, and the logits are compared with those of the base's own forward pass.
 
-What asks, scores or saves a crowd takes a `CrowdModel`. `ci_llm.crowd.crowd.Crowd` joins them for users.
+Functions that ask, score or save a crowd take a `CrowdModel`. `ci_llm.crowd.crowd.Crowd` adds their calls for users.
 
 Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 """
@@ -40,18 +40,18 @@ Route = Literal["packed", "padded"]
 
 
 def default_names(num_agents: int) -> list[str]:
-    """The folders of the agents of a crowd that no run has changed: agent0, agent1, ..."""
+    """The agents' folders in a crowd that no run has changed: agent0, agent1, ..."""
     return [f"agent{k}" for k in range(num_agents)]
 
 
 def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the classes in the order of their numbers, from what `meta` says about heads; empty for none."""
+    """The names of the classes by their numbers, from the facts about heads in `meta`; empty if there are none."""
     named = facts.get("id2label", {})
     return tuple(named[str(number)] for number in range(len(named)))
 
 
-#: The standard deviation of the agents' weights in a trial. SmolLM2-135M in bf16 then has a distance of 0.02 to 0.10 by
-#: rounding, of 0.13 or more with agents mixed up, and of 0.6 with a wrong mask; the limit is 0.088.
+#: The standard deviation of the agents' weights in a trial. In SmolLM2-135M in bf16, rounding then gives a distance of
+#: 0.02 to 0.10, mixed-up agents 0.13 or more, and a wrong mask 0.6; the limit is 0.088.
 TRIAL_STD: Final = 0.02
 
 
@@ -100,7 +100,7 @@ def choose_route(crowd: CrowdModel) -> str | None:
 
 @contextmanager
 def _random_agents(crowd: CrowdModel) -> Iterator[None]:
-    """Give the agents random weights for the trial: with B = 0 a mix-up of adapters would change nothing."""
+    """Give the agents random weights inside: with B = 0 a mix-up of adapters would change nothing."""
     weights = crowd.agents.weights
     kept, generator = weights.clone(), torch.Generator().manual_seed(0)
     weights.copy_(torch.randn(kept.shape, generator=generator) * TRIAL_STD)
@@ -112,7 +112,7 @@ def _random_agents(crowd: CrowdModel) -> Iterator[None]:
 
 
 def _reference(crowd: CrowdModel, batch: Batch) -> Tensor:
-    """Logits [K, N, V] of the model's own forward pass, for each agent and each row separately."""
+    """The logits [K, N, V] of the model's own forward pass, for each agent and each row separately."""
     rows = [batch.input_ids[s:e][None] for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
     logits = []
     for k in range(crowd.num_agents):
@@ -122,7 +122,7 @@ def _reference(crowd: CrowdModel, batch: Batch) -> Tensor:
 
 
 def _refuse_non_causal(crowd: CrowdModel, batch: Batch) -> None:
-    """Change the last token of a row, and refuse the base if logits before it change."""
+    """Change the last token of a row, and refuse the base if earlier logits change."""
     row = batch.input_ids[: batch.bounds[1]][None]
     other = row.clone()
     other[0, -1] = (other[0, -1] + 1) % crowd.model.get_input_embeddings().weight.shape[0]
@@ -158,12 +158,12 @@ def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
 
 @dataclass
 class CrowdOutput:
-    """What one fused pass returns.
+    """The result of one fused pass.
 
     Attributes:
         log_probs: [K, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
         states: [K, N, D] final hidden states, in packed order.
-        values: [K, R, n] the numbers of the agents' heads for each row, if they have heads and the rows are units;
+        values: [K, R, n] what the agents' heads compute for each row, if they have heads and the rows have labels;
             `log_probs` then is [K, 0].
     """
 
@@ -173,23 +173,23 @@ class CrowdOutput:
 
     @property
     def loss(self) -> Tensor:
-        """[] the sum over agents of the mean cross-entropy: the K terms that K separate runs would minimise."""
+        """The sum [] over agents of the mean cross-entropy, whose K terms K separate runs would minimise."""
         return -self.log_probs.mean(1).sum()
 
 
 @dataclass
 class AgentOutputs:
-    """What one fused pass over rows of each agent's own returns.
+    """The result of one fused pass over each agent's own rows.
 
     Attributes:
-        each: per agent an output with K = 1; None for an agent that has no row in the micro-batch.
+        each: per agent an output with K = 1; None for an agent without a row in the micro-batch.
     """
 
     each: tuple[CrowdOutput | None, ...]
 
     @property
     def loss(self) -> Tensor:
-        """[] the sum over agents of the mean cross-entropy of their rows."""
+        """The sum [] over agents of the mean cross-entropy of their rows."""
         return torch.stack([output.loss for output in self.each if output is not None]).sum()
 
 
@@ -224,7 +224,7 @@ class CrowdModel(nn.Module):
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     def detach(self) -> PreTrainedModel:
-        """The base by itself again, with its own layers and attention. The crowd cannot be used any more."""
+        """Restore the base's own layers and attention, and return it. The crowd cannot be used afterwards."""
         for name, layer in self.agents.layers.items():
             self.model.set_submodule(name, layer.base_layer)
         self.compute_fast(())
@@ -235,13 +235,13 @@ class CrowdModel(nn.Module):
 
     @property
     def route(self) -> Route:
-        """How rows go through the base: "packed" end to end, or "padded" side by side in a rectangle."""
+        """The layout of rows in the base: "packed" end to end, or "padded" side by side in a rectangle."""
         return self._route
 
     @route.setter
     def route(self, route: Route) -> None:
-        # The setting outlives the forward pass, because activation checkpointing runs the layers again in the
-        # backward pass, and they must then take the same attention.
+        # The setting outlives the forward pass, because activation checkpointing recomputes the layers in the backward
+        # pass, with the same attention.
         self._route = route
         self.model.config._attn_implementation = name_of(self.attention) if self.is_packed else self._native_attention
 
@@ -251,7 +251,7 @@ class CrowdModel(nn.Module):
         return self._route == "packed"
 
     def choose_attention(self) -> str:
-        """On a GPU, take the way of attention that is right and fastest there; returns a line about it."""
+        """Take the fastest way of attention that is right on this GPU; returns a line about it."""
         config, like = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
         self.attention, said = choose_way(config, self.device, compute_dtype(like))
         self.route = self._route
@@ -262,10 +262,11 @@ class CrowdModel(nn.Module):
         return 1 if self.agents.reading.agent == NOBODY else self.settings.num_agents
 
     def replace_agents(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
-        """Go on with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
+        """Continue with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
         self.agents = self.agents.with_agents_from(settings, sources)
         self.settings, self.names, self.heads = settings, [*names], self.agents.heads
-        if (old := self.start) is not None:
+        old = self.start
+        if old is not None:
             self.start = self.agents.weights.clone()
             for own, size, source in zip(self.start, self.agents.sizes, sources, strict=True):
                 if source is not None:
@@ -295,9 +296,9 @@ class CrowdModel(nn.Module):
     @overload
     def forward(self, batch: AgentBatches) -> AgentOutputs: ...
     def forward(self, batch: Batch | AgentBatches) -> CrowdOutput | AgentOutputs:
-        """Run one fused pass over the packed rows of `batch`, which are those of all agents or of each its own."""
+        """Run one fused pass over the rows of `batch`, which all agents read, or over each agent's own rows."""
         if self.training:
-            self.agents.draw_masks_of_pass()
+            self.agents.drawn.draw_masks_of_pass()
         if isinstance(batch, Batch):
             return self._output(self.states(batch), batch, self.agents.reading.agent or 0)
         found = enumerate(zip(self._passes.states_of_each(batch), batch.each, strict=True))
@@ -306,12 +307,12 @@ class CrowdModel(nn.Module):
     def parts(self, batch: Batch | AgentBatches) -> list[passes.Part]:
         """The passes that a micro-batch takes: one for all agents, or one for each (`agents.pass_per_agent`).
 
-        For each of them call the crowd with its `rows`, and go backward, inside of its `reading()`.
+        For each part, call the crowd with its `rows` and run the backward pass, both inside its `reading()`.
         """
         return self._passes.parts(batch)
 
     def _output(self, states: Tensor, batch: Batch, first: int) -> CrowdOutput:
-        """What agents `first`, `first + 1`, ... make of their states."""
+        """The output of agents `first`, `first + 1`, ... for their states [k, N, D]."""
         if self.settings.outputs and batch.labels is not None:
             values = self.agents.values(states[:, batch.last_tokens], first, training=self.training)
             return CrowdOutput(states[:, :0, 0].float(), states, values)
@@ -324,11 +325,11 @@ class CrowdModel(nn.Module):
 
     @torch.no_grad()
     def reference(self, batch: Batch, agent: int | None = None) -> Tensor:
-        """Log-probability of every target under what the agents are compared with.
+        """The reference log-probability of every target, with which the agents are compared.
 
         Returns:
-            [1, S] under the base without agents, once for the passes of all of them; or where agents are compared with
-            their `start`, under that of each, [K, S], or of the one that the rows are of.
+            [1, S] under the base without agents, computed once for the passes of all agents. If agents are compared
+            with their `start`: [K, S] under the start of each, or [1, S] of the only agent.
         """
         if self.start is not None:
             return self._under_start(self.start, batch, agent)
@@ -342,8 +343,8 @@ class CrowdModel(nn.Module):
         return found
 
     def _under_start(self, start: Tensor, batch: Batch, agent: int | None) -> Tensor:
-        """[K, S], or [1, S] of one agent, under the weights with which agents began, without dropout and noise."""
-        weights = self.agents.weights.data  # autograd shall not see that they change
+        """`reference` under the weights with which agents began, without dropout and noise."""
+        weights = self.agents.weights.data  # so that autograd does not see the change
         own = weights.clone()
         try:
             weights.copy_(start)
@@ -369,16 +370,16 @@ class CrowdModel(nn.Module):
         )
 
     def compute_fast(self, parts: Sequence[str]) -> None:
-        """Let these parts of `ci_llm.lora.kernels` be computed fast, and no others.
+        """Compute these parts of `ci_llm.lora.kernels` by fast kernels, and no others.
 
-        What they give is for a trial to say first: see `ci_llm/run/one_layer.py`.
+        A trial must have approved them; see `ci_llm/run/one_layer.py`.
         """
         kernels.take(self.model, self.agents, parts, self._kinds)
         self.fast = tuple(parts)
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """The family's own code inside on whole rows, as a saved crowd has when it is opened; afterwards all again."""
+        """Use the family's own code and whole rows inside, as a newly opened crowd does."""
         fast, shares = self.fast, self.shares_prompts
         self.compute_fast(())
         self.shares_prompts = False
@@ -389,14 +390,14 @@ class CrowdModel(nn.Module):
             self.shares_prompts = shares
 
     def gradient_checkpointing_enable(self) -> None:
-        """Keep only the inputs of the base's layers, and compute the rest again in the backward pass."""
+        """Switch activation checkpointing of the base's layers on."""
         passes.recompute_layers(self.model, self.agents)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode inside; training mode afterwards, if it was before."""
         training = self.training
-        if training:  # else this is a walk over all modules for nothing, at every token of a decoder
+        if training:  # the walk over all modules would cost a decoder time at every token
             self.eval()
         try:
             yield
@@ -406,7 +407,7 @@ class CrowdModel(nn.Module):
 
     @contextmanager
     def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:
-        """Give the plain model, with its own attention and with the adapter of `agent` active for every row."""
+        """Yield the plain model with its own attention, and with the adapter of `agent` active for every row."""
         config, route_attention = self.model.config, self.model.config._attn_implementation
         config._attn_implementation = self._native_attention
         try:
@@ -417,7 +418,7 @@ class CrowdModel(nn.Module):
 
     @contextmanager
     def without_agents(self) -> Iterator[None]:
-        """Let what scores or asks this crowd meet its base alone: a crowd of one, whose agent adapts nothing."""
+        """Make the crowd act as its base alone inside: a crowd of one agent that adapts nothing."""
         learned, self.learned = self.learned, None
         try:
             with self.agents.reading.of(NOBODY):
@@ -431,7 +432,7 @@ class CrowdModel(nn.Module):
 
     @torch.no_grad()
     def share_prompts(self) -> str | None:
-        """Compute what the rows of a unit begin with once from now on, where the states of a short batch stay the same.
+        """Compute the common beginning of a unit's rows once from now on, if a trial gives the same states.
 
         Returns:
             why not, or None.
@@ -480,16 +481,16 @@ class CrowdModel(nn.Module):
 
     @property
     def _head_facts(self) -> dict[str, Any]:
-        """What the heads read, and the names of the classes, as Transformers writes them."""
+        """The facts about heads in `meta`: what they read, and the names of the classes as in Transformers."""
         named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
         return {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
 
     def know_heads(self, facts: Mapping[str, Any]) -> None:
-        """Take what `meta` says about the heads of a saved crowd; nothing, if it has none."""
+        """Set the attributes of heads from the facts in `meta` of a saved crowd, which may be empty."""
         self.classes, self.reads_pairs = class_names(facts), facts.get("reads") == "pairs"
 
     def adapter_files(self) -> dict[str, Any]:
-        """Every agent in PEFT's layout: file names without their endings -> tensors or JSON."""
+        """Every agent in PEFT's layout: file names without endings -> tensors or JSON."""
         kinds = [adapter_config(self.model, self.agents, k, self.base_name) for k in range(len(self.settings.kinds()))]
         files: dict[str, Any] = {}
         for k, name in enumerate(self.names):

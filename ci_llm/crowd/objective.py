@@ -29,12 +29,12 @@ class StepLoss:
     """The loss of one micro-batch, in nats, summed over its targets.
 
     Attributes:
-        total: [] what the backward pass begins with.
-        task: [K] cross-entropy of each agent, for the log.
+        total: [] the loss for the backward pass.
+        task: [K] the cross-entropy of each agent, for the log.
         diversity: [] the diversity term times S, for the log.
-        targets: [K] the targets of each agent, if agents have rows of their own; empty: all have those of the batch.
-        log_probs: [1, S] those of the only agent of a pass, detached; None: the pass was one of all agents.
-        metrics: [K, M, 2] sum and count of what the objective measures, by its `metric_names`; None: nothing.
+        targets: [K] how many targets each agent has, if agents have rows of their own; otherwise empty.
+        log_probs: [1, S] the log-probabilities of the only agent of a pass, detached; None in a pass of all agents.
+        metrics: [K, M, 2] sum and count of each of the objective's `metric_names`; None if it has none.
     """
 
     total: Tensor
@@ -51,12 +51,12 @@ class Objective:
 
     Args:
         diversity: a module of `ci_llm.crowd.diversity`: none, joint, swd or swd_raw.
-        weight: of the term; without effect for `none`.
-        projections: random directions of the sliced Wasserstein distance.
-        representation: the point of a row that it compares: last_token, first_token or mean.
-        seed: of the directions.
-        bootstrap: [K] what keys the row weights of an agent that draws them, None for an agent that weighs all rows
-            alike; empty if all do. Weights change what is learned, and not the losses that are reported.
+        weight: the weight of the term; without effect for `none`.
+        projections: how many random directions the sliced Wasserstein distance has.
+        representation: the state that stands for a row in this distance: last_token, first_token or mean.
+        seed: the seed of the directions.
+        bootstrap: [K] the key of an agent's random row weights, None for an agent that weighs all rows the same; empty
+            if all agents do. Weights change what is learned, and not the reported losses.
     """
 
     diversity: str = "none"
@@ -69,17 +69,17 @@ class Objective:
 
     @staticmethod
     def count(batch: Batch | AgentBatches) -> int:
-        """What divides the sums of a micro-batch in a mean: its targets."""
+        """The number of targets, by which sums over a micro-batch become means."""
         return batch.num_targets
 
     def __call__(
         self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int, agent: int | None = None
     ) -> StepLoss:
-        """The loss of one micro-batch; where agents have rows of their own, what each has alone, added up.
+        """The loss of one micro-batch; for agents with rows of their own, the sum of their losses alone.
 
         Args:
             step: the optimizer step, which keys the random directions.
-            agent: the only one that the output is of, in a pass of its own; `together` joins these.
+            agent: the only agent of the pass; None for a pass of all agents. `together` joins the losses of passes.
 
         Raises:
             BadInput: there is no such diversity form, or it compares agents that take passes or rows of their own.
@@ -104,10 +104,10 @@ class Objective:
     def together(
         self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch | AgentBatches, step: int
     ) -> StepLoss:
-        """The losses of all passes of a micro-batch as one.
+        """Join the losses of all passes of a micro-batch.
 
         Args:
-            parts: agent and loss of every pass; where it was one of all agents, the only one.
+            parts: the agent and the loss of every pass; agent None in the only part for a pass of all agents.
             batch: the whole micro-batch.
         """
         first, loss = parts[0]
@@ -137,7 +137,7 @@ class Objective:
         return find_form(self.diversity).term(inputs)
 
     def _of_one(self, output: CrowdOutput, batch: Batch, agent: int) -> StepLoss:
-        """What one agent has alone."""
+        """The loss of one agent's pass."""
         if find_form(self.diversity).rewarded:
             raise BadInput(
                 f"diversity {self.diversity} has gradients through all agents, in one pass over the same rows",
@@ -151,7 +151,7 @@ class Objective:
 
 
 def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | None]) -> Tensor:
-    """[] the summed cross-entropy of agents [K, S] with every row's weight for every agent.
+    """The summed cross-entropy [] of agents [K, S], with every row's weight for every agent.
 
     Args:
         keys: see `Objective.bootstrap`.
@@ -161,16 +161,15 @@ def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | 
 
 
 def bootstrap_weights(keys: Sequence[tuple[int, int] | None], rows: Sequence[int]) -> Tensor:
-    """Weights of rows that each agent draws for itself, once for the whole run: exponential with mean 1.
+    """Row weights that each agent draws for itself, once for the whole run: exponential with mean 1.
 
-    This is the Bayesian bootstrap: an agent that is trained with such weights is one draw of the distribution of agents
-    that the data allow (Rubin, "The Bayesian Bootstrap", 1981; Newton and Raftery, 1994). A weight depends on the
-    agent's seed and the number of the row, and on nothing else: it is the same in every epoch, on any number of
-    processes and after a resume.
+    This is the Bayesian bootstrap: an agent trained with such weights is a sample from the posterior distribution of
+    agents (Rubin, "The Bayesian Bootstrap", 1981; Newton and Raftery, 1994). A weight depends only on the agent's key
+    and the number of the row: it is the same in every epoch, on any number of processes and after a resume.
 
     Args:
-        keys: [K] seed and index of the agents that draw; None for the others, whose weights are 1.
-        rows: [B] numbers of the rows in the data set.
+        keys: [K] seed and index of the agents that draw weights; None for the others, whose weights are 1.
+        rows: [B] the numbers of the rows in the data set.
 
     Returns:
         [K, B] fp64.

@@ -1,11 +1,11 @@
-"""Generation by Transformers' own `generate`, for bases that do not read packed rows, and for whoever asks for it.
+"""Generation by Transformers' own `generate`, for bases that do not read packed rows, or by CI_LLM_GENERATE.
 
-Every prompt stands in the batch once per agent, agent-major, as the stacked adapters expect it; where agents also
-answer alone, or vote, once more for each of these texts. Transformers manages cache, positions and padding for every
-family. A logits processor replaces the K distributions of a row by the token that the crowd chose, so that all K copies
-of the row continue with the same text. A batch ends with its longest text.
+Every prompt is in the batch once per agent, agent-major as the stacked adapters expect, and once more for each text
+that an agent writes alone. Transformers manages cache, positions and padding for every family. A logits processor
+replaces the K distributions of a row by the token that the crowd chose, so that all K copies of the row continue with
+the same text. A batch ends with its longest text.
 
-Legend: K agents, F rows of each that are its own, S rows of the crowd, T tokens, V vocabulary.
+Legend: K agents, F rows that each agent writes alone, S rows of the crowd, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ci_llm.lora.passes import distance, dtypes_of, tolerance
 
 @contextmanager
 def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
-    """Evaluation mode and padded rows: packed attention has no cache of keys and values; the model's own has."""
+    """Evaluation mode and padded rows inside, because only the model's own attention has a cache."""
     route, crowd.route = crowd.route, "padded"
     try:
         with crowd.evaluating():
@@ -44,10 +44,10 @@ def write_batch(
     stop: Callable[[], bool],
     is_over: Callable[[TokenIds], bool] | None,
 ) -> None:
-    """Write the texts of a batch of requests, of which every agent has as many as any other.
+    """Write the texts of a batch of requests, of which every agent has the same number.
 
     Args:
-        agent: writes alone, as a crowd of one.
+        agent: the only writer, as a crowd of one; None for the crowd.
         stop, is_over: as in `Wanted`.
     """
     model = crowd.model
@@ -59,7 +59,7 @@ def write_batch(
     free, open_ = free_positions(model, prompts), [*requests]
 
     def choice(_: Tensor, scores: Tensor) -> Tensor:
-        """[K·(F + S), V] logits -> the same shape, with 0 at the token of each row and -inf elsewhere."""
+        """Logits [K·(F + S), V] in the same shape, with 0 at the chosen token of each row and -inf elsewhere."""
         logits, tokens = scores.unflatten(0, (len(own), -1)), dict[Request, int]()
         of_agents, of_crowd = logits[:, : len(own[0])].flatten(0, 1)[None], logits[:, len(own[0]) :]
         for asked, given in (([*chain(*own)], of_agents), (shared, of_crowd)):
@@ -71,7 +71,7 @@ def write_batch(
         return torch.full_like(scores, float("-inf")).scatter_(-1, chosen, 0.0)
 
     def have_ended(ids: Tensor, _: Tensor, **__: object) -> Tensor:
-        """Whether all texts have, for every row."""
+        """Whether all texts have ended, once for every row."""
         over = [each for each in open_ if each.finish is not None or (is_over and is_over(each.tokens))]
         open_[:] = [request for request in open_ if request not in over]
         return torch.full((len(ids),), stop() or not open_, device=ids.device)
@@ -102,7 +102,7 @@ def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -
 
 
 def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
-    """Logits [V] of the second new token of the first row, which depend on a full pass and on a pass over the cache."""
+    """The logits [V] of the first row's second new token, which depend on a full pass and on one with the cache."""
     ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
     wanted = GenerationConfig(
         max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
@@ -114,7 +114,7 @@ def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], p
 
 @contextmanager
 def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the base's own generation settings: Transformers fills every value that is not given from them."""
+    """Hide the base's generation settings inside, because Transformers takes every missing value from them."""
     kept, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -123,7 +123,7 @@ def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, each [R, T]; pads stand to the left, so that all rows end at the same column."""
+    """Ids and attention mask, each [R, T]; pads are on the left, so that all rows end at the same column."""
     length = max(map(len, rows))
     ids = torch.full((len(rows), length), pad_id)
     mask = torch.zeros_like(ids)

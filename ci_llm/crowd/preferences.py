@@ -1,9 +1,7 @@
-"""The loss of a micro-batch of pairs, rated or labelled rows: what the passes of agents and base found, given to an
-objective.
+"""The loss of a micro-batch of pairs, rated or labelled rows, by an objective and the passes of agents and base.
 
-As in `ci_llm.crowd.objective`, losses are SUMS, here over units (pairs, or rows), and nothing is communicated.
-What concerns the whole step is given: `StepFacts`. So a mean does not depend on micro-batches, accumulation or
-processes.
+As in `ci_llm.crowd.objective`, losses are SUMS, here over units (pairs or rows), and nothing is communicated. Facts
+about the whole step are given (`StepFacts`). So a mean does not depend on micro-batches, accumulation or processes.
 
 Legend: K agents, U units, R rows (of a pair two), S targets.
 """
@@ -25,10 +23,10 @@ from ci_llm.objectives import Evidence, Metrics, Objective, for_agent, pairs
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What an objective has to know of the whole step.
+    """The facts about the whole step that an objective needs.
 
     Attributes:
-        nll_shares: [K] units for each token of the next-token loss; empty: nothing learns these.
+        nll_shares: [K] units per token of the next-token loss; empty if the objective does not use that loss.
         kl: [K, 1] see `Evidence.kl`.
     """
 
@@ -38,13 +36,13 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Preferences:
-    """An objective as the loop uses one.
+    """An objective in the form that the loop uses.
 
     Args:
-        objective: with the settings of all agents.
-        crowd: its base alone is the reference, or its start.
+        objective: the objective, with the settings of all agents.
+        crowd: the crowd, whose base alone or start is the reference.
         bootstrap: see `ci_llm.crowd.objective.Objective`.
-        facts: of the step.
+        facts: the facts about the step.
     """
 
     objective: Objective
@@ -54,7 +52,7 @@ class Preferences:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Those of TRL, and what the objective adds."""
+        """The names of TRL's metrics, and of those that the objective adds."""
         needs, kinds = self.objective.needs, ["rewards"] if self.objective.needs.head else ["rewards", "logps"]
         judged = [f"{kind}/{side}" for kind in kinds for side in ("chosen", "rejected")]
         names = {
@@ -67,7 +65,7 @@ class Preferences:
 
     @staticmethod
     def count(batch: Batch | AgentBatches) -> int:
-        """What divides the sums of a micro-batch in a mean: its units."""
+        """The number of units, by which sums over a micro-batch become means."""
         present = batch.present if isinstance(batch, AgentBatches) else [batch]
         return sum(own.num_units for own in present)
 
@@ -86,7 +84,7 @@ class Preferences:
     def together(
         self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch | AgentBatches, step: int
     ) -> StepLoss:
-        """The losses of all passes of a micro-batch as one; step has no meaning here."""
+        """Join the losses of all passes of a micro-batch; `batch` and `step` are unused here."""
         first, loss = parts[0]
         if first is None:
             return loss
@@ -123,10 +121,11 @@ class Preferences:
         )
 
     def evidence(self, output: CrowdOutput, batch: Batch, agent: int | None = None) -> Evidence:
-        """What was found about the rows of a micro-batch.
+        """The evidence about the rows of a micro-batch.
 
         Args:
-            output: of all agents, or of one.
+            output: the output of all agents, or of one.
+            agent: the only agent; None for all.
         """
         needs, part = self.objective.needs, slice(None) if agent is None else slice(agent, agent + 1)
         labels, answered = batch.labels, batch.answered
@@ -155,17 +154,17 @@ class Preferences:
         return replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
 
 
-#: What a run trains by.
+#: The objective of a run.
 TrainedObjective = NextToken | Preferences
 
 
 def row_sums(values: Tensor, batch: Batch) -> Tensor:
-    """[K, S] of targets -> [K, R] fp64 of rows. Row by row, because `index_add` has no fixed order on a GPU."""
+    """Sum values [K, S] of targets to [K, R] fp64 of rows, row by row, as `index_add` has no fixed order on a GPU."""
     return torch.stack([part.double().sum(-1) for part in values.split(list(batch.target_counts), dim=-1)], dim=-1)
 
 
 def _measured(objective: Objective, e: Evidence) -> Metrics:
-    """Sum [K] and count of what is measured, by the names of `Preferences.metric_names`."""
+    """The sum [K] and the count of every metric in `Preferences.metric_names`, by name."""
     found: dict[str, tuple[Tensor, Tensor | float]] = {**objective.metrics(e)}
     if e.nll is not None and e.nll_tokens is not None:
         found["nll_loss"] = e.nll.sum(1), e.nll_tokens.sum()

@@ -52,18 +52,19 @@ class Pretrained:
     """The parts of a saved crowd.
 
     Attributes:
-        source: as it was given, for messages.
-        base: found and loaded, with the fingerprint that the checkpoint recorded.
+        source: the source as it was given, for messages.
+        base: the loaded base, whose fingerprint is the recorded one.
         settings: the settings of the agents.
-        names: the names of their folders.
+        names: the names of the agents' folders.
         agents: K dicts of tensors by PEFT's names.
         configs: K contents of `adapter_config.json`, which name the base that was opened.
-        prompter: with the tokenizer and the form of prompts of the training.
-        common_start: whether all agents began with the same weights, as far as it is on record.
+        prompter: the prompter with the tokenizer and the form of prompts of the training.
+        meta: the content of `ci_llm_meta_config.json`; see `CrowdModel.meta`.
+        common_start: whether all agents began with the same weights, as far as it is recorded.
         step: the optimizer steps taken; 0 for agents that no run has trained.
-        run_config: `config.yaml` of the run that trained them; None if no run did.
+        run_config: `config.yaml` of the run that trained the agents; None if no run did.
         calibration: the calibration of exactly these agents; None if there is none.
-        weights: fingerprint of agents and base.
+        weights: the fingerprint of agents and base.
     """
 
     source: str
@@ -82,7 +83,7 @@ class Pretrained:
 
     @property
     def learned(self) -> Learned | None:
-        """What aggregators with learned weights take."""
+        """The numbers for aggregators with learned weights."""
         return None if self.calibration is None else self.calibration.learned
 
 
@@ -92,9 +93,9 @@ def open_pretrained(
     """Read a crowd from a committed checkpoint. Other parts of the checkpoint, such as the optimizer, are not read.
 
     Args:
-        source: a checkpoint, or the folder of a run: its `final_checkpoint`, or else its newest step; or the URL of
-            a mirror; or a model on the hub, as a string `user/name` that is not a folder here.
-        device: where the base goes; by default CUDA if there is one, otherwise the CPU.
+        source: a checkpoint; the folder of a run, for its `final_checkpoint` or its newest step; the URL of a mirror;
+            or a model on the hub, as a string `user/name` that is not a folder here.
+        device: the device of the base; by default CUDA if there is one, otherwise the CPU.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
     Raises:
@@ -109,7 +110,7 @@ def open_pretrained(
         calibration, meta = read_calibration(folder, state.get(CALIBRATION)), state[META]
         run_config = state["config.yaml"].decode() if "config.yaml" in state else None
         base = _base(meta, str(source), device, base_model or _gguf_file(meta, run_config))
-        tokenizer = _tokenizer(folder, base)
+        tokenizer = _own_tokenizer(folder) or base.tokenizer
     lora = meta["lora"]
     settings = LoraSettings.from_dict(lora)
     names = names_of_agents(meta)
@@ -131,9 +132,9 @@ def open_pretrained(
 
 
 def open_wording(source: Path | str, base_model: str | None) -> tuple[Prompter, list[str]]:
-    """The prompter of a saved crowd, and the names of its agents: what is needed where another program runs them.
+    """The prompter of a saved crowd and the names of its agents, for use where another program runs the agents.
 
-    The base is opened only if the checkpoint has no tokenizer of its own.
+    The base is opened only if the checkpoint does not have a tokenizer.
 
     Raises:
         BadInput, DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
@@ -142,24 +143,32 @@ def open_wording(source: Path | str, base_model: str | None) -> tuple[Prompter, 
         folder = require_checkpoint(place, str(source), final_first=True)
         _, state = _verified(folder, source)
         meta = state[META]
-        if (folder / "tokenizer").is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-        else:
-            tokenizer = _base(meta, str(source), "cpu", base_model).tokenizer
+        tokenizer = _own_tokenizer(folder) or _base(meta, str(source), "cpu", base_model).tokenizer
     return Prompter(tokenizer, meta["prompt_form"]), names_of_agents(meta)
 
 
 def open_base(name: str, device: torch.device | str | None = None) -> Pretrained:
-    """A base alone, asked and scored as a crowd is: it has no agents, and one adapter that changes nothing.
+    """A base alone in the form of a saved crowd: without agents, and with one adapter that changes nothing.
 
     Raises:
         ModelError: the base is not found, or cannot be used.
     """
     base = load_base(name, None, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    nobody: Any = {"names": [], "agents": [], "configs": [], "meta": {"num_agents": 0}, "common_start": True}
-    about: Any = {"step": 0, "run_config": None, "calibration": None, "weights": base.fingerprint}
-    settings, prompter = LoraSettings(num_agents=1, rank=1), Prompter(base.tokenizer)
-    return Pretrained(name, base, settings, prompter=prompter, **nobody, **about)
+    return Pretrained(
+        source=name,
+        base=base,
+        settings=LoraSettings(num_agents=1, rank=1),
+        names=[],
+        agents=[],
+        configs=[],
+        prompter=Prompter(base.tokenizer),
+        meta={"num_agents": 0},
+        common_start=True,
+        step=0,
+        run_config=None,
+        calibration=None,
+        weights=base.fingerprint,
+    )
 
 
 def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
@@ -172,7 +181,7 @@ def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
 
 
 def given_names(meta: Mapping[str, Any]) -> list[str]:
-    """The names of the agents of a saved crowd for people: those that the run gave them, or those of their folders.
+    """The names of a saved crowd's agents for people: the names that the run gave them, or those of their folders.
 
     Args:
         meta: `Crowd.meta` of a checkpoint, with `agents` if they had settings of their own.
@@ -182,9 +191,9 @@ def given_names(meta: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def located(source: Path | str) -> Iterator[Path]:
-    """The folder that a source means.
+    """Yield the folder that a source means.
 
-    The hub's cache is a folder of links. A checkpoint holds none, so a crowd from there is read as a copy.
+    A crowd on the hub is copied, because the hub's cache holds links, which a checkpoint must not hold.
     """
     if isinstance(source, str) and is_url(source):
         yield local_copy(source, source, final_first=True)
@@ -198,10 +207,11 @@ def located(source: Path | str) -> Iterator[Path]:
 
 
 def _verified(folder: Path, source: Path | str) -> tuple[Manifest, dict[str, Any]]:
-    """The manifest, and the keys of the checkpoint that a crowd is built from; every byte is compared with it.
+    """The manifest, and the verified content of those keys of the checkpoint that a crowd is built from.
 
     Raises:
-        ForeignCheckpoint: it holds no crowd. DamagedCheckpoint.
+        ForeignCheckpoint: the checkpoint does not hold a crowd.
+        DamagedCheckpoint: a file differs from its digest in the manifest.
     """
     manifest = read_manifest(folder)
     forms = {key: form for key, form in manifest.forms.items() if _is_of_crowd(key)}
@@ -246,34 +256,32 @@ def _base(meta: Mapping[str, Any], where: str, device: torch.device | str | None
     return base
 
 
-def _tokenizer(folder: Path, base: Base) -> PreTrainedTokenizerBase:
+def _own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a checkpoint; None if there is none."""
     saved = folder / "tokenizer"
-    if not saved.is_dir():
-        return base.tokenizer
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(saved, trust_remote_code=False)
-    return tokenizer
+    return AutoTokenizer.from_pretrained(saved, trust_remote_code=False) if saved.is_dir() else None
 
 
 def weights_fingerprint(manifest: Manifest) -> str:
-    """A fingerprint of agents and base: the same for a final checkpoint and the step that it was made of."""
+    """The fingerprint of agents and base, which is the same for a final checkpoint and the step it was made of."""
     names = sorted(n for n in manifest.files if n.endswith("/adapter_model.safetensors") or n.startswith(META))
     found = [[name, manifest.files[name].digest] for name in names]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(found).encode()))
 
 
 def calibration_path(folder: Path) -> Path | None:
-    """Where the calibration of a checkpoint is kept: in the folder of the run; None for a folder of another program.
+    """The path of a checkpoint's calibration in the folder of its run; None for a folder outside of a run.
 
-    The files of a checkpoint are fixed; those of a crowd that was saved or exported hold its calibration themselves.
+    The files of a checkpoint are fixed. A saved or exported crowd holds its calibration itself.
     """
     return folder.absolute().parent / f"{CALIBRATION}.json" if is_named_checkpoint(folder) else None
 
 
 def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Calibration | None:
-    """The calibration of the agents in a checkpoint; None if there is none, or one of other agents.
+    """The calibration of the agents in a checkpoint; None if there is none, or it is of other agents.
 
     Args:
-        own: what the checkpoint itself holds.
+        own: the calibration in the checkpoint itself, if any.
     """
     path = calibration_path(folder)
     if own is not None or path is None or not path.is_file():
@@ -307,14 +315,14 @@ def write_crowd(
     calibration: Calibration | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> None:
-    """Commit a folder that `open_pretrained` opens, and plain PEFT its agents.
+    """Commit a folder that `open_pretrained` opens, and whose agents plain PEFT opens.
 
     Args:
         agents: `agent<k>/adapter_model` -> tensors, `agent<k>/adapter_config` -> values.
         meta: see `Crowd.meta`.
-        tokenizer: file name -> content; it goes beside every agent too, so that each can be used alone.
-        card: README.md.
-        info: `info` of the manifest; None: these agents were saved for use.
+        tokenizer: file name -> content; it is also written beside every agent, so that each can be used alone.
+        card: the content of README.md.
+        info: `info` of the manifest; None for agents saved for use.
 
     Raises:
         ModelError: the folder exists. CheckpointError: it cannot be written.
@@ -329,7 +337,7 @@ def write_crowd(
 
 
 def require_free(folder: Path) -> None:
-    """Refuse a path that something has already, a link to nothing included.
+    """Refuse a path that exists, even as a broken link.
 
     Raises:
         ModelError: it exists.

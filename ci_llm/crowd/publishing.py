@@ -1,9 +1,9 @@
-"""The result of a run published on the Hugging Face Hub: its agents, with the card that says how to use them.
+"""The publication of a run's agents on the Hugging Face Hub, with the card that says how to use them.
 
-What goes there is what `Crowd.from_pretrained("user/name")` reads, the card, and the tokenizers of the agents. The
-moments of the optimizer stay. The hub takes a commit as a whole or not at all, and knows files that it has got; so a
-push that was interrupted is called again, and resumes. A later push replaces an earlier one: the same commit deletes
-what the earlier crowd had and this one has not, such as a fifth agent. Other files of the repository stay.
+It uploads the files that `Crowd.from_pretrained("user/name")` reads, the card, and the agents' tokenizers, but not the
+optimizer's state. The hub takes a commit as a whole or not at all, and knows the files that it has; so an interrupted
+push resumes when it is called again. A later push replaces an earlier one: its commit deletes files of the earlier
+crowd that the new one does not have, such as a fifth agent. Other files of the repository stay.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 PREFIX: Final = "hub:"
 PUBLISHED: Final = (*FILES, "README.md", "agent*/tokenizer*", "agent*/chat_template.jinja")
 MERGED: Final = "merged"
-#: What a push replaces as a whole.
+#: The files that a push replaces.
 REPLACED: Final = (*PUBLISHED, f"{MERGED}/*")
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published.
+    """A finished publication.
 
     Attributes:
-        repository: as `user/name`.
-        url: for people.
+        repository: `user/name`.
+        url: the address for people.
         private: whether others cannot see it.
+        files: how many files were published.
     """
 
     repository: str
@@ -53,19 +54,21 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
     """Publish the `final_checkpoint` of a run; call it again if it was interrupted.
 
     Args:
-        to: `user/name`, or `name` for an own repository; None: the name of the run's folder.
-        private: whether a repository that is made now is private; one that exists stays what it is.
-        merge: one adapter made of all agents, published beside them in the folder `merged`.
+        to: `user/name`, or `name` for a repository of one's own; None takes the name of the run's folder.
+        private: whether a new repository is private; an existing one stays as it is.
+        merge: a merge of all agents to publish beside them in the folder `merged`.
 
     Raises:
-        BadInput: there is no final checkpoint, no login, or the hub refuses. DamagedCheckpoint.
+        BadInput: there is no final checkpoint, no login, or the hub refuses.
+        DamagedCheckpoint: a file differs from its digest in the manifest.
         CheckpointError: the hub does not answer.
     """
     from huggingface_hub import HfApi
 
     folder = _final(run)
     verify_folder(folder)
-    if (why := why_unreachable()) is not None:
+    why = why_unreachable()
+    if why is not None:
         raise CheckpointError(f"the hub cannot be reached: {why}", where=to or run.name, hint="call it again later")
     hub, asked, manifest = HfApi(library_name="ci-llm"), _asked_for(run, to), read_manifest(folder)
     with TemporaryDirectory() as scratch:
@@ -91,7 +94,7 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
 
 
 def is_published(run: Path, to: str | None) -> bool:
-    """Whether the `final_checkpoint` is known to be published there, as it is now; for arguments see `publish`."""
+    """Whether the present `final_checkpoint` is recorded as published there; for arguments see `publish`."""
     known = last_push(run)
     return known is not None and known.has(weights_fingerprint(read_manifest(_final(run))), _asked_for(run, to))
 
@@ -111,21 +114,28 @@ def _final(run: Path) -> Path:
 def _write_merged(run: Path, merge: Merge, target: Path) -> None:
     from ci_llm.crowd.exporting import prepare
 
-    prepared = prepare(str(run), agent=None, merge=merge, base_model=None)
+    prepared = prepare(str(run), merge=merge)
     prepared.write(target, prepared.scores() if prepared.can_be_scored else None)
 
 
 @contextmanager
 def _asking(repository: str) -> Iterator[None]:
-    """The hub, with the errors that people can do something about."""
+    """Translate the hub's errors inside into those of this package.
+
+    Raises:
+        BadInput: the hub refuses. CheckpointError: it does not answer.
+    """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-    # Its base class is the HTTPError of httpx or httpx2, whichever the library uses: no answer came. An upload that was
-    # broken off is a RuntimeError, and an answer of its storage that says so a ValueError.
     where = f"{PREFIX}{repository}"
+    # The base class of HfHubHTTPError is the HTTPError of httpx or httpx2, whichever the library uses, for a missing
+    # answer. A broken upload raises RuntimeError, or ValueError if the hub's storage reports it.
     failing: tuple[type[Exception], ...] = (
-        *(HfHubHTTPError, *HfHubHTTPError.__bases__),
-        *(OSError, RuntimeError, ValueError),
+        HfHubHTTPError,
+        *HfHubHTTPError.__bases__,
+        OSError,
+        RuntimeError,
+        ValueError,
     )
     try:
         yield

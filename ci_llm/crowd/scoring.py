@@ -1,8 +1,8 @@
-"""The scores of each agent and of the crowd: of whole solutions by teacher forcing, of heads, and of generated answers.
+"""The scores of each agent and of the crowd: teacher-forced solutions, heads, and generated answers.
 
 In teacher forcing, exact match means that every token of the reference solution is the most probable one given the
-tokens before it. Greedy decoding would then reproduce the whole solution. For the crowd, the most probable token is
-that of the aggregated distribution.
+tokens before it, so that greedy decoding would reproduce the solution. The crowd's most probable token is that of the
+aggregated distribution.
 
 Legend: K agents, S targets, V vocabulary, n rows or questions.
 """
@@ -38,15 +38,15 @@ from ci_llm.data.units import Unit
 
 @dataclass(frozen=True)
 class Scores:
-    """What each of n rows scored; index K stands for the crowd.
+    """The scores of n rows; index K stands for the crowd.
 
     Attributes:
-        right: [K+1, n] bool, exact match; of heads the right class, or the right order of a pair.
-        nll: [K+1, n] fp64, nats summed over the targets of the row; of heads what the row costs.
-        tokens: [n] int64, targets of the row; of heads 1.
-        own: per agent the rows that score it, if agents are evaluated on rows of their own; empty: all rows. The crowd
-            is scored by all rows.
-        judged: what was found about pairs, rated or labelled rows of the same data; None: an objective of single rows.
+        right: [K+1, n] bool, exact match; for heads whether the class, or the order of a pair, is right.
+        nll: [K+1, n] fp64, nats summed over the targets of the row; for heads the loss of the row.
+        tokens: [n] int64, the number of targets of the row; 1 for heads.
+        own: per agent the rows that score it, if agents are evaluated on rows of their own; empty if all rows score all
+            agents. All rows score the crowd.
+        judged: the judgement of pairs, rated or labelled rows of the same data; None for an objective of single rows.
     """
 
     right: Tensor
@@ -60,7 +60,7 @@ class Scores:
         """The rows of all parts, in order."""
         listed = list(parts)
         judged = [part.judged for part in listed if part.judged is not None]
-        # In one copy, which is the one wait for a GPU.
+        # In one copy, which is the only wait for a GPU.
         right, nll = torch.cat([torch.stack([part.right.double(), part.nll]) for part in listed], dim=2).cpu()
         return cls(
             right.bool(),
@@ -71,7 +71,7 @@ class Scores:
 
     @classmethod
     def of_sets(cls, sets: Sequence[Scores], of_agent: Sequence[int]) -> Scores:
-        """The rows of several sets, each of which scores the agents that it belongs to.
+        """The rows of several sets, each of which scores its own agents.
 
         Args:
             of_agent: the number of each agent's set.
@@ -81,22 +81,22 @@ class Scores:
 
     @property
     def exact_match(self) -> list[float]:
-        """Share of rows that match: K agents, then the crowd."""
-        if self.own:
-            lines = zip(self.right, (*self.own, slice(None)), strict=True)
-            return [float(line[rows].double().mean()) for line, rows in lines]
-        return self.right.double().mean(1).tolist()
+        """The share of rows that match: K agents, then the crowd."""
+        return [float(line[rows].double().mean()) for line, rows in zip(self.right, self._rows_of_each, strict=True)]
 
     @property
     def mean_nll(self) -> list[float]:
         """Nats per target token: K agents, then the crowd."""
-        if self.own:
-            lines = zip(self.nll, (*self.own, slice(None)), strict=True)
-            return [float(line[rows].double()[None].sum(1) / self.tokens[rows].sum()) for line, rows in lines]
-        return (self.nll.double().sum(1) / self.tokens.sum()).tolist()
+        lines = zip(self.nll, self._rows_of_each, strict=True)
+        return [float(line[rows].double()[None].sum(1) / self.tokens[rows].sum()) for line, rows in lines]
+
+    @property
+    def _rows_of_each(self) -> tuple[slice, ...]:
+        """The rows that score each agent, and then those that score the crowd."""
+        return (*(self.own or [slice(None)] * (len(self.right) - 1)), slice(None))
 
     def rows(self, chosen: slice) -> Scores:
-        """Some of the rows, by which everybody is scored."""
+        """The scores of some of the rows, which then score all agents."""
         return Scores(self.right[:, chosen], self.nll[:, chosen], self.tokens[chosen])
 
     def gain(self, over: str) -> dict[str, float | None]:
@@ -106,7 +106,7 @@ class Scores:
             over: "mean" or "best". The best agent is chosen on these same rows, which favours the agent.
 
         Returns:
-            {"value", "interval95"} of `paired_gain`. The interval covers the choice of the rows, not that of the seed.
+            {"value", "interval95"} of `paired_gain`. The interval covers the choice of the rows, not of the seed.
         """
         right = self.right.double()
         agents = right[:-1]
@@ -114,18 +114,18 @@ class Scores:
         return paired_gain(right[-1], other)
 
     def nll_gain(self, over: str) -> dict[str, float | None]:
-        """`gain` in nats per target token: less is better. Long rows count more, as in `mean_nll`."""
+        """`gain` in nats per target token, where less is better. Long rows count more, as in `mean_nll`."""
         *agents, crowd = self.nll.double()
         of_all = torch.stack(agents)
         other = of_all.mean(0) if over == "mean" else agents[int(of_all.sum(1).argmin())]
         tokens = self.tokens.double()
         weights, difference = tokens / tokens.mean(), (crowd - other) / tokens.mean()
-        # The mean of a ratio, linearised: what a row adds beside its share of the tokens.
+        # The mean of a ratio, linearised: the part of a row beyond its share of the tokens.
         return paired_gain(difference, difference.mean() * (weights - 1))
 
 
 def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...]:
-    """Per agent the rows of its set, where sets of so many rows follow one another."""
+    """For each agent the rows of its set, where sets with these numbers of rows follow one another."""
     ends = [*accumulate(counts)]
     return tuple(slice(ends[number] - counts[number], ends[number]) for number in of_agent)
 
@@ -147,7 +147,7 @@ def score(
         stop: called before every batch.
 
     Returns:
-        the scores, of no row at all for no batch; None if `stop` returned True.
+        the scores, of no row if there is no batch; None if `stop` returned True.
     """
     nothing = torch.zeros(crowd.num_agents + 1, 0, dtype=torch.float64)
     parts = list[Scores]()
@@ -159,13 +159,13 @@ def score(
     return Scores.joined(parts or [Scores(nothing.bool(), nothing, nothing[0].long())])  # a process may have no row
 
 
-#: Scores are computed in chunks small enough for the logits of so many agents. The number is fixed, so that an agent is
-#: scored in the same chunks alone and in company, and its NLL has the same bits.
+#: Scores are computed in chunks that fit the logits of this many agents. The number is fixed, so that an agent's chunks
+#: and the bits of its NLL are the same alone and among others.
 SCORED_AT_ONCE: Final = 8
 
 
 def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
-    """The scores of a batch; `right` and `nll` stay on the device, which is waited for after the last batch alone."""
+    """The scores of a batch; `right` and `nll` stay on the device, because only the last batch waits for it."""
     tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
     batch = batch.to(crowd.device)
     if crowd.settings.outputs:
@@ -188,7 +188,7 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
 
 
 def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The agents' log-probabilities [K, S', V] of each token, and the targets [S'], in parts that fit into memory.
+    """Yield the agents' log-probabilities [K, S', V] and the targets [S'], in parts that fit into memory.
 
     Args:
         crowd: in evaluation mode.
@@ -229,14 +229,17 @@ def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: Tr
 
 
 def base_record(scores: Scores, answers: AnswerScores | None) -> dict[str, float]:
-    """`base` of `evaluation.json`, from what the base scores alone: see `CrowdModel.without_agents`."""
+    """`base` of `evaluation.json`, from the scores of the base alone; see `CrowdModel.without_agents`."""
     right = scores.right if answers is None else answers.right
     return {"exact_match": float(right[0].double().mean()), "nll": replace(scores, own=()).mean_nll[0]}
 
 
 def best_agent(scores: Scores, answers: AnswerScores | None, judged_by: JudgedBy) -> dict[str, int]:
-    """`best_agent` of `evaluation.json`: the numbers of the best agent and of the next, and how many rows tell them
-    apart, each by the measure that judges them."""
+    """`best_agent` of `evaluation.json`: the numbers of the two best agents, and how many rows each of them wins.
+
+    Args:
+        judged_by: the measure that ranks the agents.
+    """
     better = -scores.nll[:-1] if judged_by == "nll" else (scores.right[:-1] if answers is None else answers.right[:-2])
     first, second = better.double().sum(1).argsort(descending=True, stable=True)[:2].tolist()
     wins, losses = (int((better[one] > better[other]).sum()) for one, other in ((first, second), (second, first)))
@@ -251,16 +254,18 @@ class Examples(Protocol):
 
 
 JudgedBy = Literal["exact_match", "nll"]
-#: Words of a right answer that another one can be expected to repeat exactly.
+#: The most words that a right answer can be expected to repeat exactly.
 MOST_WORDS: Final = 8
 
 
 def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
-    """What judges agents and crowd on these rows: whether an answer is right, or for free text its NLL. Of heads the
-    class, or which of a pair is better; a number that is predicted is neither right nor wrong.
+    """The measure for these rows: exact match, or NLL for free text and for numbers, which are never exactly right.
 
     Rows are free text if at least half of them ask nothing, as plain text, or have answers in several turns, or if
-    their right answers have more than `MOST_WORDS` words in the median. 64 rows are looked at, evenly spread.
+    their right answers have more than `MOST_WORDS` words in the median. 64 evenly spread rows are examined.
+
+    Args:
+        heads: how many numbers each agent's head computes; 0 for agents without heads.
     """
     looked = [rows[number] for number in _spread(range(len(rows)), 64)]
     if heads:
@@ -279,14 +284,14 @@ class Questions:
 
     Attributes:
         rows: the number of each question's row.
-        prompts: token ids of the questions.
+        prompts: the token ids of the questions.
         references: the right answers, as the rows have them.
-        read: finds the answer in a text, normalised.
-        ends: token ids that end an answer in these rows, or by the settings of the base.
-        left_out: how many rows have no question, or leave no place for an answer.
-        too_long: how many of them have a question.
-        metric: the module of `ci_llm.crowd.metrics` that `read` is of.
-        longest: tokens of the longest reference.
+        read: finds the normalised answer in a text.
+        ends: the token ids that end an answer in these rows, or by the settings of the base.
+        left_out: how many rows have no question, or no place for an answer.
+        too_long: how many of these have a question.
+        metric: the module of `ci_llm.crowd.metrics` that `read` comes from.
+        longest: the number of tokens of the longest reference.
     """
 
     rows: list[int]
@@ -313,13 +318,14 @@ class Questions:
         """Up to `count` rows, evenly spread over the rows with a question whose last answer is complete.
 
         Args:
-            sets: the rows of several sets; `count` then holds for each. None: all rows are one set.
+            sets: the rows of several sets, if `count` holds for each; None if all rows are one set.
             max_seq_length: a row of so many tokens may have been cut and is left out (see `TokenizedRows.whole_below`),
                 as is a row that leaves the base no position for an answer.
             metric: a module of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
-        fits = {n: len(row.input_ids) < limit for n in range(len(rows)) if _has_question(row := rows[n])}
+        each = ((number, rows[number]) for number in range(len(rows)))
+        fits = {number: len(row.input_ids) < limit for number, row in each if _has_question(row)}
         found = [[number for number in part if fits.get(number)] for part in sets or [range(len(rows))]]
         numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]
@@ -347,9 +353,12 @@ class Questions:
 
 
 def how_asked(sets: Sequence[Questions], max_new_tokens: int) -> dict[str, Any]:
-    """What identifies the answers to these questions, beside agents and aggregator: in `evaluation.json`, and beside a
-    predictions file, so that the two are known to belong together."""
-    prompts, references = ([each for part in sets for each in getattr(part, key)] for key in ("prompts", "references"))
+    """What identifies the answers to these questions, beside agents and aggregator.
+
+    It is in `evaluation.json` and beside a predictions file, and shows that the two belong together.
+    """
+    prompts = [prompt for part in sets for prompt in part.prompts]
+    references = [reference for part in sets for reference in part.references]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([prompts, references]).encode())
     return {"questions": fingerprint, "metric": sets[0].metric, "max_new_tokens": max_new_tokens}
 
@@ -359,9 +368,9 @@ class Solved:
     """One question with the answer of the crowd, for people.
 
     Attributes:
-        answer: all that the crowd wrote.
+        answer: the crowd's whole text.
         wanted: the right final answer.
-        right: [K+2] of whom the final answer is right: K agents, the crowd, the vote.
+        right: [K+2] whose final answers are right: K agents, the crowd, the vote.
     """
 
     question: str
@@ -376,9 +385,10 @@ class AnswerScores:
 
     Attributes:
         right: [K+2, n] bool: K agents, the crowd, the vote.
-        example: the first question; None if there is none.
-        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty: all questions.
-        asked: see `how_asked`; empty if it is not wanted.
+        example: the first question; None without questions.
+        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
+            score all agents.
+        asked: see `how_asked`; empty if it does not belong into the record.
     """
 
     right: Tensor
@@ -395,7 +405,7 @@ class AnswerScores:
 
     @classmethod
     def of_sets(cls, sets: Sequence[AnswerScores], of_agent: Sequence[int]) -> AnswerScores:
-        """The questions of several sets, each of which scores the agents that it belongs to.
+        """The questions of several sets, each of which scores its own agents.
 
         Args:
             of_agent: the number of each agent's set.
@@ -405,9 +415,8 @@ class AnswerScores:
     def record(self) -> dict[str, Any]:
         """`n`, `exact_match` and `asked` of `evaluation.json`; gains are paired over all rows, with 95 % intervals."""
         *agents, crowd, vote = self.right.double()
-        means = [
-            float(agent[own].mean()) for agent, own in zip(agents, self.own or [slice(None)] * len(agents), strict=True)
-        ]
+        rows = self.own or [slice(None)] * len(agents)
+        means = [float(agent[own].mean()) for agent, own in zip(agents, rows, strict=True)]
         of_all = [float(agent.mean()) for agent in agents]  # as the gains are
         best = agents[of_all.index(max(of_all))]
         return {
@@ -426,24 +435,24 @@ class AnswerScores:
 
 @dataclass(frozen=True)
 class Answers:
-    """What B questions were answered.
+    """The answers to one question.
 
     Attributes:
-        numbers: B indices into the questions.
-        agents: [K][B] texts.
-        crowd: [B] texts.
-        right: [K+2, B] bool: K agents, the crowd, the vote.
-        uncertainty: [B] how sure the crowd was; empty if it was not asked for.
-        signals: [K+1][B] the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; as
-            well.
+        number: the index of the question.
+        agents: the texts of the K agents.
+        crowd: the text of the crowd.
+        right: [K+2] whether each is right: K agents, the crowd, the vote.
+        uncertainty: how sure the crowd was; None if it was not asked for.
+        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; empty if
+            `uncertainty` was not asked for.
     """
 
-    numbers: Sequence[int]
-    agents: list[list[str]]
-    crowd: list[str]
-    right: Tensor
-    uncertainty: list[Uncertainty]
-    signals: list[list[list[float]]]
+    number: int
+    agents: list[str]
+    crowd: str
+    right: list[bool]
+    uncertainty: Uncertainty | None
+    signals: list[list[float]]
 
 
 def answer_questions(
@@ -462,12 +471,12 @@ def answer_questions(
 
     Args:
         crowd: K agents write 1 + K texts for each question, one alone writes one.
-        batches: indices into `questions`. So many as the first one has are answered at the same time, and the next one
-            is taken when there is place for a question of it.
+        batches: indices into `questions`. As many questions as the first batch has are answered at the same time, and
+            the next batch is taken when there is place for one of its questions.
         max_new_tokens: at most so many tokens per answer.
         aggregator: a module of `ci_llm.crowd.aggregators`.
-        agent: ask this one alone, or `NOBODY`, the base.
-        uncertainty: also say how sure the crowd was of each answer.
+        agent: ask this agent alone, or with `NOBODY` the base.
+        uncertainty: also compute how sure the crowd was of each answer.
         stop: called before every token; True ends all texts at that point.
     """
     is_one = agent is not None or (crowd.num_agents == 1 and find_vote(aggregator) is None)  # its answer is the crowd's
@@ -483,20 +492,20 @@ def answer_questions(
     first = next(given, None)
     if first is None:
         return
+    # Lazily: in an evaluation during training, taking the next batch is a vote of all processes.
     asked, of = tee(i for batch in chain([first], given) for i in batch)
     written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, max(1, len(first)))
     for generated in written:
         number = next(of)
         if is_one:
             generated = replace(generated, agents=[generated.crowd], agents_tokens=[generated.tokens])
-        *agents, together = [[prompter.text(ids) for ids in texts] for texts in (*generated.agents, generated.crowd)]
-        answers = [[questions.read(text) for text in texts] for texts in (*agents, together)]
-        answers.append([majority(each, own) for *each, own in zip(*answers, strict=True)])
+        everyones = [tokens for [tokens] in (*generated.agents_tokens, generated.tokens)] if uncertainty else []
+        *agents, together = [prompter.text(ids) for [ids] in (*generated.agents, generated.crowd)]
+        *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
-        right = torch.tensor([[answer == wanted_answer != "" for answer in line] for line in answers])
-        sure = [of_text(tokens) for tokens in generated.tokens]
-        found = [[signals(tokens) for tokens in texts] for texts in (*generated.agents_tokens, generated.tokens)]
-        yield Answers([number], agents, together, right, sure if uncertainty else [], found if uncertainty else [])
+        right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
+        sure = of_text(everyones[-1]) if uncertainty else None
+        yield Answers(number, agents, together, right, sure, [signals(tokens) for tokens in everyones])
 
 
 def score_answers(
@@ -514,39 +523,38 @@ def score_answers(
     Args:
         questions: the same on every process.
         batches: this process's share.
-        stop: called after every question as well.
+        stop: also called after every question.
 
     Returns:
         the scores in the order of `batches`; None if `stop` returned True.
     """
-    parts, example = [torch.zeros(crowd.num_agents + 2, 0, dtype=torch.bool)], None
+    right, example = list[list[bool]](), None
     how: Any = {"max_new_tokens": max_new_tokens, "aggregator": aggregator, "stop": stop}
     for answers in answer_questions(crowd, prompter, questions, batches, **how):
         if stop():
             return None
-        parts.append(answers.right)
-        if example is None and len(answers.numbers):
-            first = answers.numbers[0]
-            question, wanted = prompter.question(questions.prompts[first]), questions.answers[first]
-            example = Solved(question, answers.crowd[0], wanted, tuple(answers.right[:, 0].tolist()))
-    return AnswerScores(torch.cat(parts, dim=1), example)
+        right.append(answers.right)
+        if example is None:
+            question = prompter.question(questions.prompts[answers.number])
+            example = Solved(question, answers.crowd, questions.answers[answers.number], tuple(answers.right))
+    return AnswerScores(torch.tensor(right, dtype=torch.bool).view(-1, crowd.num_agents + 2).T, example)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the numbers, evenly spread."""
+    """At most `count` evenly spread numbers of these."""
     count = min(count, len(numbers))
     return [numbers[i * len(numbers) // count] for i in range(count)]
 
 
 def _has_question(row: Example) -> bool:
-    """Whether a row asks something: in plain text only the first token precedes the "answer"."""
+    """Whether a row has a question: in plain text only the first token precedes the "answer"."""
     return bool(last_answer(row).start > 1)
 
 
 def rows_record(scores: Scores, answers: AnswerScores | None) -> dict[str, list[list[float]]]:
-    """`of_rows` of `evaluation.json`, [K][n] by metric: what each row adds to an agent's mean.
+    """`of_rows` of `evaluation.json`: by metric [K][n], the contribution of each row to an agent's mean.
 
-    The NLL is a ratio; it is linearised as in `Scores.nll_gain`.
+    The NLL, a ratio, is linearised as in `Scores.nll_gain`.
     """
     weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
     right = scores.right[:-1] if answers is None else answers.right[:-2]
@@ -560,8 +568,8 @@ def merge_records(
     """The content of `evaluation.json`, with the scores of generated answers if there are any.
 
     `n` and `exact_match` are then about generated final answers, `measured_by` is "generation", and the teacher-forced
-    figures, about whole solutions, are under `teacher_forced` with their own `n`. `nll` is always teacher-forced. Of
-    heads, "measured_by" is "heads": `exact_match` then is about classes or pairs, and `nll` what a row costs.
+    figures of whole solutions are under `teacher_forced` with their own `n`. `nll` is always teacher-forced. For heads
+    `measured_by` is "heads", `exact_match` is about classes or pairs, and `nll` is the loss of a row.
     """
     if generated is None:
         return {**teacher_forced, "measured_by": "heads" if heads else "teacher_forcing"}

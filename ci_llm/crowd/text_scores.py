@@ -1,7 +1,6 @@
-"""What a crowd finds about given texts: how probable answers are to it, how much its agents disagree on them, and what
-their heads say, with the spread.
+"""What a crowd says about given texts: the probability of answers, the agents' disagreement, and the scores of heads.
 
-Texts may be batches of tensors, as a collator of Transformers makes them.
+Texts may also be batches of tensors, as a data collator of Transformers makes them.
 
 Legend: K agents, N rows or texts of at most L tokens, S targets, n numbers of a head.
 """
@@ -38,7 +37,7 @@ _IGNORED = -100  # in labels, as everywhere
 
 
 def is_tokens(given: object) -> bool:
-    """Whether these are token ids as tensors, and no texts."""
+    """Whether these are token ids, as a tensor or a batch, and not texts."""
     return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
 
 
@@ -50,17 +49,19 @@ def token_rows(batch: TokenBatch) -> list[Example]:
             `labels` [N, L], -100 where a token is not counted.
 
     Raises:
-        BadInput: a tensor has another shape, or holds no whole numbers.
+        BadInput: one of them is not a tensor, has another shape, or does not hold whole numbers.
     """
-    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = given["input_ids"]
-    mask, labels = given.get("attention_mask", torch.ones_like(ids)), given.get("labels", ids)
-    if ids.dim() != 2 or ids.is_floating_point() or not ids.shape == mask.shape == labels.shape:
+    beside = [given[name] for name in ("attention_mask", "labels") if name in given]
+    is_batch = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
+    if not is_batch or any(not isinstance(each, Tensor) or each.shape != ids.shape for each in beside):
         raise BadInput(
             "a batch is input_ids [N, L] of whole numbers, with attention_mask and labels of the same shape",
-            where=f"input_ids {list(ids.shape)}, {ids.dtype}",
+            where=f"input_ids {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else "input_ids, a list",
             hint='give tokenizer(texts, return_tensors="pt", padding=True)',
         )
+    mask, labels = given.get("attention_mask", torch.ones_like(ids)), given.get("labels", ids)
     found = []
     for row, kept, label in zip(ids.cpu(), mask.bool().cpu(), labels.cpu(), strict=True):
         if not kept.any():
@@ -74,10 +75,10 @@ def token_rows(batch: TokenBatch) -> list[Example]:
 def continued(
     crowd: CrowdModel, batch: TokenBatch, options: GenerationOptions, batch_size: int, *, details: bool
 ) -> Tensor:
-    """[N, T] the ids that follow each row, without the end of the answer; short ones are padded by `pad_id`.
+    """The ids [N, T] that follow each row, without the end of the answer; short ones are padded by `pad_id`.
 
     Raises:
-        BadInput: what is asked for needs texts.
+        BadInput: an option needs prompts as texts.
     """
     if details or options != GenerationOptions(options.decoding):
         only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
@@ -118,7 +119,7 @@ def _rows(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] | None) 
 
 
 def _answered(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | Sequence[str]) -> list[Example]:
-    """Each prompt with its answer."""
+    """Tokenised rows of each prompt with its answer."""
     given = [answers] if isinstance(answers, str) else list(answers)
     if len(prompts) != len(given):
         raise BadInput(f"{len(prompts)} prompts and {len(given)} answers", where="answers", hint="give one for each")
@@ -134,17 +135,17 @@ def _batches(rows: Sequence[Packable], batch_size: int) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class TextScore:
-    """What was found about one text.
+    """The scores of one text.
 
     Attributes:
-        scores: [K] the reward or number of every agent; of classes the agent's probability of `label`.
-        mean: the mean of `scores`. Of rewards only differences have a meaning, between answers to one prompt.
-        std: how far the agents are apart: their sample standard deviation; 0 for one agent.
+        scores: [K] every agent's reward or number, or for classes its probability of `label`.
+        mean: the mean of `scores`. For rewards, only differences between answers to one prompt have a meaning.
+        std: the agents' sample standard deviation; 0 for one agent.
         lower: mean - c · std.
-        label: the most probable class, by the mean of the agents; None where there are no classes.
-        probabilities: for every class by its name the mean of the agents; at the temperature of a calibration, if the
-            crowd has one.
-        abstained: whether the probability of `label` is too low to be given.
+        label: the most probable class by the mean of the agents; None where there are no classes.
+        probabilities: the agents' mean probability of every class by its name, at the temperature of the crowd's
+            calibration if it has one.
+        abstained: whether the probability of `label` is below `abstain_below`.
     """
 
     scores: tuple[float, ...]
@@ -174,7 +175,7 @@ def score_texts(
 def head_outputs(
     crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None, batch_size: int
 ) -> Tensor:
-    """[K, N, n] fp64 what the heads say about texts, for whose arguments and errors see `Crowd.score`."""
+    """The numbers of the heads for texts, [K, N, n] in fp64; for arguments and errors see `Crowd.score`."""
     if not crowd.settings.outputs:
         raise ModelError(
             "these agents have no heads: they write answers and score none",
@@ -211,7 +212,7 @@ def _read_by_heads(
 
 
 def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: float | None) -> TextScore:
-    """The score of one text by the numbers [K, n] of the heads."""
+    """The score of one text from the numbers [K, n] of the heads."""
     about_classes: dict[str, Any] = {}
     scores = outputs[:, 0]
     if crowd.settings.outputs > 1:

@@ -8,7 +8,7 @@ number in an equation is from 1 to 30, and an answer solves the story line by li
     15+2=17
     #### 17
 
-The agents have to learn what the base's text does not hold: new verbs, and multiplication in the solution of a story
+The agents have to learn what the base's text does not have: new verbs, and multiplication in the solution of a story
 (the base has seen multiplication in bare equations only). Everything here is a pure function of a seed.
 """
 
@@ -79,10 +79,10 @@ class Kind:
     """A kind of story.
 
     Attributes:
-        steps: numbers of operations; one of them is drawn, so a number that stands twice is drawn twice as often.
-        operations: characters to draw from.
-        verbs: sentences for each operation.
-        distraction: probability of a sentence without meaning for the answer, before each step.
+        steps: the numbers of operations to draw from; a repeated number is drawn more often.
+        operations: the characters of operations to draw from.
+        verbs: the sentences for each operation.
+        distraction: the probability of a sentence without meaning for the answer, before each step.
         largest_start: the first number is drawn from 3 to this.
     """
 
@@ -98,8 +98,8 @@ TASK = Kind((2, 3), "+-*", NEW_VERBS, distraction=0.25, largest_start=15)
 
 PRETRAINING_SEED = 7
 
-# The seed and the size of each split of the agents' task. Once a choice has been made by looking at test rows, their
-# figures are no longer a test: take a new seed then.
+# The seed and the size of each split of the agents' task. Take a new seed for the test once a choice has been made by
+# looking at test rows, because their figures are then no longer a test.
 SPLITS = {"train": (11, 1500), "validation": (12, 320), "test": (481_516_234, 1000)}
 
 
@@ -136,7 +136,7 @@ def task_rows(seed: int, count: int, exclude: Collection[str] = frozenset()) -> 
 
 
 def pretraining_texts(seed: int) -> Iterator[str]:
-    """The base's text as an endless stream: bare and chained equations, stories with their solution, narratives."""
+    """Yield the base's text without end: bare and chained equations, stories with their solutions, and narratives."""
     rng = Random(seed)
     kinds = (_equations, _chain, _solved_story, _narrative)
     while True:

@@ -1,6 +1,6 @@
-"""The evaluation of a saved crowd: rows are teacher-forced and answered, every answer is kept, figures are drawn up.
+"""The evaluation of a saved crowd: rows are teacher-forced and answered, and every answer and all figures are kept.
 
-The figures also come as lines for a terminal: agents, their mean, vote and crowd, with intervals; rows answered wrong.
+It also makes the lines for a terminal: the figures of agents, their mean, vote and crowd, and the rows answered wrong.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ T = TypeVar("T")
 Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "scoring the base", "answering"]
 Progress = Callable[[Phase, int, int], None]
 
-#: Of `calibration.learn` over the rows.
+#: The passes of `ci_llm.crowd.answers.learn` over the rows.
 _PASSES: Final[tuple[Phase, ...]] = ("learning weights", "learning the temperature")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation has found.
+    """The results of an evaluation.
 
     Attributes:
         record: the figures, by the names of `evaluation.json`.
-        lines: what was found about the rows, for people.
+        lines: facts about the rows, for people.
         rows: the lines of the predictions file; empty for plain text.
-        predictions: that file; None for plain text.
+        predictions: the predictions file; None for plain text.
         resumed: how many of the rows an earlier call had answered.
-        read: finds the answer in a text, normalised.
-        seconds: since the beginning of this call.
-        calibrated: the file of the calibration that this call has made; None for none.
+        read: finds the normalised answer in a text.
+        seconds: the duration of this call.
+        calibrated: the file of the calibration that this call has made; None without a calibration.
     """
 
     record: dict[str, Any]
@@ -95,10 +95,10 @@ def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> 
     """Evaluate agents, vote and crowd, and keep every answer.
 
     Args:
-        progress: called with the phase, the rows done and all rows.
+        progress: called with the phase, the number of rows done and that of all rows.
 
     Raises:
-        BadInput: no checkpoint, no rows, a predictions file of something else.
+        BadInput: there is no checkpoint, or there are no rows, or the predictions file belongs to something else.
         DamagedCheckpoint: a file of the checkpoint differs from its digest.
         OutOfMemory: a batch does not fit.
     """
@@ -152,19 +152,19 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
     )
 
 
-# How it is computed
+# Precision and memory
 
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """The precision of the training's own evaluations."""
+    """Autocast as in the evaluations of a training."""
     dtype = autocast_dtype(config.mixed_precision)
-    if dtype is None or (dtype == torch.float16 and device.type == "cpu"):  # as Accelerate, which then takes fp32
+    if dtype is None or (dtype == torch.float16 and device.type == "cpu"):  # Accelerate takes fp32 here as well
         return nullcontext()
     return torch.autocast(device.type, dtype)
 
 
 def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
-    """What `work` returns, done again with half as many rows at a time where memory ran out.
+    """The result of `work`, which is repeated with half as many rows at a time if memory runs out.
 
     Raises:
         OutOfMemory: a single question does not fit.
@@ -180,13 +180,13 @@ def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
         logger.warning(f"memory ran out ({complaint}): {job.batch_size} questions at a time")
 
 
-# What is asked
+# Scores and answers
 
 
 def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
-    """Every row, teacher-forced, with the agents and by the base alone.
+    """The teacher-forced scores of all rows, with the agents and by the base alone.
 
-    The batches are those of the training's own evaluation, which has no gradients either.
+    The batches are those of a training's evaluation, which does not have gradients either.
     """
     scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
@@ -208,9 +208,10 @@ def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> 
 
 def _ranking(job: loading.Job) -> Ranking | None:
     """How well the agents tell better answers from worse ones, where they were trained for that."""
-    if (rows := job.judged) is None:
+    rows, each = job.judged, job.config.each_agent
+    if rows is None:
         return None
-    each = job.config.each_agent  # of a crowd that has changed these are others
+    # The configuration knows nothing of agents that a changing crowd got later.
     own = each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
     objective = Preferences(objective_of(job.config.objective, own, job.crowd.device), job.crowd)
     parts = share(range(len(rows)), 0, 1, 2 * job.batch_size)
@@ -218,17 +219,19 @@ def _ranking(job: loading.Job) -> Ranking | None:
 
 
 def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> None:
-    """Answer the questions that have no line yet, by agents, crowd and base; lines are written batch by batch."""
+    """Answer the questions without a line yet, by agents, crowd and base, and write the lines batch by batch."""
     total, done = len(job.questions), len(predictions.rows)
     batches = share(range(done, total), 0, 1, job.batch_size)
     progress("answering", done, total)
     answered = _answers_to(job, batches, job.config.aggregator)
     of_base = _answers_to(job, batches, "probability", NOBODY) if job.names else None
     for batch in batches:
-        rows: list[Row] = []
-        for answers in islice(answered, len(batch)):
-            rows += _rows(job, answers, answers if of_base is None else next(of_base))
-        predictions.append(rows)
+        predictions.append(
+            [
+                _row(job, answers, answers if of_base is None else next(of_base))
+                for answers in islice(answered, len(batch))
+            ]
+        )
         progress("answering", batch[-1] + 1, total)
 
 
@@ -247,31 +250,30 @@ def _answers_to(
     )
 
 
-def _rows(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Iterator[Row]:
-    """The lines of the predictions file for a batch. Free text is neither right nor wrong."""
-    numbers, source = job.tokenized.row_numbers, job.tokenized.rows.numbers
-    *own_signals, crowd_signals = answers.signals
-    count = len(job.names)
-    for at, number in enumerate(answers.numbers):
-        right = [*answers.right[:, at].tolist(), bool(base.right[0, at])]
-        *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
-        canonical = numbers[job.questions.rows[number]]
-        yield {
-            "prompt": _prompt(job, number),
-            "reference": job.questions.references[number],
-            "answer": answers.crowd[at],
-            "agents": [texts[at] for texts in answers.agents[:count]],
-            "base": base.crowd[at],
-            "correct": crowd,
-            "confidence": float(f"{answers.uncertainty[at].confidence:.6g}"),
-            "disagreement": round(answers.uncertainty[at].disagreement, 6),
-            "row": source[canonical] if source else canonical,
-            "agents_correct": agents[:count],
-            "vote_correct": vote,
-            "base_correct": of_base,
-            "signals": _rounded(crowd_signals[at]),
-            "agents_signals": [_rounded(own[at]) for own in own_signals[:count]],
-        }
+def _row(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Row:
+    """The line of one question in the predictions file. Free text is neither right nor wrong."""
+    source, number, sure = job.tokenized.rows.numbers, answers.number, answers.uncertainty
+    assert sure is not None, "it was asked for"
+    right = [*answers.right, base.right[0]]
+    *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
+    *own_signals, crowd_signals = map(_rounded, answers.signals)
+    count, canonical = len(job.names), job.tokenized.row_numbers[job.questions.rows[number]]
+    return {
+        "prompt": _prompt(job, number),
+        "reference": job.questions.references[number],
+        "answer": answers.crowd,
+        "agents": answers.agents[:count],
+        "base": base.crowd,
+        "correct": crowd,
+        "confidence": float(f"{sure.confidence:.6g}"),
+        "disagreement": round(sure.disagreement, 6),
+        "row": source[canonical] if source else canonical,
+        "agents_correct": agents[:count],
+        "vote_correct": vote,
+        "base_correct": of_base,
+        "signals": crowd_signals,
+        "agents_signals": own_signals[:count],
+    }
 
 
 def _rounded(numbers: Sequence[float]) -> list[float]:
@@ -283,7 +285,7 @@ def _prompts(job: loading.Job) -> list[str]:
 
 
 def _prompt(job: loading.Job, number: int) -> str:
-    """The question as the user wrote it; a conversation of several turns, or of tokens, as the model reads it."""
+    """The question as the user wrote it; for several turns, or rows of tokens, the text that the model reads."""
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
     several = isinstance(row, Chat) and sum(message.role == "user" for message in row.messages) > 1
     if row is None or row.question is None or several:
@@ -291,17 +293,17 @@ def _prompt(job: loading.Job, number: int) -> str:
     return row.question
 
 
-# What is learned
+# Calibration
 
 
 def _learn(job: loading.Job, progress: Progress) -> Learned:
-    """What aggregators with learned weights take, by two passes over the rows."""
+    """The numbers for aggregators with learned weights, by two passes over the rows."""
     passes, alpha = iter(_PASSES), job.config.dirichlet_alpha_aggregator
     return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
 
 
 def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:
-    """Fit the temperature of classes, which the crowd then has; returns the scores with it."""
+    """Fit the temperature of classes and give it to the crowd; returns the scores at this temperature."""
     assert isinstance(scores.judged, Classes), "others were refused"
     before, crowd = replace(scores.judged, temperature=1.0), job.crowd
     crowd.calibration = Calibration.of_classes(
@@ -313,13 +315,13 @@ def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:
 
 
 def _about(job: loading.Job, rows: int) -> dict[str, Any]:
-    """What a calibration says of itself."""
-    data = public_name(job.tokenized.rows.where)  # it leaves this machine with the agents
+    """The facts that a calibration records about its rows and its crowd."""
+    data = public_name(job.tokenized.rows.where)  # because it leaves this machine with the agents
     return {"rows": rows, "data": data, "weights": job.saved.weights}
 
 
 def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
-    """From the lines of the predictions file, and the targets of the same rows."""
+    """The calibration from the lines of the predictions file, and from what was learned of the same rows."""
     learned, right = job.crowd.learned, _right(rows).tolist()
     assert learned is not None, "it was learned before the answers"
     return fit(
@@ -331,11 +333,11 @@ def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
     )
 
 
-# What is found
+# The record
 
 
 def _judged(job: loading.Job, rows: Sequence[Row]) -> tuple[scoring.AnswerScores | None, scoring.AnswerScores | None]:
-    """Which answers were right: of agents, crowd and vote, and of the base; None for free text."""
+    """Which answers of agents, crowd and vote were right, and which of the base; None for free text."""
     if not rows or job.judged_by == "nll":
         return None, None
     right, base = _right(rows), torch.tensor([[row["base_correct"] for row in rows]])
@@ -349,7 +351,7 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
     return torch.tensor([[*row["agents_correct"], row["correct"], row["vote_correct"]] for row in rows]).T
 
 
-#: The figures of agents and crowd where there are none.
+#: The figures of agents and crowd for a base alone.
 _NOBODY: Final[dict[str, Any]] = {"agents": [], "crowd": None}
 
 
@@ -370,9 +372,8 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
         record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
     elif job.crowd.names != default_names(job.crowd.num_agents):
         record["folders"] = job.crowd.names
-    if job.saved.run_config is not None and len(rates := [own.learning_rate for own in config.each_agent]) == len(
-        job.names
-    ):
+    rates = [own.learning_rate for own in config.each_agent]
+    if job.saved.run_config is not None and len(rates) == len(job.names):
         record["learning_rates"] = rates
     if config.agents and len(job.names) > 1:
         record["best_agent"] = scoring.best_agent(scores, right, job.judged_by)
@@ -389,8 +390,8 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
             names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
-    if isinstance(found := scores.judged, Classes):
-        sure = sureness("probability", found.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
+    if isinstance(scores.judged, Classes):
+        sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
         return {**record, "left_out": 0, "sureness": sure}
     if heads:
         return {**record, "left_out": 0}
@@ -413,7 +414,7 @@ def _text_figures(job: loading.Job, scores: scoring.Scores, base: scoring.Scores
 
 def _lines(job: loading.Job) -> list[str]:
     found = job.tokenized.rows.description
-    # After it come the template, the tokens, what was cut or left out, and finally an example row.
+    # It is followed by lines on the template and the tokens, on rows cut or left out, and by an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
     if job.request.choice.is_own and len({*job.config.evaluated_on}) > 1:
         facts.append("each agent answers the rows of all agents; the run's evaluation.json scores it by its own rows")
@@ -427,7 +428,7 @@ def _lines(job: loading.Job) -> list[str]:
     return facts
 
 
-# What identifies it
+# The source of predictions
 
 
 def _source(job: loading.Job) -> Source:
@@ -449,7 +450,7 @@ def _asked(job: loading.Job) -> dict[str, Any]:
 
 
 def _aggregator_name(job: loading.Job) -> str:
-    """With what was learned, if the answers depend on it."""
+    """The name of the aggregator, with a digest of the learned numbers if the answers depend on them."""
     name, learned = job.config.aggregator, job.crowd.learned
     if learned is None or name != "dirichlet":
         return name
@@ -465,8 +466,9 @@ def table(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
 
 
 def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
-    """How far the numbers that say how sure the crowd is can be trusted, line by line."""
-    if (sure := evaluation.record.get("sureness")) is None:
+    """Lines that say how far the numbers of how sure the crowd is can be trusted."""
+    sure = evaluation.record.get("sureness")
+    if sure is None:
         return
     right, wrong = sure["right"], sure["rows"] - sure["right"]
     are_few = sure["auroc"] is None or min(right, wrong) < LEAST_OF_EACH
@@ -491,10 +493,10 @@ def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
 
 
 def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
-    """The rows that the crowd answered wrong, those first of which it was most sure; a line each.
+    """A line for each row that the crowd answered wrong, beginning with those of which it was most sure.
 
     Args:
-        most: list at most so many.
+        most: at most so many rows are listed.
     """
     failed = failed_rows(evaluation.rows)
     for row in failed[:most]:
@@ -508,7 +510,7 @@ def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
 
 
 def failed_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows that the crowd answered wrong, those first of which it was most sure."""
+    """The rows that the crowd answered wrong, beginning with those of which it was most sure."""
     return sorted((row for row in rows if row["correct"] is False), key=surest_first)
 
 

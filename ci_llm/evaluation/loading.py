@@ -1,6 +1,6 @@
-"""The parts of an evaluation, opened: a saved crowd, the rows to evaluate on, and the questions in them.
+"""The opening of an evaluation's parts: a saved crowd, the rows to evaluate on, and the questions in them.
 
-The rows are those of the run's own evaluation, those of another split, or those of another data set.
+The rows are those of the run's own evaluation, of another split, or of another data set.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _CONFIG: Final = "config.yaml"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a user says about the rows.
+    """A user's choice of rows.
 
     Attributes:
-        data: `embedded`, a hub id, a file, a glob or a folder; None for the rows that the run was evaluated on.
+        data: `embedded`, a hub id, a file, a glob or a folder; None for the rows of the run's evaluation.
         split: the split of the data set.
         max_samples: take at most so many rows, evenly spread.
-        keys: the keys of the configuration, changed for this evaluation.
+        keys: the keys of the configuration that are changed for this evaluation.
     """
 
     data: str | None
@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def is_own(self) -> bool:
-        """Whether these are the rows of the run's own evaluation, as its configuration chooses them."""
+        """Whether these are the rows of the run's own evaluation, by its configuration."""
         return self.data is None and self.split is None and self.max_samples is None
 
 
@@ -65,7 +65,7 @@ def read_keys(words: Sequence[str]) -> dict[str, Any]:
     """The `key=value` words of a command line, as values of the configuration.
 
     Raises:
-        ConfigError: one is not a key, has another type, or has nothing to do with an evaluation.
+        ConfigError: one is not a key, has another type, or does not concern an evaluation.
     """
     given = load_config(None, words)
     if strange := sorted({*given.model_fields_set, *given.without_effect} - {*KEYS}):
@@ -78,10 +78,10 @@ def read_keys(words: Sequence[str]) -> dict[str, Any]:
 
 
 def read_run_config(checkpoint: Path) -> Config | None:
-    """The configuration in a checkpoint; None for one that has none, as that of imported adapters.
+    """The configuration in a checkpoint; None if there is none, as with imported adapters.
 
     Raises:
-        DamagedCheckpoint: it differs from its digest in the manifest.
+        DamagedCheckpoint: the configuration differs from its digest in the manifest.
     """
     record = read_manifest(checkpoint).files.get(_CONFIG)
     if record is None:
@@ -90,15 +90,15 @@ def read_run_config(checkpoint: Path) -> Config | None:
 
 
 def open_rows(config: Config | None, choice: Choice, where: str) -> tuple[Config, Rows]:
-    """The rows to evaluate on, and the configuration by which they are read and answered.
+    """The configuration by which rows are read and answered, and the rows to evaluate on.
 
     Args:
         config: the configuration of the run; None if no run is known.
         where: the run, for messages.
 
     Raises:
-        DataError: there is no such data set or split, or it has no columns that can be used.
-        BadInput: no rows are named, and the run has none of its own.
+        DataError: there is no such data set or split, or none of its columns can be used.
+        BadInput: no data set is named, and no run is known.
     """
     if config is None and choice.data is None:
         raise BadInput(
@@ -117,7 +117,7 @@ def _changes(choice: Choice) -> dict[str, Any]:
     changes = dict(choice.keys)
     if choice.data is not None:
         changes = {"eval_dataset_name": choice.data, "eval_split": None, "eval_samples": None} | changes
-        changes.setdefault("dataset_subset", None)  # that of the run is a part of another data set
+        changes.setdefault("dataset_subset", None)  # the run's subset belongs to another data set
     if choice.split is not None:
         changes |= {"eval_split": choice.split, "val_set_size": None, "eval_samples": None}
     if choice.max_samples is not None:
@@ -126,7 +126,7 @@ def _changes(choice: Choice) -> dict[str, Any]:
 
 
 def _loaded(config: Config, choice: Choice) -> Rows:
-    """By the columns that the run names, where the data has them; else by those that are found."""
+    """The rows, read by the columns that the run names if the data has them, or else by those that are found."""
     named = [key for key in _COLUMNS if getattr(config, key) is not None]
     try:
         return load_rows(config, "eval")
@@ -137,7 +137,7 @@ def _loaded(config: Config, choice: Choice) -> Rows:
 
 
 def _as_options(text: str | None) -> str | None:
-    """A message about keys of the configuration, in the words of this command."""
+    """A message with this command's options in place of the configuration's keys."""
     return text and text.replace("eval_dataset_name", "--data").replace("eval_split", "--split")
 
 
@@ -146,18 +146,20 @@ PREDICTIONS: Final = "predictions.jsonl"
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be evaluated, and how.
+    """A request for an evaluation.
 
     Attributes:
         run: the folder of a run, a checkpoint, a saved crowd, a hub id, or a base alone.
-        metric: a module of `ci_llm.crowd.metrics`; None: exact_match, but for free text, which the NLL judges.
-        batch_size: questions answered at a time, and a quarter of the rows scored at a time; None: as in training.
-        output: the predictions file; None: `predictions.jsonl` in the folder of the run.
-        overwrite: start the predictions file again, whatever it holds.
+        choice: the rows to evaluate on.
+        metric: a module of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
+        batch_size: how many questions are answered at a time, and a quarter of the rows scored at a time; None for the
+            batch size of the training.
+        output: the predictions file; None for `predictions.jsonl` in the folder of the run.
+        overwrite: replace the predictions file, whatever it holds.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
         calibrate: fit a calibration on the answers, and keep it beside the checkpoint.
-        abstain_below: say what answers remain if those that are less probably right are not given.
-        agents_per_prompt: say what asking one agent first keeps at this price.
+        abstain_below: report the answers that remain if those with a lower probability of being right are not given.
+        agents_per_prompt: report the result of asking one agent first, at this many agents per prompt.
     """
 
     run: str
@@ -172,18 +174,18 @@ class Request:
     agents_per_prompt: float = AGENTS_PER_PROMPT
 
 
-#: Rows of a training with which rows to evaluate on are compared. Every one is read for that.
+#: The most training rows with which rows to evaluate on are compared, because every one must be read.
 COMPARED_AT_MOST = 200_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of an evaluation, loaded.
+    """The loaded parts of an evaluation.
 
     Attributes:
         names: the names of the agents, for people; empty for a base alone.
         judged_by: see `ci_llm.crowd.scoring.judged_by`.
-        judged: the same rows as pairs or rated rows, for agents that were trained on these; None for others.
+        judged: the rows as pairs or rated rows, for agents that were trained on such rows; otherwise None.
     """
 
     request: Request
@@ -200,7 +202,7 @@ class Job:
 
 
 def default_output(checkpoint: Path | None) -> Path:
-    """In the folder of the run, where reports look for it; never in a checkpoint, whose files are fixed."""
+    """The predictions file in the folder of the run, where reports look for it, or in the present folder."""
     if checkpoint is None:
         return Path(PREDICTIONS)
     run = checkpoint.absolute().parent
@@ -208,7 +210,7 @@ def default_output(checkpoint: Path | None) -> Path:
 
 
 def load(request: Request, checkpoint: Path | None) -> Job:
-    """Open what is asked for; `checkpoint` is None for a base alone."""
+    """Open the parts of an evaluation; `checkpoint` is None for a base alone."""
     choice = request.choice
     trained = None if checkpoint is None else read_run_config(checkpoint)
     config, rows = open_rows(trained, choice, str(request.run))
@@ -220,7 +222,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     prompter = crowd.prompter
     assert prompter is not None, "a crowd that was opened has one"
     if choice.data is not None and "max_seq_length" not in choice.keys:
-        # What the run had place for in training says nothing about other rows: the base's positions do.
+        # The run's length limit concerns the rows of its training; the base's positions limit others.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
     tokenized = _tokenized(rows, crowd, config)
     if heads := crowd.settings.outputs:
@@ -245,7 +247,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:
-    """Whether agents can be compared with what they were compared with in training; a warning says why not."""
+    """Whether the reference of the training is available; otherwise a warning says why not."""
     if config.reference == "base" or config.init_from is None or checkpoint is None:
         return config.reference == "base"
     prints: Any = read_manifest(checkpoint).info.get("fingerprints", {})
@@ -258,13 +260,13 @@ def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> boo
 
 
 def _sets(tokenized: TokenizedRows) -> list[range]:
-    """The rows of each set, where agents have sets of their own: they stand one after the other."""
+    """The numbers of each set's rows, which follow one another, where agents have sets of their own."""
     ends = [bisect_left(tokenized.row_numbers, end) for end in accumulate(joined_sizes(tokenized.rows))]
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
 def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
-    """The rows, which know how many of them the run was trained on, as far as its data can be read."""
+    """The rows with the number of those that the run was trained on, as far as its data can be read."""
     if trained is None or rows.num_trained_on:
         return rows
     try:
@@ -279,7 +281,7 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
 
 
 def _require_no_answers(request: Request, crowd: Crowd) -> None:
-    """Refuse what is about answers, for agents that have heads and give none; only classes have probabilities."""
+    """Refuse options about answers for agents with heads, and about probabilities unless the heads give classes."""
     given: dict[str, object] = {"--metric": request.metric, "--output": request.output}
     if not crowd.classes:
         given |= {"--abstain-below": request.abstain_below, "--calibrate": request.calibrate or None}
@@ -313,7 +315,10 @@ def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
 
 
 def refuse_unanswerable(job: Job) -> None:
-    """Rows that ask something, of which none fits: their teacher-forced figures alone would be misread."""
+    """Refuse rows with questions of which none fits, as teacher-forced figures alone would be misread.
+
+    For plain text, refuse the options that need answers.
+    """
     if any(row is not None and row.question is not None for row in job.tokenized.rows):
         raise DataError(
             f"none of {len(job.tokenized)} rows has place for its answer within {job.config.max_seq_length} tokens",
@@ -327,7 +332,7 @@ def refuse_unanswerable(job: Job) -> None:
 
 
 def require_new_rows(job: Job) -> None:
-    """Refuse to calibrate on rows that were all learned, or whose answers are neither right nor wrong."""
+    """Refuse to calibrate on rows that were all trained on, or whose answers are neither right nor wrong."""
     if job.judged_by == "nll" and len(job.questions):
         raise BadInput(
             "these rows are free text, whose answers are neither right nor wrong",
@@ -343,11 +348,12 @@ def require_new_rows(job: Job) -> None:
 
 
 def require_place(checkpoint: Path | None) -> Path:
+    """The path for a new calibration. Raises BadInput if this is not a checkpoint in the folder of a run."""
     path = None if checkpoint is None else calibration_path(checkpoint)
     if path is None:
         raise BadInput(
-            "a calibration is kept in the folder of a run, and this is no checkpoint in one",
+            "a calibration is kept in the folder of a run, and this is not a checkpoint of a run",
             where=f"--calibrate {checkpoint}",
-            hint="calibrate the run before you export it: what is exported has its calibration",
+            hint="calibrate the run before you export it: an export includes the calibration",
         )
     return path

@@ -1,10 +1,10 @@
-"""The predictions file, one JSON line per row, and what its lines say of how sure the crowd is.
+"""The predictions file, one JSON line per row, and figures on how sure the crowd is, computed from its lines.
 
-Lines are appended as the rows are answered, so that a killed evaluation resumes.
+Lines are appended as rows are answered, so that a killed evaluation resumes.
 
-Beside `NAME.jsonl` lies `NAME.source.json`. It is written first and records which weights, questions and settings the
-lines come from. A call with the same source keeps the complete lines, removes the beginning of a line that a crash
-has left at the end, and resumes from there; any other call is refused.
+`NAME.source.json` beside `NAME.jsonl` is written first, and records which weights, questions and settings the lines
+come from. A call with the same source keeps the complete lines, removes an incomplete line that a crash has left at the
+end, and resumes from there; any other call is refused.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _WAYS_ON = "give another name by --output, or begin again with --overwrite"
 
 @dataclass(frozen=True)
 class Source:
-    """Where the lines of a predictions file come from: their weights, their questions, and how they were answered.
+    """The source of the lines in a predictions file: weights, questions, and how these were answered.
 
     Attributes:
-        weights: fingerprint of agents and base.
-        questions: fingerprint of the questions and their reference answers.
-        checkpoint, data: where both came from, for people; they are not compared.
+        weights: the fingerprint of agents and base.
+        questions: the fingerprint of the questions and their reference answers.
+        checkpoint, data: the places of both, for people; not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
-        step: the step of the checkpoint, for reports; it is not compared. Older releases did not write it.
-        under_way: how many questions the present call, or one that was killed, answers at a time, and how many lines
-            it found; not compared either.
-        format: raised when the lines of a later version say something else.
+        step: the step of the checkpoint, for reports; not compared. Older releases did not write it.
+        under_way: how many questions the current or killed call answers at a time, and how many lines it found; not
+            compared.
+        format: increased when the meaning of the lines changes.
     """
 
     weights: str
@@ -63,7 +63,7 @@ class Source:
     under_way: Mapping[str, int] | None = None
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
-        """What another source has that is not the same, in words."""
+        """Yield the differences of another source, in words."""
         own = asdict(self)
         for key, shown in (("weights", "checkpoint"), ("questions", "data")):
             if other.get(key) != own[key]:
@@ -74,19 +74,19 @@ class Source:
 
 
 class Predictions:
-    """The lines of a predictions file that is open for more.
+    """A predictions file that is open for further lines.
 
     Attributes:
         rows: the complete lines.
-        batch_size: questions to answer at a time: those asked for, or half of those with which a call was killed
-            before its first line.
+        batch_size: how many questions to answer at a time: as requested, or half of the number with which a call was
+            killed before its first line.
     """
 
     def __init__(self, path: Path, rows: list[Row], batch_size: int) -> None:
         self.path, self.rows, self.batch_size = path, rows, batch_size
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add lines at the end of the file, durably.
+        """Append lines durably.
 
         Raises:
             BadInput: the disk refuses them.
@@ -103,15 +103,15 @@ class Predictions:
 def open_predictions(
     path: Path, source: Source, prompts: Sequence[str], batch_size: int, *, overwrite: bool = False
 ) -> Iterator[Predictions]:
-    """A predictions file of `source`: new, or with the lines that an earlier call has left. One process at a time.
+    """Open the predictions file of `source`, new or with the lines of an earlier call, for one process at a time.
 
     Args:
-        prompts: the prompts of all questions, in order; a line must be about the question whose place it has.
-        batch_size: questions to answer at a time.
-        overwrite: start again, whatever the file holds.
+        prompts: the prompts of all questions, in order; each line must be about the question in its place.
+        batch_size: how many questions to answer at a time.
+        overwrite: replace the file, whatever it holds.
 
     Raises:
-        BadInput: the file is of another source, damaged, or in use; or the disk refuses it.
+        BadInput: the file has another source, is damaged or in use; or the disk refuses it.
     """
     require_own(path, overwrite=overwrite)
     try:
@@ -127,7 +127,7 @@ def open_predictions(
     with _held(path):
         rows, killed = _kept(path, source, prompts)
         size = batch_size
-        # Without a line since it began: with lines, its batches fit, and it was killed for another reason.
+        # It was killed before its first line. After a line, its batches fit, and it was killed for another reason.
         if killed is not None and killed.get("after") == len(rows):
             size = min(batch_size, max(1, killed["batch_size"] // 2))
             logger.warning(f"a call was killed with {killed['batch_size']} questions at a time: {size} from here")
@@ -146,25 +146,27 @@ def _note(path: Path, source: Source, under_way: Mapping[str, int] | None) -> No
 
 
 def require_own(path: Path, *, overwrite: bool) -> None:
-    """Refuse a file that no evaluation has written; nothing but its name is looked at.
+    """Refuse a path that is not the predictions file of an evaluation; only names are read.
 
     Raises:
-        BadInput: it may not be replaced.
+        BadInput: the path may not be replaced.
     """
     if path.is_dir() or (path.exists() and not path.is_file()):
-        raise BadInput("predictions go into a file, and this is none", where=str(path), hint="give a name by --output")
+        raise BadInput(
+            "predictions go into a file, and this path is not one", where=str(path), hint="give a name by --output"
+        )
     if path.exists() and not overwrite and not source_path(path).is_file():
         what = f"this file exists and is not of an evaluation: {source_path(path).name} is not beside it"
         raise BadInput(what, where=str(path), hint=_WAYS_ON)
 
 
 def source_path(path: Path) -> Path:
-    """The file that says what the lines of a predictions file are of."""
+    """The path of the `Source` of a predictions file."""
     return path.with_name(path.name.removesuffix(".jsonl") + ".source.json")
 
 
 def _kept(path: Path, source: Source, prompts: Sequence[str]) -> tuple[list[Row], Mapping[str, int] | None]:
-    """The complete lines of the file, and `under_way`; what is behind the lines is cut off."""
+    """The complete lines of the file, and `under_way`; an incomplete line is cut off."""
     try:
         written = read_json(source_path(path))
     except (OSError, ValueError) as error:
@@ -172,9 +174,11 @@ def _kept(path: Path, source: Source, prompts: Sequence[str]) -> tuple[list[Row]
             f"{source_path(path).name} cannot be read: {error}", where=str(source_path(path)), hint=_WAYS_ON
         ) from error
     known = written if isinstance(written, dict) else {}
-    if different := list(source.differences(known)):
+    different = list(source.differences(known))
+    if different:
         what = f"the predictions in this file are of {', '.join(different)}"
-        free = next(name for n in count(2) if not (name := path.with_stem(f"{path.stem}-{n}")).exists())
+        names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+        free = next(name for name in names if not name.exists())
         raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one again")
     content = path.read_bytes()
     size = content.rfind(b"\n") + 1
@@ -196,7 +200,7 @@ def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row
 
 @contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Lock the file: of two evaluations at a time the second is refused."""
+    """Lock the file inside. Raises BadInput if another process has locked it."""
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(path, wait=False, required=False))
@@ -211,7 +215,7 @@ def _unwritable(path: Path, error: OSError) -> BadInput:
     return BadInput(
         f"the predictions cannot be written: {error.strerror or os.strerror(error.errno or 0)}",
         where=str(path),
-        hint="make space there, or give another place by --output; the same call goes on after the last row",
+        hint="make space there, or give another place by --output; the same call resumes after the last row",
     )
 
 
@@ -224,13 +228,13 @@ LEAST_OF_EACH: Final = 10
 
 
 def honest_error(probabilities: ArrayLike) -> float:
-    """The calibration error that the same probabilities would have if they were true, by chance alone."""
+    """The mean calibration error that true probabilities with these values have by chance."""
     p, generator = np.asarray(probabilities, float), np.random.default_rng(0)
     return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(DRAWS)]))
 
 
 def at_coverage(sure: ArrayLike, right: ArrayLike) -> float:
-    """The share of right answers among the `COVERAGE` of them that are surest."""
+    """The share of right answers among the surest answers, which are a share of `COVERAGE` of all."""
     numbers, is_right = np.asarray(sure, float), np.asarray(right, float)
     kept = np.argsort(-numbers, kind="stable")[: max(1, round(COVERAGE * len(numbers)))]
     return float(is_right[kept].mean())
@@ -245,10 +249,10 @@ def sureness_record(
     agents_per_prompt: float = AGENTS_PER_PROMPT,
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """What the lines of a predictions file say of how sure the crowd is: `sureness` of an evaluation.
+    """`sureness` of an evaluation's record, from the lines of a predictions file.
 
-    `by` names the number that is judged: the calibrated probability, or without a calibration the confidence. Its order
-    is that of the log-probabilities: the confidence itself is 0 for every long text.
+    `by` names the judged number: the calibrated probability, or without a calibration the confidence. Answers are
+    ordered by their log-probabilities, because the confidence rounds to 0 for long texts.
 
     Args:
         names: the names of the agents; None: agent0, agent1, ...
@@ -266,10 +270,10 @@ def sureness_record(
 def sureness(
     by: str, numbers: ArrayLike, right: ArrayLike, abstain_below: float | None, order: ArrayLike | None = None
 ) -> dict[str, Any]:
-    """How far n numbers called `by`, each a probability that an answer is right, can be trusted.
+    """Figures on n probabilities, called `by`, that answers are right.
 
     Args:
-        order: what the answers are sorted by, where the numbers themselves round to 0; None: by these.
+        order: numbers to sort the answers by, if the probabilities round to 0; None to sort by these.
     """
     p, is_right, order = np.asarray(numbers, float), np.asarray(right, bool), numbers if order is None else order
     record: dict[str, Any] = {
@@ -295,7 +299,7 @@ def sureness(
 def _escalation(
     rows: Sequence[Row], calibration: Calibration, agents_per_prompt: float, names: Sequence[str] | None
 ) -> dict[str, Any]:
-    """What asking one agent first, and all where it is unsure, costs and keeps; from answers that are there already."""
+    """The cost and the result of asking one agent first, and all where it is unsure, from existing answers."""
     agent, below = calibration.agent, calibration.escalates_below(agents_per_prompt)
     unsure = np.array([calibration.agent_right(row["agents_signals"][agent]) < below for row in rows])
     right = np.where(unsure, [row["correct"] for row in rows], [row["agents_correct"][agent] for row in rows])

@@ -1,4 +1,1 @@
-"""K LoRA adapters on one frozen base: their layers, storage, passes and optimizer steps.
-
-Nothing here knows of answers.
-"""
+"""K LoRA adapters on one frozen base: their layers, storage, passes and optimizer steps."""

@@ -1,9 +1,9 @@
 """The storage of K LoRA agents on one frozen base: one tensor of all trainable numbers, with a row per agent.
 
-Row k of `weights [K, P]` is agent k; the gradients are in a second tensor. The parameters of every module are views of
-the first. So norms, clipping, reduction, snapshots and the optimizer work on rows, and an agent whose gradient is None
-keeps its bits while the others change. What is drawn for a pass of training lies beside the weights (`DrawnWeights`).
-`attach` puts the agents on a base; their files are PEFT's.
+Row k of `weights [K, P]` is agent k, and a second tensor holds the gradients. The parameters of every module are views
+of these rows. So norms, clipping, reduction, snapshots and the optimizer work on rows, and an agent whose gradient is
+None keeps its bits while the others change. Masks and noise for training lie beside the weights (`DrawnWeights`).
+`attach` puts the agents on a base. The agents' files are PEFT's.
 
 Legend: K agents, P parameters of the largest agent, r rank.
 """
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 class DrawnWeights:
-    """The masks and the noise in force; agents draw from generators of their own, keyed by seed, step and index.
+    """The DropConnect masks and the noise in force; each agent's generators are keyed by its seed, index and the step.
 
-    Neither is in the weights themselves, which a save may read at any moment. A pass of training takes
-    `(weights + noise) * masks`; the masks are those of DropConnect.
+    Neither changes the weights themselves, which a save may read at any moment. A training pass computes with
+    `(weights + noise) * masks`.
 
     Args:
-        weights: [K, P] those of the storage.
-        sizes: [K] the trainable numbers of each agent; behind them a row is padding.
-        on_new_memory: called when masks or noise have got other memory, before anything is drawn into it.
-        num_whole: numbers at the end of each agent's that no mask drops.
+        weights: [K, P] the weights of the storage.
+        sizes: [K] how many trainable numbers each agent has; the rest of its row is padding.
+        on_new_memory: called when masks or noise get new memory, before anything is drawn into it.
+        num_whole: how many numbers at the end of each agent no mask drops.
 
     Attributes:
-        masks: [K, P] 0 where a weight is dropped, and 1 / (1 - share) elsewhere; None: no weight is dropped.
-        noise: [K, P] what is added to the weights; None: nothing.
+        masks: [K, P] 0 where a weight is dropped, and 1 / (1 - share) elsewhere; None if no weight is dropped.
+        noise: [K, P] the numbers added to the weights; None if there is no noise.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DrawnWeights:
         self.noise: Tensor | None = None
 
     def draw_masks(self, step: int) -> None:
-        """Draw the DropConnect masks of a step, if there are any."""
+        """Draw the DropConnect masks of a step, if any agent drops weights."""
         if not self._drops:
             return
         if self.masks is None or not self._masks_of_step:
@@ -81,12 +81,13 @@ class DrawnWeights:
     def draw_masks_of_pass(self) -> None:
         """Draw the masks of one pass from the global generator, as dropout does, unless those of a step are in force.
 
-        They are in memory of their own, because the backward pass of an earlier pass may need the old ones.
+        Loops that never call `AgentStorage.begin_step` get their masks here. New masks get new memory, because the
+        backward pass of an earlier pass may need the old ones.
         """
         if not self._drops or self._masks_of_step:
             return
         self.masks = torch.ones_like(self._weights)
-        # Agents without settings of their own draw together, as they always did.
+        # Agents without settings of their own draw together, with the bits of earlier releases.
         own = self._own(self.masks) if self._settings.agents else [self.masks]
         for agent, part in zip(self._settings.kinds(), own, strict=True):
             part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)
@@ -94,9 +95,10 @@ class DrawnWeights:
         self._on_new_memory()
 
     def draw_noise(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
-        """Draw the Gaussian noise of a step.
+        """Draw Gaussian noise, at which training passes compute until the next call.
 
         Args:
+            step: the optimizer step, which keys the noise.
             spreads: [K] the standard deviations of every agent's numbers.
 
         Returns:
@@ -112,7 +114,7 @@ class DrawnWeights:
         return rows
 
     def applied(self, agents: slice) -> Tensor | None:
-        """The rows of these agents as a pass takes them, in memory of their own; None: as they are in the storage."""
+        """A copy of these agents' rows with noise and masks applied; None if there are neither."""
         if self.masks is None and self.noise is None:
             return None
         found = self._weights[agents]
@@ -130,23 +132,25 @@ class DrawnWeights:
 class AgentStorage:
     """The crowd's trainable numbers and the modules that hold views of them.
 
-    Each row holds one agent's numbers module by module, as they would lie if it were alone. Rows of smaller agents end
-    in padding, which belongs to no parameter: gradients, moments, weight decay and clipping do not reach it.
+    Each row holds one agent's numbers module by module, in the layout of an agent alone. Rows of smaller agents end in
+    padding, which belongs to no parameter: gradients, moments, weight decay and clipping do not reach it.
 
     Attributes:
         layers: the adapted modules by their name in the base.
-        dropout: of their inputs.
-        casts: of the pass under way.
-        reading: whose tokens their inputs hold.
-        trunk: the layers of the base below the agents; empty: they begin with its first one.
-        pass_per_agent: whether every agent takes passes of its own. Its numbers then come from operations of the shapes
-            that they have alone, so that its bits are those that it has alone.
+        dropout: the dropout of the modules' inputs.
+        casts: the casts of the current pass.
+        reading: whose tokens the modules' inputs hold.
+        trunk: the layers of the base below the first adapted one; empty if that is the first.
+        pass_per_agent: whether every agent takes passes of its own. All operations then have the shapes that they have
+            for an agent alone, and so the agent has the bits that it has alone.
         each: the settings of every agent.
-        weights: [K, P], fp32, or fp64 on an fp64 base; P is the largest agent's.
+        drawn: the masks and the noise of training.
+        weights: [K, P], fp32, or fp64 on an fp64 base.
         gradients: [K, P], like `weights`.
-        sizes: [K] the trainable numbers of each agent.
+        sizes: [K] how many trainable numbers each agent has.
         rows: K parameters [sizes[k]], views of the rows of `weights`, for the optimizer.
-        head, heads: the shape of the agents' heads, and of each its parameter [n, D]; empty: they have none.
+        head: the shape of the agents' heads.
+        heads: each agent's head, a parameter [n, D]; empty if agents have no heads.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class AgentStorage:
         repeats = settings.num_agents // len(sizes)  # agents without settings of their own are all of one kind
         self.each, self.sizes = settings.each(), sizes * repeats
         self._adapted = [frozenset(names) for names in adapted] * repeats
-        self._drawn = self._draws()
+        self.drawn = self._draws()
         self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._bind_weights()
         self.rows = [nn.Parameter(row) for row in self._own(self.weights)]
@@ -191,26 +195,27 @@ class AgentStorage:
         return DrawnWeights(self.settings, self.weights, self.sizes, self._bind_groups, self.head.size)
 
     def _head(self, storage: Tensor, k: int) -> Tensor:
-        """[n, D] the head of agent k, which is the end of its row, as a view of `storage`."""
+        """The head [n, D] of agent k, a view of the end of its row in `storage`."""
         end = self.sizes[k]
         return storage[k, end - self.head.size : end].view(self.head.outputs, -1)
 
     def _heads(self) -> list[int]:
-        """The agents that have a head: all, or none."""
+        """The numbers of the agents with a head: all, or none."""
         return [*range(self.settings.num_agents)] if self.head.size else []
 
     def values(self, states: Tensor, first: int, *, training: bool) -> Tensor:
-        """The numbers of the heads of agents `first`, `first + 1`, ... for their rows; in training with the noise in
-        force.
+        """What the heads of k agents compute for rows; in training with the noise in force.
 
         Args:
-            states: [k, R, D] of the last tokens, of k agents.
+            states: [k, R, D] the states of the rows' last tokens.
+            first: the number of the first of these agents.
 
         Returns:
             [k, R, n]
         """
+        noise = self.drawn.noise if training else None
         heads: list[Tensor] = [self.heads[f"agent{first + at}"] for at in range(len(states))]
-        if training and (noise := self._drawn.noise) is not None:
+        if noise is not None:
             heads = [head + self._head(noise, first + at) for at, head in enumerate(heads)]
         return head_values(states, heads)
 
@@ -219,7 +224,7 @@ class AgentStorage:
         return [row[:size] for row, size in zip(storage, self.sizes, strict=True)]
 
     def _places(self, k: int) -> Iterator[tuple[str, int, int, int]]:
-        """(name, start, middle, end) of each module that agent k adapts: its row has A from start on, B from middle."""
+        """Yield (name, start, middle, end) for each module of agent k: its A lies at start to middle, its B behind."""
         start, rank = 0, self.each[k].rank
         for name in self.adapted_by(k):
             middle = start + rank * self.layers[name].in_features
@@ -228,13 +233,13 @@ class AgentStorage:
             start = end
 
     def _views(self, storage: Tensor, k: int) -> Iterator[tuple[StackedLoRALinear, Tensor, Tensor]]:
-        """(module, A [r, in], B [out, r]) of agent k for each module it adapts, in order, as views of `storage`."""
+        """(module, A [r, in], B [out, r]) for each module that agent k adapts; A and B are views of `storage`."""
         row, rank = storage[k], self.each[k].rank
         for name, start, middle, end in self._places(k):
             yield self.layers[name], row[start:middle].view(rank, -1), row[middle:end].view(-1, rank)
 
     def _alike(self) -> Iterator[tuple[int, int]]:
-        """Neighbours `first`, ..., `end - 1` whose adapters have the same shape in every module."""
+        """Yield (first, end) for each group of neighbouring agents whose adapters have one shape in every module."""
         kinds = [(a.rank, a.scaling, a.dropout > 0, own) for a, own in zip(self.each, self._adapted, strict=True)]
         end = 0
         for _, members in groupby(kinds):
@@ -242,7 +247,7 @@ class AgentStorage:
             yield first, end
 
     def _bind_groups(self) -> None:
-        """Give every module its groups: views of the weights, and of the masks and the noise that are in force."""
+        """Give every module its groups, which hold views of the weights and of the masks and noise in force."""
         groups: dict[str, list[AgentGroup]] = {name: [] for name in self.layers}
         for first, end in self._alike():
             adapters = {name: self._group(first, end, *place) for name, *place in self._places(first)}
@@ -252,14 +257,14 @@ class AgentStorage:
             module.groups = tuple(groups[name])
 
     def _group(self, first: int, end: int, start: int, middle: int, stop: int) -> AgentGroup:
-        """The group of these neighbours on a module that they adapt; for the places see `_places`."""
+        """The group of agents `first` to `end - 1` on a module, whose place in the rows is as in `_places`."""
         agent, n = self.each[first], end - first
 
         def stacked(storage: Tensor) -> tuple[Tensor, Tensor]:
             a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
             return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
 
-        masks, noise = (each if each is None else stacked(each) for each in (self._drawn.masks, self._drawn.noise))
+        masks, noise = (each if each is None else stacked(each) for each in (self.drawn.masks, self.drawn.noise))
         own = (stacked(self.weights), masks, noise, self.casts, stacked(self.gradients))
         return AgentGroup(first, end, agent.scaling, agent.dropout > 0, *own)
 
@@ -276,7 +281,8 @@ class AgentStorage:
 
     @staticmethod
     def _bind(owner: nn.ParameterDict, k: int, view: Tensor) -> None:
-        if (name := f"agent{k}") in owner:
+        name = f"agent{k}"
+        if name in owner:
             owner[name].data = view
         else:
             owner[name] = nn.Parameter(view)
@@ -287,7 +293,7 @@ class AgentStorage:
 
     @torch.no_grad()
     def restack(self) -> None:
-        """Copy the parameters into one storage again, after `.to()` or a copy gave each a storage of its own."""
+        """Copy the parameters into one storage again, after `.to()` or a deep copy gave each its own memory."""
         example = next(iter(next(iter(self.layers.values())).lora_A.values()))
         fresh = torch.zeros(self.weights.shape, dtype=example.dtype, device=example.device)
         for k in range(self.settings.num_agents):
@@ -297,7 +303,7 @@ class AgentStorage:
         for k in self._heads():
             self._head(fresh, k).copy_(self.heads[f"agent{k}"])
         self.weights, self.gradients = fresh, torch.zeros_like(fresh)
-        self._drawn = self._draws()
+        self.drawn = self._draws()
         self._known_limits = None
         self._bind_weights()
         # An optimizer may hold these parameters already, so they stay the same objects and only get new data.
@@ -309,13 +315,13 @@ class AgentStorage:
     def initialise(self) -> None:
         """Draw A uniformly as PEFT does (Kaiming, a = √5) and set B to zero.
 
-        Agent k draws from a generator of its own, so that it starts the same whatever K is.
+        Each agent draws from its own generator, so that it starts the same for every K.
         """
         self.weights.zero_()
         for k, agent in enumerate(self.each):
-            seed, index = (
-                (agent.seed, agent.index) if self.settings.initialize_adapters_rand else (self.settings.seed, 0)
-            )
+            seed, index = self.settings.seed, 0
+            if self.settings.initialize_adapters_rand:
+                seed, index = agent.seed, agent.index
             generator = generator_for(seed, "adapter", index)
             for module, a, _ in self._views(self.weights, k):
                 bound = 1 / math.sqrt(module.in_features)
@@ -337,38 +343,26 @@ class AgentStorage:
         for parameter, grad in self._gradient_views:
             parameter.grad = grad
         self.reading.in_storage = True
-        self._drawn.draw_masks(step)
+        self.drawn.draw_masks(step)
 
     @property
     def gradients_to_add(self) -> list[Tensor]:
-        """The gradients in the parts that the processes of a run add up: one, or one for each agent.
+        """The gradients in the parts that are all-reduced one by one: all in one, or one part for each agent.
 
-        From three processes on, the place of a number in its part decides the order of its sum. An agent with passes
-        of its own therefore has a part of its own, which is the one that it has alone.
+        With three or more processes, the place of a number in its part decides the order of its sum. So agents with
+        passes of their own have parts of their own, as an agent alone has.
         """
         return self._own(self.gradients) if self.pass_per_agent else [self.gradients]
 
     def take_gradients_away(self) -> None:
-        """Zero the gradients and take them from the parameters, which have none until the next `begin_step`."""
+        """Zero the gradients, and set those of the parameters to None until the next `begin_step`."""
         self.gradients.zero_()
         self.reading.in_storage = False
         for parameter, _ in self._gradient_views:
             parameter.grad = None
 
-    def perturb(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
-        """Draw noise around the weights, at which the passes of training compute until the next call.
-
-        Args:
-            step: the optimizer step, which keys it.
-            spreads: [K] the standard deviations of every agent's numbers.
-
-        Returns:
-            [K] the noise of every agent.
-        """
-        return self._drawn.draw_noise(step, spreads)
-
     def begin_micro_step(self, *key: int) -> None:
-        """Say which micro-step follows; it keys the dropout of agents that draw for themselves.
+        """Set the key of the next micro-step, which keys the dropout of agents with draws of their own.
 
         Args:
             key: optimizer step, process, number within the step.
@@ -383,21 +377,14 @@ class AgentStorage:
                 views += [(module.lora_A[f"agent{k}"], a), (module.lora_B[f"agent{k}"], b)]
         return views + [(self.heads[f"agent{k}"], self._head(self.gradients, k)) for k in self._heads()]
 
-    def draw_masks_of_pass(self) -> None:
-        """Draw DropConnect masks for one forward pass, from the global generator as dropout does.
-
-        This serves loops that never call `begin_step`; after `begin_step`, the masks of that step stay in force.
-        """
-        self._drawn.draw_masks_of_pass()
-
     def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
-        """Cast the weights once for all layers of the pass inside, as they were drawn if it is one of training."""
+        """Cast the weights once for all layers of the pass inside; for training with masks and noise applied."""
         agent = self.reading.agent
         rows = slice(None) if agent is None else slice(agent, agent + 1)
-        return self.casts.of_pass(self.weights[rows], self._drawn.applied(rows) if training else None, dtype)
+        return self.casts.of_pass(self.weights[rows], self.drawn.applied(rows) if training else None, dtype)
 
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
-        """Scale each agent's gradient to a norm of at most its own of `max_norms`; None leaves it as it is.
+        """Scale each agent's gradient to at most its norm in `max_norms`; None leaves the gradient as it is.
 
         Returns:
             [K] the norms before clipping, on the device; the call does not wait for the device.
@@ -411,7 +398,7 @@ class AgentStorage:
         return norms
 
     def _limits(self, max_norms: tuple[float | None, ...]) -> float | Tensor:
-        """The bounds as one number or as [K] on the device, where they are copied once: a copy waits for a GPU."""
+        """The bounds as one number, or as [K] on the device, kept there because a copy waits for a GPU."""
         numbers = [math.inf if each is None else each for each in max_norms]
         if len({*numbers}) == 1:
             return numbers[0]
@@ -420,20 +407,22 @@ class AgentStorage:
         return self._known_limits[1]
 
     def norms(self, storage: Tensor) -> Tensor:
-        """[K] the norm of every agent's numbers in `storage` [K, P]; padding would change the order of the sum, and so
-        would other rows on several threads."""
+        """The norm [K] of every agent's numbers in `storage` [K, P].
+
+        Agents are summed one by one where padding, or the rows of others on several threads, would change the order.
+        """
         if min(self.sizes) == storage.shape[1] and not self.pass_per_agent:
             return torch.linalg.vector_norm(storage, dim=1)  # type: ignore[no-any-return]
         return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
     @torch.no_grad()
     def with_agents_from(self, settings: LoraSettings, sources: Sequence[int | None]) -> AgentStorage:
-        """A storage on the same layers with copies of these agents; this one keeps its numbers and loses the layers.
+        """A new storage on the same layers with copies of some agents; the old one keeps its numbers only.
 
         Args:
-            settings: of the new agents, whose shapes must be those of their sources.
-            sources: [K] for each new agent the one that it is a copy of; several may have the same. None: it begins at
-                a start of its own, and adapts what the first one adapts.
+            settings: the settings of the new agents, whose shapes must be those of their sources.
+            sources: [K] for each new agent the number of the agent to copy; several may name the same one. An agent
+                with None is initialised, and adapts what agent 0 adapts.
 
         Raises:
             ModelError: memory does not hold the agents.
@@ -442,10 +431,8 @@ class AgentStorage:
         for layer in self.layers.values():
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        kinds = sources[: len(settings.kinds())]
-        adapted = [self._adapted[source or 0] for source in kinds]
-        more = (self.casts, self.reading, adapted, self.trunk, self.head)
-        storage = AgentStorage(self.layers, settings, dropout, *more)
+        adapted = [self._adapted[source or 0] for source in sources[: len(settings.kinds())]]
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.trunk, self.head)
         storage.pass_per_agent = self.pass_per_agent
         if None in sources:
             storage.initialise()
@@ -455,17 +442,19 @@ class AgentStorage:
         return storage
 
     def leave_out(self, agents: Sequence[int]) -> None:
-        """Keep the bits of these agents in the next optimizer step: weight decay and moments would change them even
-        with a zero gradient."""
+        """Keep the bits of these agents in the next optimizer step.
+
+        Their gradients become None, because weight decay and moments would move them even with a zero gradient.
+        """
         for k in agents:
             self.rows[k].grad = None
 
     def adapted_by(self, k: int) -> list[str]:
-        """Names of the modules that agent k adapts, in order."""
+        """Names of the modules that agent k adapts, in the order of the base."""
         return [name for name in self.layers if name in self._adapted[k]]
 
     def agent_tensors(self, k: int) -> dict[str, Tensor]:
-        """The tensors of agent k by PEFT's names, as views: the content of `adapter_model.safetensors`."""
+        """The content of agent k's `adapter_model.safetensors`: its tensors by PEFT's names, as views."""
         tensors = {}
         for name in self.adapted_by(k):
             module = self.layers[name]
@@ -480,15 +469,14 @@ class AgentStorage:
         """Copy PEFT tensors into agent k. Names and shapes must be exactly those of the agent.
 
         Args:
-            k: index of the agent.
-            tensors: by PEFT's names, see `agent_tensors`.
+            tensors: the tensors by PEFT's names, see `agent_tensors`.
             where: the source, for the error.
 
         Raises:
             ForeignCheckpoint: names or shapes differ.
         """
         own = self.agent_tensors(k)
-        odd = sorted(set(own) ^ set(tensors)) or sorted(n for n in own if own[n].shape != tensors[n].shape)
+        odd = sorted(own.keys() ^ tensors.keys()) or sorted(n for n in own if own[n].shape != tensors[n].shape)
         if odd:
             raise ForeignCheckpoint(
                 f"agent{k} does not fit: {len(odd)} tensors differ in name or shape, the first is {odd[0]}",
@@ -500,10 +488,10 @@ class AgentStorage:
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
-    """Freeze `model`, replace its target modules by stacked ones and return their storage, initialised.
+    """Freeze `model`, replace its target modules by stacked ones, and return the initialised storage of the agents.
 
     Raises:
-        ModelError: `target_modules` matches nothing in `layers`, or something that is not a linear layer; or memory
+        ModelError: `target_modules` matches nothing in `layers`, or a module that is not a linear layer; or memory
             does not hold the agents.
     """
     replace_quantized_layers(model)
@@ -536,7 +524,7 @@ def _too_many(settings: LoraSettings, bytes_each: int) -> ModelError:
 
 
 def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: str) -> PeftModel:
-    """Agent k on the plain model: it shares the base's weights with the crowd, and has a copy of the agent's own."""
+    """Agent k as a PEFT model, which shares the base's weights with the crowd and copies the agent's."""
     from peft import get_peft_model, set_peft_model_state_dict
 
     plain = on_same_weights(model, {id(layer): layer.base_layer for layer in agents.layers.values()})

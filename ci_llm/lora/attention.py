@@ -1,8 +1,8 @@
-"""Causal attention inside each row of a packed batch, in the way that a device does best.
+"""Causal attention inside each row of a packed batch, in the fastest way for a device.
 
-It is registered with Transformers' attention interface, once for each way, so that no model code is changed:
-"varlen" is one call for all rows and agents, by flash attention; "rows" a fused call for each row; "explicit" plain
-products, which hold the scores. `choose_way` tries them on a GPU. On a CPU it is "rows", and plain for short ones.
+Each way is registered with Transformers' attention interface, so that no model code is changed: "varlen" is one call of
+flash attention for all rows and agents, "rows" a fused call for each row, and "explicit" plain products, which hold the
+scores. `choose_way` tries them on a GPU. A CPU takes "rows", with plain products for short rows.
 
 Legend: R rows of the base's input (agents or 1), H heads, G key/value heads, N packed tokens, T tokens of one packed
 row, D width of a head.
@@ -32,33 +32,32 @@ from ci_llm.lora.layer import compute_dtype
 Way = Literal["varlen", "rows", "explicit"]
 
 EXPLICIT_UP_TO = 320  # on a CPU the fused kernel's backward is slower than the explicit form up to about here
-EXPLICIT_IN_HALVES_UP_TO: Final = 512  # the same in 16 bits, in fast attention
-#: Scores of all heads that a prompt and its branches may compute in vain to be one row: about as many as take the time
-#: of starting the products of two more rows.
+EXPLICIT_IN_HALVES_UP_TO: Final = 512  # the same in bf16, with fast attention
+#: How many scores of all heads a prompt and its branches may waste to be one row: about as many as take the time of
+#: starting the products of two more rows.
 MOST_IN_VAIN: Final = 1 << 17
 HALVES: Final = (torch.bfloat16, torch.float16)
-#: Not cuDNN, which builds a plan for every length that it meets, for a second, and not the one that holds all scores.
+#: Not cuDNN, which takes a second to build a plan for every new length, and not the kernel that holds all scores.
 FUSED: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-#: Tokens of the rows of the trial: one fills several tiles of a kernel, and the plain products of all stay small.
+#: Lengths of the trial's rows in tokens: one fills several tiles of a kernel, and the plain products stay small.
 TRIAL_LENGTHS: Final = (17, 160, 64)
 
 
 class Segments:
-    """Where the packed rows begin and end, and what attention makes of it, once per pass.
+    """The bounds of packed rows, with the masks and lists that attention derives from them once per pass.
 
     Args:
         bounds: 0 and the end of every row, in packed tokens.
-        before: of every row, how many rows before it the prompt lies that it goes on from, and whose keys it reads as
-            well; 0: it is whole. By default all are.
-        fast: on a CPU, plain products also for longer rows of 16 bits, and for short prompts together with all that
-            goes on from them.
+        before: for every row, how many rows before it its prompt lies, whose keys it reads as well; 0 for a whole row.
+            Empty if all rows are whole.
+        fast: on a CPU, use plain products also for longer rows in bf16, and for a short prompt with all its branches.
     """
 
     def __init__(self, bounds: Sequence[int], before: Sequence[int] = (), *, fast: bool = False) -> None:
         self.lengths = [end - start for start, end in pairwise(bounds)]
         self.before = [*before] or [0] * len(self.lengths)
         self.fast = fast
-        #: For each row the lengths of the prompt and of the branches that it is made of; empty: it is one text.
+        #: For each row the lengths of the prompt and the branches in it; empty for a row of one text.
         self.parts: list[tuple[int, ...]] = [()] * len(self.lengths)
         self._units: dict[int, Segments] = {}
         prompts = (self.lengths[row - back] if back else 0 for row, back in enumerate(self.before))
@@ -67,8 +66,11 @@ class Segments:
         self._listed: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, length: int, total: int, window: int | None, like: Tensor, parts: tuple[int, ...] = ()) -> Tensor:
-        """Additive causal mask [T, total] of the last T of so many positions; with a window, a position attends to
-        itself and `window - 1` before it. Parts are a prompt and its branches, each of which goes on from the prompt.
+        """The additive causal mask [length, total] of the last positions of a row.
+
+        Args:
+            window: how many positions one attends to, itself included; None for all before it.
+            parts: the lengths of a prompt and of its branches, each of which attends to itself and the prompt.
         """
         key = (length, total, window, like.dtype, like.device, parts)
         if key not in self._masks:
@@ -82,7 +84,7 @@ class Segments:
         return self._masks[key]
 
     def in_units(self, heads: int) -> Segments:
-        """The same, where a prompt and its branches are one row if they are short and few of its scores in vain."""
+        """These segments, with a prompt and its branches joined to one row if they are short and waste few scores."""
         if heads not in self._units:
             bounds, before, parts = [0], list[int](), list[tuple[int, ...]]()
             prompts = [row for row, back in enumerate(self.before) if not back]
@@ -101,16 +103,16 @@ class Segments:
             self._units[heads].parts = parts
         return self._units[heads]
 
-    def with_prompts(self, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """Each row's part of a tensor, after that of its prompt."""
+    def with_prompts(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Each row's part [R, G, T, D] of keys or values, with its prompt's part before it."""
         pairs = zip(parts, self.before, strict=True)
-        return [torch.cat([parts[row - back], own], dim) if back else own for row, (own, back) in enumerate(pairs)]
+        return [torch.cat([parts[row - back], own], 2) if back else own for row, (own, back) in enumerate(pairs)]
 
     def ends(self, copies: int, device: torch.device, *, read: bool = False) -> Tensor:
-        """[copies * rows + 1] int32: 0 and the ends of the rows of all copies, which lie one after the other.
+        """0 and the ends of all copies' rows, one after the other: [copies * rows + 1] int32.
 
         Args:
-            read: of what they read, prompts included.
+            read: count what each row reads, which includes its prompt.
         """
         lengths = self.totals if read else self.lengths
         key = (copies, device, sum(lengths))
@@ -142,17 +144,17 @@ def packed_attention(
     Args:
         query: [R, H, N, D]; key and value: [R, G, N, D], G dividing H.
         segments: the packed rows; a keyword argument of the model's forward, which the layers pass on.
-        scaling: of the scores; None: 1/√D.
-        way: "varlen" stands for "rows" in what its kernel does not compute: fp32, a soft cap, dropout.
+        scaling: the factor of the scores; None for 1/√D.
+        way: "varlen" falls back to "rows" for what its kernel does not compute: fp32, a soft cap, dropout.
 
     Returns:
         [R, N, H, D], as the interface requires, and None for the attention weights.
 
     Raises:
         TypeError: the model does not pass keyword arguments on, limits attention by its mask alone, or uses attention
-            sinks; the trial at the start then takes the padded route.
+            sinks. The trial at the start then takes the padded route.
     """
-    if segments is None or s_aux is not None:  # without rows or with sinks the result would silently be wrong
+    if segments is None or s_aux is not None:  # the result would silently be wrong
         raise TypeError("packed attention needs `segments` from the model's forward, and supports no attention sinks")
     if not sliding_window and _needs_window(module):  # the rows of the trial may be shorter than the window
         raise TypeError(f"{type(module).__name__} has its window in a mask, and packed attention makes no masks")
@@ -167,10 +169,10 @@ def packed_attention(
             segments = segments.in_units(query.shape[1])
         found = []
         queries, *read = (x.split(segments.lengths, dim=2) for x in (query, key, value))
-        each = zip(queries, *(segments.with_prompts(x, 2) for x in read), segments.parts, strict=True)
+        each = zip(queries, *(segments.with_prompts(x) for x in read), segments.parts, strict=True)
         for q, k, v, parts in each:
             length, total = q.shape[2], k.shape[2]
-            window = sliding_window if sliding_window and sliding_window < total else None  # else it hides nothing
+            window = sliding_window if sliding_window and sliding_window < total else None  # a longer one hides nothing
             explicit = softcap or parts or way == "explicit" or _is_faster_explicit(k, fast=segments.fast)
             mask = segments.mask(length, total, window, q, parts) if explicit or window or length < total else None
             attend = _explicit if explicit else _fused
@@ -179,7 +181,7 @@ def packed_attention(
 
 
 def _needs_window(module: torch.nn.Module) -> bool:
-    """Whether this layer attends to a window or a chunk only, by its configuration."""
+    """Whether this layer's configuration limits its attention to a window or a chunk."""
     config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if kinds and number is not None:
@@ -188,7 +190,7 @@ def _needs_window(module: torch.nn.Module) -> bool:
 
 
 def _visible(parts: Sequence[int], window: int | None) -> Tensor:
-    """[T, T] whether a token of a prompt and its branches attends to another one: to those before it in its text."""
+    """Which tokens of a prompt and its branches each token attends to: [T, T] bool."""
     part = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
     position = torch.cat([torch.arange(n) + (parts[0] if at else 0) for at, n in enumerate(parts)])
     distance = position[:, None] - position
@@ -196,7 +198,7 @@ def _visible(parts: Sequence[int], window: int | None) -> Tensor:
 
 
 def _is_faster_explicit(key: Tensor, *, fast: bool) -> bool:
-    """Whether plain products are faster for a row, or there is nothing else: no fused kernel of a GPU knows fp64."""
+    """Whether plain products are faster for a row, or the only way: a GPU has no fused kernel for fp64."""
     if key.is_cuda:
         return key.dtype == torch.float64
     return key.shape[2] <= (EXPLICIT_IN_HALVES_UP_TO if fast and key.dtype == torch.bfloat16 else EXPLICIT_UP_TO)
@@ -205,12 +207,12 @@ def _is_faster_explicit(key: Tensor, *, fast: bool) -> bool:
 def _together(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float
 ) -> Tensor:
-    """All rows of all copies by one kernel: [R, H, N, D] and [R, G, N, D] -> [R, N, H, D]."""
+    """Attention of all rows of all copies by one kernel: [R, H, N, D] and [R, G, N, D] -> [R, N, H, D]."""
     copies, longest, read = query.shape[0], max(segments.lengths), max(segments.totals)
     ends, ends_read = segments.ends(copies, query.device), segments.ends(copies, query.device, read=True)
     left = window - 1 if window and window < read else -1
     if any(segments.before):  # the kernel aligns the last query of a row with its last key
-        key, value = (torch.cat(segments.with_prompts(x.split(segments.lengths, 2), 2), 2) for x in (key, value))
+        key, value = (torch.cat(segments.with_prompts(x.split(segments.lengths, 2)), 2) for x in (key, value))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     more: Any = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     found: Any = varlen.varlen_attn(q, k, v, ends, ends_read, longest, read, scale=scale, window_size=(left, 0), **more)
@@ -220,8 +222,8 @@ def _together(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
 ) -> Tensor:
-    """One packed row by PyTorch's kernel: q [R, H, T, D], k and v [R, G, T, D] or with a prompt -> [R, H, T, D]."""
-    # Only flash attention knows grouped heads. Where it does not run, PyTorch would take the kernel that holds scores.
+    """Attention of one packed row by PyTorch: q [R, H, T, D], k and v [R, G, T, D] or longer -> [R, H, T, D]."""
+    # Only flash attention supports grouped heads; elsewhere PyTorch would take the kernel that holds all scores.
     if q.is_cuda and not (mask is None and q.dtype in HALVES and torch.cuda.get_device_capability(q.device)[0] >= 8):
         k, v = _repeated(k, v, q.shape[1])
     with sdpa_kernel(FUSED) if q.is_cuda else nullcontext():
@@ -233,7 +235,7 @@ def _fused(
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float | None
 ) -> Tensor:
-    """The same by matrix products, which also allows a soft cap, and is faster for short rows on a CPU."""
+    """`_fused` by plain products, which allow a soft cap, and are faster for short rows on a CPU."""
     assert mask is not None
     rows, heads, length, _ = q.shape
     k, v = _repeated(k, v, heads)
@@ -242,19 +244,19 @@ def _explicit(
         scores = softcap * torch.tanh(torch.bmm(q, k.transpose(1, 2)) * (scale / softcap)) + mask
     else:
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    # Its sums are in fp32 for 16 bits as well, and what it returns is all that the backward pass needs.
+    # softmax sums 16 bits in fp32 as well, and the backward pass needs only its result.
     weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
     return torch.bmm(weights, v).view(rows, heads, length, -1)
 
 
 def _repeated(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for every head of the query."""
+    """Keys and values, repeated for every head of the query."""
     times = heads // k.shape[1]
     return (k, v) if times == 1 else (k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 
 
 def name_of(way: Way) -> str:
-    """What a model's configuration calls packed attention in this way."""
+    """The name of this way of packed attention in a model's configuration."""
     return f"ci_llm_packed_{way}"
 
 
@@ -265,11 +267,11 @@ for _way in get_args(Way):
 
 @dataclass(frozen=True)
 class Trial:
-    """Rows of random numbers: two copies, as of two agents.
+    """Rows of random numbers for a trial, in two copies as for two agents.
 
     Attributes:
         inputs: query [2, H, N, D], key and value [2, G, N, D].
-        window: None: none.
+        window: how many positions one attends to; None for all before it.
     """
 
     inputs: tuple[Tensor, ...]
@@ -277,7 +279,7 @@ class Trial:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[Trial]:
-        """Those in the heads of a base, with its window and without."""
+        """The trials in the shapes of a base: without a window, and with the base's if it has one."""
         heads = int(config.num_attention_heads)
         groups = int(getattr(config, "num_key_value_heads", None) or heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -289,13 +291,13 @@ class Trial:
     def drawn(
         cls, heads: int, groups: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype
     ) -> Trial:
-        """The same numbers at every call."""
+        """A trial of these shapes, with the same numbers at every call."""
         shapes = [(2, count, sum(TRIAL_LENGTHS), width) for count in (heads, groups, groups)]
         drawn = [torch.randn(shape, generator=generator_for(n, "attention")) for n, shape in enumerate(shapes)]
         return cls(tuple(each.to(device, dtype) for each in drawn), window)
 
     def distance(self, way: Way) -> float:
-        """The largest relative distance of output and gradients from plain products in fp32; NaN if one is NaN."""
+        """The largest relative distance of output or gradients from plain products in fp32; NaN if one holds NaN."""
         found = self._with_gradients(way, self.inputs)
         wanted = self._with_gradients("explicit", [each.float() for each in self.inputs])
         gaps = [(one.double() - other).norm() / other.norm() for one, other in zip(found, wanted, strict=True)]
@@ -313,7 +315,7 @@ class Trial:
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """The distance within which a way is right: half the digits, and above what TF32 rounds."""
+    """The largest distance at which a way is right: half the digits, and more than TF32 rounds."""
     return float(max(1e-3, torch.finfo(dtype).eps ** 0.5))
 
 
@@ -321,14 +323,14 @@ def choose_way(config: PreTrainedConfig, device: torch.device, dtype: torch.dtyp
     """Try the ways on a GPU in the shapes of a base, and take the first that is right.
 
     Args:
-        config: of the text part of the base.
-        dtype: in which attention is computed.
+        config: the configuration of the text part of the base.
+        dtype: the dtype of attention.
 
     Returns:
         the way, and one line about it.
 
     Raises:
-        ModelError: none is right.
+        ModelError: no way is right.
     """
     trials, reasons = Trial.of(config, device, dtype), []
     ways: tuple[Way, ...] = ("varlen", "rows", "explicit") if dtype in HALVES else ("rows", "explicit")

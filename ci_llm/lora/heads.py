@@ -1,8 +1,8 @@
 """The heads of agents: n numbers for a row, from the state of its last token, in place of the logits of the base.
 
-The numbers of a head lie at the end of its agent's row of `weights [K, P]`. So whatever is done with rows is done with
-heads: norms, clipping, healing, the optimizer, a save. LoRA dropout and DropConnect leave them alone; the noise of IVON
-does not. They begin as the `score` of Transformers' classes for sequences: normally distributed, without a bias.
+The numbers of a head lie at the end of its agent's row of `weights [K, P]`. So norms, clipping, healing, the optimizer
+and saves include heads. LoRA dropout and DropConnect do not change them; the noise of IVON does. They begin as the
+`score` of Transformers' classes for sequences: normally distributed, without a bias.
 
 Legend: K agents, R rows, D hidden width, n numbers of a head.
 """
@@ -29,7 +29,7 @@ from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ModelError
 from ci_llm.objectives import head_size
 
-#: Of a head in a PEFT folder of task type SEQ_CLS.
+#: The name of a head's tensor in a PEFT folder of task type SEQ_CLS.
 SCORE = "base_model.model.score.weight"
 
 
@@ -38,9 +38,9 @@ class HeadShape:
     """The shape of all heads of a crowd.
 
     Attributes:
-        outputs: n; 0: there are no heads.
+        outputs: n; 0 if there are no heads.
         width: D.
-        spread: the standard deviation with which they begin.
+        spread: the standard deviation of a head's first numbers.
     """
 
     outputs: int = 0
@@ -58,23 +58,23 @@ class HeadShape:
 
     @property
     def size(self) -> int:
-        """Numbers of one head."""
+        """How many numbers a head has."""
         return self.outputs * self.width
 
     def start(self, seed: int, index: int) -> Tensor:
-        """[n, D] the numbers with which the head of an agent of this seed and index begins."""
+        """The first numbers [n, D] of the head of an agent with this seed and index."""
         generator = generator_for(seed, "head", index)
         return torch.empty(self.outputs, self.width).normal_(0, self.spread, generator=generator)
 
 
 def head_values(states: Tensor, heads: Sequence[Tensor]) -> Tensor:
-    """The numbers of every agent for its rows.
+    """What the heads of K agents compute for their rows.
 
-    One product per agent: a product of all at once would round differently in company than alone.
+    Every agent has its own product, because one of all agents would round differently than that of an agent alone.
 
     Args:
-        states: [K, R, D] of the last tokens.
-        heads: K of [n, D].
+        states: [K, R, D] the states of the rows' last tokens.
+        heads: K heads [n, D].
 
     Returns:
         [K, R, n] in the precision of the heads.
@@ -84,11 +84,11 @@ def head_values(states: Tensor, heads: Sequence[Tensor]) -> Tensor:
 
 
 def with_score(model: PreTrainedModel, outputs: int) -> PreTrainedModel:
-    """The model of a base's family for sequences, on the base's own weights; its `score` is not set.
+    """The family's model for sequence classification, on the weights of a base; its `score` is not set.
 
     Args:
-        model: a causal model.
-        outputs: numbers that it has for a sequence.
+        model: the base, a causal model.
+        outputs: how many numbers the new model computes for a sequence.
     """
     config = copy.deepcopy(model.config)
     config.num_labels = outputs
@@ -102,16 +102,16 @@ def with_score(model: PreTrainedModel, outputs: int) -> PreTrainedModel:
 
 
 def pad_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The pad token of a base, before which Transformers pools the state of a row; else that of the tokenizer."""
+    """The pad token of a base, before which Transformers pools the state of a row; or else the tokenizer's."""
     own: int | None = config.get_text_config().pad_token_id
     return tokenizer.pad_token_id if own is None else own
 
 
 def require_class(model: PreTrainedModel) -> None:
-    """Refuse a base of a family that has no class for sequences in Transformers, in which its agents would be used.
+    """Refuse a base whose family has no class for sequence classification, by which others could use its agents.
 
     Raises:
-        ModelError: there is none.
+        ModelError: Transformers has no such class.
     """
     if type(model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
@@ -124,7 +124,7 @@ def require_class(model: PreTrainedModel) -> None:
 
 
 def how_tokenized(config: Config, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What `tokenize` has to know of rows for heads, by its names; nothing, if the objective has no heads.
+    """The arguments of `tokenize` that concern heads; empty if the objective has no heads.
 
     Args:
         shape: the configuration of the base.

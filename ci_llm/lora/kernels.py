@@ -1,11 +1,11 @@
 """Fast kernels for parts of a pass: the mathematics of the family's own code in fewer passes over memory.
 
-`take` puts them in place of what the family computes, where a class looks as they expect; whether they compute the same
-is for a trial to say (`ci_llm/run/one_layer.py`), and `give_back` puts everything back. `torch.compile` of the same
-functions gained nothing over them, cost 33 s and needed a compiler (docs/results.md).
+`take` installs them in modules whose class looks as they expect, and `give_back` removes them. Whether they compute the
+same is decided by a trial (`ci_llm/run/one_layer.py`). `torch.compile` of the same functions gained nothing over them,
+cost 33 s and needed a compiler (docs/results.md).
 
-Legend: N tokens, D width of what is normed, H heads, d width of a head, F width of the feed-forward layer, S targets,
-V vocabulary; for joined layers that of `ci_llm/lora/layer.py`, R is the rank of all layers together.
+Legend: N tokens, D width of a normed tensor, H heads, d width of a head, F width of the feed-forward layer, S targets,
+V vocabulary; for joined layers the legend of `ci_llm/lora/layer.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ci_llm.lora.adapters import AgentStorage
 from ci_llm.lora.layer import AgentGroup, StackedLoRALinear, compute_dtype, dense, low_rank_gradients, product
 from ci_llm.lora.passes import Head
 
-#: What `take` knows, in the order in which a run tries it.
+#: The parts that `take` can make fast, in the order in which a run tries them.
 PARTS: Final = ("head", "norms", "rotation", "gate", "joined", "precision", "products", "attention")
 _ROTATION: Final = "apply_rotary_pos_emb"  # the name of the function in every family that has it
 _EPSILONS: Final = ("variance_epsilon", "eps")
 _ACTIVATIONS: Final = ("SiLU", "SiLUActivation")
-#: Names of neighbours that read one input, in families that do not join them themselves.
+#: Names of neighbouring layers that read one input, in families that do not join them already.
 _NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -72,10 +72,9 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Rotation(torch.autograd.Function):
-    """x · cos + rotate_half(x) · sin for x [R, H, N, d], cos and sin [R or 1, 1, N, d]; as products want it.
+    """x · cos + rotate_half(x) · sin for x [R, H, N, d], cos and sin [R or 1, 1, N, d]; contiguous on a CPU.
 
-    The result is contiguous on a CPU. RoPE: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding",
-    2021.
+    RoPE: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
 
     @staticmethod
@@ -83,7 +82,7 @@ class Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         x = x.to(torch.promote_types(x.dtype, cos.dtype))
-        # Attention of a GPU reads all packed rows in the order of the product that x came from, [R, N, H, d].
+        # Attention on a GPU reads all packed rows in the memory order of the product that gave x, [R, N, H, d].
         half, out = x.shape[-1] // 2, torch.empty_like(x) if x.is_cuda else torch.empty(x.shape, dtype=x.dtype)
         torch.mul(x, cos, out=out)
         if _is_slow_in_halves(x):
@@ -98,7 +97,7 @@ class Rotation(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         rows, heads, tokens, width = grad.shape
         half = width // 2
-        # In the order of the product that x came from, [R, N, H, d]: its backward pass then copies nothing.
+        # In the memory order of the product that gave x, [R, N, H, d], so that its backward pass copies nothing.
         out = torch.empty(rows, tokens, heads, width, dtype=grad.dtype, device=grad.device).transpose(1, 2)
         torch.mul(grad, cos, out=out)
         if _is_slow_in_halves(grad):
@@ -110,17 +109,17 @@ class Rotation(torch.autograd.Function):
 
 
 def _is_slow_in_halves(x: Tensor) -> bool:
-    """In 16 bits a CPU's vectors are longer than half a head; then it takes number by number, to the same bits."""
+    """Whether operations on half a head are slow: in 16 bits, a CPU's vectors are longer than that."""
     return x.dtype.itemsize == 2 and not x.is_cuda
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """The halves of every head [..., d] exchanged."""
+    """x [..., d] with the halves of every head exchanged."""
     return torch.cat([*reversed(x.chunk(2, -1))], -1)
 
 
 def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
-    """See `OfChunk` in `ci_llm/lora/passes.py`: softmax in place, and the target's row of W added to the slopes.
+    """The fast arithmetic of a chunk (see `OfChunk`): softmax in place, and the target's row of W added separately.
 
     The log-probability comes from the largest logit, never from a probability that has underflowed. The target's own
     probability stays out of the product: in 16 bits, one near 1 would be rounded to 1, and its row would vanish.
@@ -160,9 +159,9 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether this is a processor on which products in fp32 by oneDNN were measured faster than by MKL, torch's choice.
+    """Whether fp32 products by oneDNN were measured faster than by MKL, torch's choice, on this kind of processor.
 
-    Never a timing: no resume could repeat it.
+    It is never timed here, because a resume could not repeat the result.
     """
     has_operator = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return has_operator and "AMD" in processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -170,7 +169,7 @@ def onednn_is_faster() -> bool:
 
 @cache
 def _rotating(own: FunctionType) -> Any:
-    """The family's own forward of attention, which calls `rotate` where it calls its own function."""
+    """The family's own forward of attention, with `rotate` in place of the family's function."""
     found = FunctionType(
         own.__code__, {**own.__globals__, _ROTATION: rotate}, own.__name__, own.__defaults__, own.__closure__
     )
@@ -198,12 +197,12 @@ def _gate_of(module: Any) -> Any:
 class _JoinedLinears(torch.autograd.Function):
     """Frozen layers that read one input, computed together: q, k and v, or gate and up.
 
-    y_i[k] = x[k] W_iᵀ + b_i + s_i (x[k] A_i[k]ᵀ) B_i[k]ᵀ for all layers i, see `_FusedLinear`. The adapters of all of
-    them are one product with the input, and the gradients of the input are added in place. The sums have another order
-    than layer by layer, so the bits differ.
+    y_i[k] = x[k] W_iᵀ + b_i + s_i (x[k] A_i[k]ᵀ) B_i[k]ᵀ for all layers i, see `_FusedLinear`. One product with the
+    input serves the A of all layers, and the gradients of the input are added in place. The order of the sums, and so
+    the bits, differ from those of single layers.
 
-    The gradients of A and B are added to the storage. `anchor` stands for them in the graph: without it an input that
-    needs no gradient would end the backward pass before this node.
+    The gradients of A and B are added to the storage. `_anchor` stands for A and B in the graph: without it, autograd
+    would not reach this node if the input needs no gradient.
     """
 
     @staticmethod
@@ -260,11 +259,11 @@ class _JoinedLinears(torch.autograd.Function):
 
 
 class JoinedInput:
-    """Neighbouring layers; the first that is called computes all, and the others take what it left.
+    """Neighbouring layers that read one input: the first one called computes all, and the others take their outputs.
 
-    Each does so only for the very tensor that the first one read. Agents of several shapes, with dropout, or with rows
-    of their own in one pass stay with the layers themselves, and so do a layer that they do not adapt, which an agent
-    has by itself when it is alone, and a pass without gradients.
+    The others do so only for the very tensor that the first one read. The layers compute by themselves for agents of
+    several shapes, with dropout, or with rows of their own in one pass, and in passes without gradients. So does a
+    layer that agents do not adapt, as it does for an agent alone.
     """
 
     def __init__(self, layers: Sequence[StackedLoRALinear]) -> None:
@@ -274,7 +273,7 @@ class JoinedInput:
         self._anchor = torch.zeros((), requires_grad=True)
 
     def output(self, layer: StackedLoRALinear, x: Tensor) -> Tensor | None:
-        """What the layer gives for the input [K·B, ..., in]; None: it has to compute that itself."""
+        """The output of the layer for the input [K·B, ..., in]; None if it has to compute that itself."""
         if self._input is not x or layer.name not in self._left:
             chosen = self._chosen() if torch.is_grad_enabled() and layer.reading.in_storage else {}
             if layer.name not in chosen or len(chosen) == 1:
@@ -286,11 +285,11 @@ class JoinedInput:
         return found
 
     def forget(self) -> None:
-        """Drop what a pass that was given up, as where memory ran out, has left: it holds the whole pass in memory."""
+        """Drop the outputs of a pass that was given up, as when memory ran out: they keep the whole pass in memory."""
         self._input, self._left = None, {}
 
     def _computed(self, x: Tensor, chosen: dict[str, AgentGroup]) -> dict[str, Tensor]:
-        """The outputs of these layers by name."""
+        """The outputs of the chosen layers by name."""
         layers, groups = [each for each in self._layers if each.name in chosen], [*chosen.values()]
         rows = (groups[0].end - groups[0].first, -1, layers[0].in_features)
         cast = layers[0].casts.input(x, compute_dtype(x)).reshape(rows)
@@ -300,13 +299,13 @@ class JoinedInput:
         return {name: y.view(*x.shape[:-1], y.shape[-1]) for name, y in zip(chosen, outputs, strict=True)}
 
     def _chosen(self) -> dict[str, AgentGroup]:
-        """By name, the only group of each layer that has one whose gradients are added to the storage."""
+        """The layers, by name, whose agents are one joinable group, with this group."""
         found = {layer.name: layer.present_groups() for layer in self._layers}
         return {name: groups[0] for name, groups in found.items() if len(groups) == 1 and groups[0].is_joinable}
 
 
 def _join(layers: Iterable[StackedLoRALinear]) -> None:
-    """Let neighbours that read one input be computed together."""
+    """Give neighbouring layers that read one input a `JoinedInput`."""
     found: dict[tuple[str, int], list[StackedLoRALinear]] = {}
     for layer in layers:
         parent, _, name = layer.name.rpartition(".")
@@ -320,23 +319,24 @@ def _join(layers: Iterable[StackedLoRALinear]) -> None:
                 layer.joined = joined
 
 
-#: Part -> the forward to give a module, or None for one that it is not for.
+#: Part -> a function from a module to its fast forward, or to None if there is none for it.
 _FORWARDS: Final[dict[str, Callable[[Any], Any]]] = {"norms": _norm_of, "rotation": _rotation_of, "gate": _gate_of}
 
 
 def take(model: PreTrainedModel, agents: AgentStorage, parts: Collection[str], kinds: Collection[type]) -> None:
-    """Let these parts of a base with agents be computed fast, and no others.
+    """Compute these parts of a base with agents by fast kernels, and all others by the family's own code.
 
     Args:
-        parts: some of `PARTS`; head, precision and attention are for `CrowdModel` to heed.
-        kinds: the classes of modules that may be changed: those that a trial has seen at work.
+        parts: some of `PARTS`; `CrowdModel` itself implements head, precision and attention.
+        kinds: the classes of modules that may be changed, which are those in a trial.
     """
     give_back(model, agents)
     for module in model.modules():
-        if type(module) not in kinds or "forward" in vars(module):  # there other libraries have their hooks
+        if type(module) not in kinds or "forward" in vars(module):  # other libraries put their hooks there
             continue
         for part, forward_of in _FORWARDS.items():
-            if part in parts and (forward := forward_of(module)) is not None:
+            forward = forward_of(module) if part in parts else None
+            if forward is not None:
                 module.forward = MethodType(forward, module)
     if "joined" in parts:
         _join(agents.layers.values())
@@ -346,7 +346,7 @@ def take(model: PreTrainedModel, agents: AgentStorage, parts: Collection[str], k
 
 
 def give_back(model: PreTrainedModel, agents: AgentStorage) -> None:
-    """Let the base compute everything by the family's own code again."""
+    """Compute everything by the family's own code again."""
     for layer in agents.layers.values():
         layer.joined, layer.by_onednn = None, False
     for module in model.modules():
@@ -355,6 +355,6 @@ def give_back(model: PreTrainedModel, agents: AgentStorage) -> None:
 
 
 def is_fast(module: nn.Module, forward_of: Callable[[Any], Any]) -> bool:
-    """Whether the forward of a module is the one of ours that `forward_of` gives it."""
+    """Whether the module has the fast forward that `forward_of` gives it."""
     own = vars(module).get("forward")
     return isinstance(own, MethodType) and own.__func__ is forward_of(module)

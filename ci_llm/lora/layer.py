@@ -1,14 +1,14 @@
 """A frozen linear layer that carries the low-rank adapters of K agents.
 
-`StackedLoRALinear` is the layer. Adapters of neighbouring agents that have one shape are multiplied as one batch
-(`AgentGroup`). All layers of a base share what a pass casts once (`Casts`), whose tokens their inputs hold (`Reading`),
-and the dropout of the adapters' inputs (`InputDropout`).
+`StackedLoRALinear` is the layer. Adapters of neighbouring agents with one shape are multiplied as one batch
+(`AgentGroup`). All layers of a base share three objects: `Casts` holds what a pass casts once, `Reading` says whose
+tokens the inputs hold, and `InputDropout` drops inputs of the adapters.
 
 LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Rank-stabilised scaling: Kalajdzievski,
 "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.
 
 Legend: K agents, n agents of a group, P parameters of one agent, N rows of activations per agent, r rank, in and out
-features. x, z [K, N, in], h [K, N, r], A [K, r, in], B [K, out, r], W [out, in]; in a group n instead of K.
+features. x, z [K, N, in], h [K, N, r], A [K, r, in], B [K, out, r], W [out, in]; a group has n in place of K.
 """
 
 from __future__ import annotations
@@ -31,31 +31,30 @@ from ci_llm.errors import BadInput, ModelError
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which products of `x` are computed: that of autocast if it is on, else its own."""
+    """The dtype in which products of `x` are computed: autocast's if it is on, else that of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Casts:
-    """The casts of the forward pass that is under way; between passes it holds nothing.
+    """The casts of the current forward pass; empty between passes, so that no cast is older than the weights.
 
-    So no cast can be older than the weights. A layer that activation checkpointing computes again, in the backward
-    pass, casts for itself, to the same bits.
+    A layer that activation checkpointing recomputes in the backward pass casts for itself, to the same bits.
     """
 
     def __init__(self) -> None:
         self._under_way = self._is_drawn = False
         self._weights: Tensor | None = None
-        self._start = 0  # where they begin in the storage
+        self._start = 0  # where the weights begin in the storage
         self._input: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
     def of_pass(self, weights: Tensor, drawn: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
-        """Make weights ready in `dtype` for the pass inside: those drawn for it, if there are any.
+        """Cast the weights to `dtype` for the pass inside.
 
         Args:
-            weights: rows of the storage, [K, P] or [1, P]: those of the agents that the pass is of.
-            drawn: the same numbers as they were drawn, in memory of their own.
+            weights: [K, P] or [1, P] the rows of the agents in the pass, views of the storage.
+            drawn: a copy of these rows with noise and masks applied, which is cast instead; None if there are neither.
         """
         self._under_way, self._is_drawn, self._start = True, drawn is not None, int(weights.storage_offset())
         if drawn is not None or weights.dtype != dtype:
@@ -66,7 +65,7 @@ class Casts:
             self._under_way, self._weights, self._input = False, None, None
 
     def ready(self, view: Tensor, dtype: torch.dtype, *, is_drawn: bool) -> Tensor | None:
-        """The numbers of `view`, a view of the weights, as the pass needs them; None if they were not made ready."""
+        """The cast of `view`, a view of the weights; None if there is none of this dtype and kind."""
         made = self._weights
         if made is None or made.dtype != dtype or self._is_drawn != is_drawn:
             return None
@@ -74,7 +73,7 @@ class Casts:
 
     @torch.no_grad()
     def input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` in `dtype`, without a gradient; layers that read the same tensor share one cast."""
+        """Cast `x` to `dtype`, without a gradient; layers that read the same tensor share one cast."""
         if self._input is not None and self._input[0] is x and self._input[1].dtype == dtype:
             return self._input[1]
         cast = x.to(dtype)
@@ -85,14 +84,13 @@ class Casts:
 
 @dataclass
 class Shared:
-    """What the passes of single agents over one micro-batch compute once.
+    """Results that the single agents' passes over one micro-batch share; each is None until the first pass has it.
 
     Attributes:
-        same_rows: whether all agents read the same rows; only then the trunk gives the same states.
-        trunk: what its last layer returned, and a call that sets the generators as they were after it; None: it has not
-            run.
-        head: the head of the base as it was cast; None: no pass has come to it.
-        reference: the log-probabilities [1, S] of the base alone; None: nothing has asked for them.
+        same_rows: whether all agents read the same rows; only then they share states of the trunk.
+        trunk: the output of the trunk's last layer, and a call that sets the generators to their state after it.
+        head: the cast head of the base.
+        reference: [1, S] the log-probabilities of the base alone.
     """
 
     same_rows: bool
@@ -101,20 +99,20 @@ class Shared:
     reference: Tensor | None = None
 
 
-#: In place of an agent: the rows belong to none, and the base reads them alone.
+#: In place of an agent's number: the rows belong to no agent, and the base alone reads them.
 NOBODY: Final = -1
 
 
 @dataclass
 class Reading:
-    """Whose tokens the input of every layer holds: those of all agents, of one, or of each agent its own.
+    """Whose tokens the inputs of all layers hold: those of all agents, of one agent, or of each agent its own rows.
 
     Attributes:
-        agent: the agent to which all rows of the input belong, or `NOBODY`; None: it holds the rows of all K agents.
+        agent: the agent to which all rows of the input belong, or `NOBODY`; None if it holds the rows of all K agents.
         spans: [K] the tokens of each agent in an input [1, N, in] of agents with rows of their own; else None.
-        shared: with the passes of other agents; None: nothing.
-        in_storage: whether the gradients of all parameters are the storage's, as `begin_step` leaves them.
-        by_onednn: whether passes without gradients take the products with frozen weights by oneDNN; see `product`.
+        shared: the results shared with the passes of other agents; None if nothing is shared.
+        in_storage: whether all parameters' gradients are views of the storage, as `begin_step` leaves them.
+        by_onednn: whether passes without gradients compute products with frozen weights by oneDNN; see `product`.
     """
 
     agent: int | None = None
@@ -127,7 +125,7 @@ class Reading:
     def of(
         self, agent: int | None = None, *, spans: Sequence[slice] | None = None, shared: Shared | None = None
     ) -> Iterator[None]:
-        """Let it be so for the passes inside, and for their backward passes where layers are recomputed."""
+        """Set these for the passes inside. Backward passes that recompute layers belong inside too."""
         before = self.agent, self.spans, self.shared
         self.agent, self.spans, self.shared = agent, spans, shared
         try:
@@ -141,18 +139,18 @@ class AgentGroup:
     """Neighbouring agents with adapters of one shape on a layer; their products are one batched product.
 
     Agents of other shapes are not padded to one batch: a longer sum or another kernel could round differently, and an
-    agent shall have the bits that it has alone.
+    agent must have the bits that it has alone.
 
     Attributes:
-        first, end: the agents `first`, ..., `end - 1`.
-        scaling: of all of them.
-        drops: whether they read their input after dropout.
-        stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None: they have no adapter here.
+        first, end: the agents are `first`, ..., `end - 1`.
+        scaling: the factor of every B A.
+        drops: whether the adapters read their input after dropout.
+        stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None if they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
-        noise: what a pass of training adds to A and B, or None.
-        casts: where the pass under way has A and B ready, or None.
-        tokens: of the only agent, in an input [1, N, in] of agents with rows of their own; else None.
-        gradients: of A and B, views of the crowd's gradients; None: autograd owns them.
+        noise: the noise that a training pass adds to A and B, or None.
+        casts: the casts of A and B in the current pass, or None.
+        tokens: the only agent's tokens in an input [1, N, in] of agents with rows of their own; else None.
+        gradients: the gradients of A and B, views of the crowd's gradients; None if autograd owns them.
     """
 
     first: int
@@ -167,7 +165,7 @@ class AgentGroup:
     tokens: slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of `tensor` [K, ...] that belongs to these agents, or that of [1, N, ...] with their tokens."""
+        """The part of `tensor` [K, ...] that belongs to these agents, or their tokens of `tensor` [1, N, ...]."""
         if self.tokens is None and tensor.shape[0] == self.end - self.first:
             return tensor
         return tensor[self.first : self.end] if self.tokens is None else tensor[:, self.tokens]
@@ -179,30 +177,30 @@ class AgentGroup:
 
     @property
     def extent(self) -> int:
-        """How much of `axis` belongs to these agents."""
+        """The length that these agents have along `axis`."""
         return self.end - self.first if self.tokens is None else self.tokens.stop - self.tokens.start
 
     def only(self, agent: int) -> AgentGroup:
-        """The same for one of its agents, as the first and only one of a crowd."""
+        """A group of one of these agents, numbered 0."""
         part = slice(agent - self.first, agent - self.first + 1)
         pairs = (self.stacked, self.masks, self.noise, self.gradients)
         stacked, masks, noise, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
         return replace(self, first=0, end=1, stacked=stacked, masks=masks, noise=noise, gradients=gradients)
 
     def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
-        """Each of these agents by itself, if it has tokens in an input whose agents have rows of their own."""
+        """Yield a group for each of these agents that has tokens in an input of agents with rows of their own."""
         for k in range(self.first, self.end):
             if spans[k].start < spans[k].stop:
                 yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
 
     def at_rest(self) -> AgentGroup:
-        """The same without dropout, DropConnect and noise."""
+        """The group without dropout, DropConnect and noise."""
         if not (self.drops or self.masks or self.noise):
             return self
         return replace(self, masks=None, noise=None, drops=False)
 
     def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B as they were drawn for this step, in the dtype of the computation."""
+        """A and B with noise and masks applied, in `dtype`."""
         assert self.stacked is not None
         a, b = self.stacked
         if self.masks is None and self.noise is None and a.dtype == dtype:
@@ -219,7 +217,7 @@ class AgentGroup:
         return a.to(dtype), b.to(dtype)
 
     def accumulating_in(self, parameters: Sequence[Tensor]) -> AgentGroup:
-        """The group as it is if `gradients` are those of its parameters, as `begin_step` leaves them; or without."""
+        """The group itself if its parameters' gradients are `gradients`; otherwise the group without `gradients`."""
         if self.gradients is None:
             return self
         places = [(whole, k) for whole in self.gradients for k in range(self.end - self.first)]
@@ -229,7 +227,7 @@ class AgentGroup:
     def parameter_gradients(self, grad_a: Tensor, grad_b: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """The gradients in the order of the parameters: A of every agent, then B of every agent.
 
-        Where `gradients` exist they are added there, all agents at once, and autograd gets none.
+        If the group has `gradients`, all are added there at once, and autograd gets None.
         """
         if self.gradients is not None:
             self.add_gradients(grad_a, grad_b)
@@ -239,14 +237,14 @@ class AgentGroup:
         return (*grad_a.to(dtype).unbind(0), *grad_b.to(dtype).unbind(0))
 
     def add_gradients(self, grad_a: Tensor, grad_b: Tensor) -> None:
-        """Add the gradients of all agents, A [n, r, in] and B [n, out, r], to those of the storage."""
+        """Add the gradients of A [n, r, in] and B [n, out, r] to the storage's."""
         assert self.gradients is not None
         for whole, grad, mask in zip(self.gradients, (grad_a, grad_b), self.masks or (None, None), strict=True):
             whole.add_(grad if mask is None else grad.to(whole.dtype) * mask)
 
     @property
     def is_joinable(self) -> bool:
-        """Whether its input may be read for several layers at once, see `ci_llm/lora/kernels.py`."""
+        """Whether several layers may read one input together, see `JoinedInput` in `ci_llm/lora/kernels.py`."""
         return self.stacked is not None and self.gradients is not None and self.tokens is None and not self.drops
 
 
@@ -258,17 +256,17 @@ def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
 
 
 class InputDropout:
-    """Drops inputs of the adapters with a probability per agent.
+    """Dropout of the adapters' inputs, with a probability per agent.
 
     Agents with settings of their own draw for themselves. Others draw together in a pass of all agents, from the global
-    generator; in a pass of one agent it draws for itself all the same, as it does alone.
+    generator. In a pass of one agent, the agent always draws for itself, as it does alone.
 
     Args:
-        settings: what the agents drop, and what keys their own draws.
+        settings: the agents' dropout, seeds and indices.
 
     Attributes:
-        micro_step: what keys the draws besides, set before each forward pass of a training run; None in loops that do
-            not say it: all draws then come from the global generator.
+        micro_step: the key of the micro-step, which a training run sets before each forward pass. Without it (None)
+            all draws come from the global generator.
     """
 
     def __init__(self, settings: LoraSettings) -> None:
@@ -279,11 +277,11 @@ class InputDropout:
         """The rows after dropout.
 
         Args:
-            rows: [n, N, in], the rows of n agents.
-            layer: name of the layer; with step and agent it keys the draw, so that activation checkpointing draws the
-                same when it computes the layer again.
-            agents: their indices.
-            reading: whose tokens the input of the layer holds; with spans, `rows` [1, N, in] has those of `agents`.
+            rows: [n, N, in], the rows of n agents; if `reading` has spans, [1, N, in] with the tokens of `agents`.
+            layer: the name of the layer. With step and agent it keys the draw, so that a layer recomputed by activation
+                checkpointing draws the same.
+            agents: the numbers of these agents.
+            reading: whose tokens the input of the layer holds.
         """
         if not self._settings.agents and reading.agent is None:
             return nn.functional.dropout(rows, self._settings.dropout)
@@ -303,11 +301,11 @@ class InputDropout:
 
 @dataclass(frozen=True)
 class AgentLora:
-    """One agent as `LoraSettings.of` gives it: the common settings with its own instead.
+    """The settings of one agent: its own, and the common ones for the rest.
 
     Attributes:
-        seed, index: key everything random of the agent. An agent with a seed of its own has index 0, wherever it
-            stands; the others have the common seed and their place, unless their entry names another index.
+        seed, index: the key of everything random of the agent. An agent with its own seed has index 0 wherever it
+            stands. The others have the common seed and their place as index, unless their entry names another index.
     """
 
     rank: int
@@ -331,7 +329,7 @@ class LoraSettings:
     """Number and shape of the agents; the words are PEFT's.
 
     Args:
-        num_agents: K; with `agents` it is their number.
+        num_agents: K; set to the number of `agents` if these are given.
         rank: r of each adapter.
         alpha: see `AgentLora.scaling`.
         dropout: probability of dropping an input of an adapter.
@@ -340,10 +338,10 @@ class LoraSettings:
         layers: "all", "upper_half", or numbers of the layers in which these modules are adapted.
         use_rslora: see `AgentLora.scaling`.
         initialize_adapters_rand: every agent draws its own start; otherwise all start as agent 0.
-        seed: of the start and of the DropConnect masks.
-        outputs: numbers of a head that each agent has for rows; 0: it has none, and predicts tokens.
-        agents: for each agent what it has of its own: any of rank, alpha, dropout, dropconnect, target_modules,
-            layers, use_rslora, seed, index. Every agent then draws its dropout from a generator of its own.
+        seed: the seed of the starts and of the DropConnect masks.
+        outputs: how many numbers each agent's head computes for a row; 0 for agents that predict tokens.
+        agents: for each agent its own settings: any of rank, alpha, dropout, dropconnect, target_modules, layers,
+            use_rslora, seed, index. Every agent then draws its dropout from its own generator.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -370,7 +368,8 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.agents:
             object.__setattr__(self, "num_agents", len(self.agents))
-        if odd := sorted({key for own in self.agents for key in own} - OWN):
+        odd = sorted({key for own in self.agents for key in own} - OWN)
+        if odd:
             raise BadInput(
                 f"an agent has no {odd[0]} of its own",
                 where="LoraSettings(agents=...)",
@@ -388,16 +387,17 @@ class LoraSettings:
         return [self.of(k) for k in range(self.num_agents)]
 
     def kinds(self) -> list[AgentLora]:
-        """The settings of every agent, or of the first if all are like it."""
+        """The settings of every agent, or only those of agent 0 if all are alike."""
         return self.each() if self.agents else [self.of(0)]
 
     def common_or_list(self, key: str) -> Any:
-        """The value of `key` as a message says it: one for all agents, or the list of theirs where they differ."""
-        values = [list(value) if isinstance(value := getattr(agent, key), tuple) else value for agent in self.kinds()]
+        """The agents' value of `key` for messages: one value if all agents have it, or else the list."""
+        values = [getattr(agent, key) for agent in self.kinds()]
+        values = [list(value) if isinstance(value, tuple) else value for value in values]
         return values[0] if all(value == values[0] for value in values) else values
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as ci_llm_meta_config.json holds them; without `agents` where none has settings of its own."""
+        """The settings as plain values for ci_llm_meta_config.json; `agents` is left out if it is empty."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "agents"}
         values = {name: value for name, value in values.items() if name != "outputs" or value}
         own = {"agents": [to_plain(agent) for agent in self.agents]} if self.agents else {}
@@ -410,7 +410,7 @@ class LoraSettings:
         return cls(**{**from_plain(values), "agents": agents})
 
 
-#: What an agent may have of its own.
+#: The settings that an agent may have of its own.
 OWN: Final = frozenset(field.name for field in fields(AgentLora))
 #: A key of the configuration that an agent may have of its own -> its name here.
 FIELD_OF_KEY: Final = {
@@ -423,24 +423,24 @@ FIELD_OF_KEY: Final = {
     "use_rslora": "use_rslora",
     "seed": "seed",
 }
-#: Of these, what gives an adapter its shape and scale.
+#: Those of them that give an adapter its shape and scale.
 SHAPE: Final = {key: FIELD_OF_KEY[key] for key in SHAPE_KEYS}
 
 
-#: Products of fewer rows round differently on a CPU, and are filled up; single tokens are decoded in such.
+#: On a CPU, products of fewer rows round differently, so they are padded to this many, as in decoding single tokens.
 LEAST_ROWS: Final = 4
 
 
 class _FusedLinear(torch.autograd.Function):
     """y[k] = x[k] Wᵀ + b + s (z[k] A[k]ᵀ) B[k]ᵀ with W frozen; z is x, or x after dropout.
 
-    It computes in the dtype of `cast`, which holds the numbers of x, and keeps of it all only z and the rank-r product
-    h = z Aᵀ for the backward pass. W is dequantised, or cast, once per pass for all agents, and again in the backward
-    pass: a copy of every layer would otherwise live until then. The gradients have the dtypes of x, of A and of B.
+    It computes in the dtype of `cast`, which is a cast of x, and keeps only z and the rank-r product h = z Aᵀ for the
+    backward pass. W is dequantised or cast once per pass for all agents, and again in the backward pass, because a
+    copy of every layer would otherwise live until then. The gradients have the dtypes of x, A and B.
 
-    `dropped` holds z of the groups that drop, one after the other. `parameters` are the same numbers as the groups
-    hold: of each group A agent by agent, then B agent by agent. They are arguments because autograd routes gradients
-    to arguments, and the gradients are returned for them.
+    `dropped` holds z for the groups that drop, one after the other. `parameters` hold the same numbers as the groups:
+    for each group A agent by agent, then B agent by agent. They are arguments because autograd returns gradients to
+    arguments only.
     """
 
     @staticmethod
@@ -497,7 +497,7 @@ def _with_adapters(
     groups: Sequence[AgentGroup],
     by_onednn: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """y [K, N, out] of `_FusedLinear`, and of each group A, B and h, which its backward pass needs."""
+    """y [K, N, out] of `_FusedLinear`, and A, B and h of each group, which the backward pass needs."""
     (agents, rows, width), dtype = cast.shape, cast.dtype
     # One product with W for the rows of all agents: this is where the fused pass saves time.
     bias = None if bias is None else bias.to(dtype)
@@ -511,7 +511,7 @@ def _with_adapters(
 
 
 class _LowRank(torch.autograd.Function):
-    """s (z[k] A[k]ᵀ) B[k]ᵀ alone, for base layers that are no plain nn.Linear such as Conv1D; z is a group's."""
+    """s (z[k] A[k]ᵀ) B[k]ᵀ alone for the z of one group, for base layers other than nn.Linear, such as Conv1D."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, group: AgentGroup, *parameters: Tensor) -> Tensor:
@@ -536,7 +536,7 @@ class _LowRank(torch.autograd.Function):
 def _add_low_rank(y: Tensor, z: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Add s (z Aᵀ) Bᵀ to y [n, N, out], and return h = z Aᵀ [n, N, r].
 
-    In place, because y is the largest tensor here and autograd does not need its value before the sum.
+    It works in place, because y is the largest tensor here and autograd does not need its value before the sum.
     """
     spare = LEAST_ROWS - z.shape[1]
     if spare <= 0:
@@ -557,9 +557,11 @@ def dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, by_onednn: bool) -> Tensor:
-    """x [..., in] and a frozen weight [out, in] -> x Wᵀ + b; in fp32 on a CPU by oneDNN, if asked for, else by torch.
+    """x Wᵀ + b for x [..., in] and a frozen weight [out, in].
 
-    The operator is private to torch: a trial at the start of a run finds out whether it is there and right.
+    Args:
+        by_onednn: compute fp32 products by oneDNN's operator. The operator is private to torch, so a trial at the start
+            of a run finds out whether it exists and is right.
     """
     if by_onednn and x.dtype == torch.float32:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
@@ -569,7 +571,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, by_onednn:
 def _inputs(
     groups: Sequence[AgentGroup], x: Tensor | None, dropped: Tensor | None
 ) -> Iterator[tuple[AgentGroup, Tensor]]:
-    """Every group with the input of its adapters: its part of x [K, N, in], or of `dropped`."""
+    """Yield every group with the input of its adapters: its part of x [K, N, in] or of `dropped`."""
     start = 0
     for group in groups:
         whole = dropped if group.drops else x
@@ -582,21 +584,21 @@ def _inputs(
 
 
 def _joined(parts: Sequence[Tensor], groups: Sequence[AgentGroup]) -> Tensor:
-    """The parts of these groups, one after the other."""
+    """The parts of these groups concatenated along their axis."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), groups[0].axis)
 
 
 def low_rank_gradients(
     grad: Tensor, b: Tensor, h: Tensor, scaling: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of h [K, N, r], written to `into` if it is given, and of B [K, out, r], where the output is s h Bᵀ."""
+    """The gradients of h [K, N, r] and B [K, out, r] for the output s h Bᵀ; that of h is written to `into` if given."""
     # The longer dimension is the last one, in memory as well: MKL is up to four times slower otherwise.
     grad_h = _scaled_product(grad, b if b.is_cuda else b.mT.contiguous().mT, scaling, into)
     return grad_h, _scaled_product(h.mT, grad, scaling).mT
 
 
 def _scaled_product(one: Tensor, other: Tensor, scaling: float, into: Tensor | None = None) -> Tensor:
-    """s · one @ other for batches of matrices; on a GPU, where every launch costs the host, it is a single kernel."""
+    """s · one @ other for batches of matrices, on a GPU as a single kernel, because every launch costs the host."""
     if one.is_cuda:
         return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scaling, out=into)
     found = torch.bmm(one, other).mul_(scaling)
@@ -611,16 +613,16 @@ class StackedLoRALinear(nn.Module):
     Args:
         base_layer: the frozen layer.
         num_agents: K.
-        dropout: of the adapters' inputs.
-        casts: of the pass under way, for all layers.
-        reading: whose tokens the inputs of all layers hold.
-        name: of the layer in the base, for messages.
+        dropout: the dropout of the adapters' inputs, shared by all layers.
+        casts: the casts of the current pass, shared by all layers.
+        reading: whose tokens the inputs hold, shared by all layers.
+        name: the name of the layer in the base.
 
     Attributes:
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
-        groups: the same numbers, stacked where neighbours have one shape; together they cover all agents.
-        joined: the `JoinedInput` of the layer and its neighbours; None: it computes for itself.
-        by_onednn: whether it takes its frozen weight's products in training by oneDNN; see `product`.
+        groups: the same numbers, stacked where neighbours have one shape; together the groups cover all agents.
+        joined: the `JoinedInput` of the layer and its neighbours; None if it computes alone.
+        by_onednn: whether training computes products with the frozen weight by oneDNN; see `product`.
     """
 
     def __init__(
@@ -648,10 +650,14 @@ class StackedLoRALinear(nn.Module):
         return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training or torch.is_grad_enabled()) and (found := self._at_rest(x)) is not None:
-            return found
-        if self.joined is not None and (found := self.joined.output(self, x)) is not None:
-            return found  # type: ignore[no-any-return]
+        if not (self.training or torch.is_grad_enabled()):
+            at_rest = self._at_rest(x)
+            if at_rest is not None:
+                return at_rest
+        if self.joined is not None:
+            joined = self.joined.output(self, x)
+            if joined is not None:
+                return joined  # type: ignore[no-any-return]
         # One agent keeps a leading dimension of 1, so that the code below serves it as it serves K.
         first, agents = (0, self.num_agents) if self.reading.agent is None else (self.reading.agent, 1)
         if self.reading.agent is None and self.reading.spans is not None:
@@ -660,9 +666,9 @@ class StackedLoRALinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _at_rest(self, x: Tensor) -> Tensor | None:
-        """The same numbers, sooner, where nothing is drawn and nothing is learned; None for other base layers.
+        """The fast forward pass for inference; None if the base layer is neither nn.Linear nor quantised.
 
-        A decoder comes here for every token, so that each operator and each look-up counts.
+        A decoder calls it for every token, so each operator and each look-up counts.
         """
         base, reading, dtype = self.base_layer, self.reading, compute_dtype(x)
         quantized = isinstance(base, QuantizedLinear)
@@ -670,7 +676,8 @@ class StackedLoRALinear(nn.Module):
             return None
         agents = self.num_agents if reading.agent is None and reading.spans is None else 1
         cast = x if x.dtype == dtype else self.casts.input(x, dtype)
-        if is_flat := x.dim() != 3 or x.shape[0] != agents:
+        is_flat = x.dim() != 3 or x.shape[0] != agents
+        if is_flat:
             cast = cast.reshape(agents, -1, self.in_features)
         weight: Any = base if quantized else base.weight
         bias: Any = base.bias
@@ -686,7 +693,7 @@ class StackedLoRALinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features) if is_flat else y
 
     def _add_resting(self, agent: int | None, y: Tensor, z: Tensor) -> None:
-        """Add what one agent, or all, adapt here; their groups are made once and not in each pass."""
+        """Add the adapters of one agent (None: all agents) to y; the groups are made once and not in each pass."""
         if agent not in self._rests:
             groups = self._groups if agent is None else self._groups_of(agent)
             self._rests[agent] = tuple(group.at_rest() for group in groups if group.stacked is not None)
@@ -694,7 +701,7 @@ class StackedLoRALinear(nn.Module):
             _add_low_rank(group.of(y), group.of(z), *group.effective(z.dtype), group.scaling)
 
     def present_groups(self) -> tuple[AgentGroup, ...]:
-        """The agents whose rows the input holds, as they compute in this mode."""
+        """The groups of the agents whose rows the input holds, in training or evaluation mode."""
         groups = self._groups
         if self.reading.agent is not None:
             groups = self._groups_of(self.reading.agent)
@@ -711,7 +718,7 @@ class StackedLoRALinear(nn.Module):
         self._groups, self._alone, self._rests = groups, {}, {}
 
     def _groups_of(self, agent: int) -> tuple[AgentGroup, ...]:
-        """The group of one agent alone, made once and not in each of its passes."""
+        """The groups for a pass of one agent alone, made once and not in each pass."""
         if agent not in self._alone:
             own = tuple(group.only(agent) for group in self._groups if group.first <= agent < group.end)
             self._alone[agent] = own or (AgentGroup(0, 1),)
@@ -719,17 +726,17 @@ class StackedLoRALinear(nn.Module):
 
     def _apply_both(self, x: Tensor, rows: tuple[int, ...], groups: Sequence[AgentGroup], first: int) -> Tensor:
         base, dtype, whole = self.base_layer, compute_dtype(x), x
-        # One tensor for the base and for dropout: their gradients are added before those of other layers.
+        # One tensor for the base and for dropout, so that their gradients are added before those of other layers.
         x = x.reshape(rows)
         self._require_all_tokens(x)
         if type(base) is nn.Linear or isinstance(base, QuantizedLinear):
             weight = base if isinstance(base, QuantizedLinear) else base.weight
             adapted = [group for group in groups if group.stacked is not None]
             dropped, cast = self._dropped(x, groups, first), self.casts.input(whole, dtype).reshape(rows)
-            if not torch.is_grad_enabled():  # no gradients to route
+            if not torch.is_grad_enabled():
                 return _with_adapters(cast, dropped, weight, base.bias, adapted)[0]
             own = [self._parameters_of(group, first) for group in adapted]
-            if not self.reading.in_storage:  # else all gradients were found there once, for the whole step
+            if not self.reading.in_storage:  # otherwise `begin_step` has put all gradients there
                 adapted = [group.accumulating_in(each) for group, each in zip(adapted, own, strict=True)]
             parameters = [each for group in own for each in group]
             return _FusedLinear.apply(  # type: ignore[no-any-return]
@@ -748,7 +755,7 @@ class StackedLoRALinear(nn.Module):
         return _joined(parts, groups)
 
     def _dropped(self, x: Tensor, groups: Sequence[AgentGroup], first: int) -> Tensor | None:
-        """The input of the agents that drop, after dropout, one after the other; None if there are none."""
+        """The input after dropout of the agents that drop, one after the other; None if no agent drops."""
         dropping = [group for group in groups if group.drops]
         if not dropping:
             return None
@@ -758,9 +765,12 @@ class StackedLoRALinear(nn.Module):
         return self.dropout.apply(own, self.name, agents, self.reading)
 
     def _require_all_tokens(self, rows: Tensor) -> None:
-        """A layer that reads other tokens than all of them cannot tell whose they are."""
+        """Refuse rows of agents with spans if they are not all tokens: it is not known whose they are."""
         spans = self.reading.spans
-        if spans is not None and rows.shape[1] != (tokens := max(span.stop for span in spans)):
+        if spans is None:
+            return
+        tokens = max(span.stop for span in spans)
+        if rows.shape[1] != tokens:
             raise ModelError(
                 f"{self.name} reads {rows.shape[1]} of {tokens} tokens: it is not known whose they are",
                 where="agents with rows of their own",

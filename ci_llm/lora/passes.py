@@ -1,7 +1,7 @@
 """A pass of rows through the frozen base with K agents on it, from token ids to log-probabilities of the targets.
 
-`Passes` takes rows packed or padded, in one pass for all agents or in one for each. `target_log_probs` never holds all
-logits at once. `distance` and `tolerance` say whether two passes agree.
+`Passes` takes rows packed or padded, in one pass for all agents or one for each. `target_log_probs` never holds all
+logits at once. `distance`, `tolerance` and `agrees_by_norm` say whether two passes agree.
 
 Legend: K agents, S targets, N packed tokens, R rows of the base's input (packed: K or 1), D hidden width,
 V vocabulary.
@@ -51,11 +51,11 @@ def tolerance(*dtypes: torch.dtype) -> float:
 
 
 def agrees_by_norm(found: Tensor, wanted: Tensor, limit: float) -> bool:
-    """Whether [K, N, V] of K agents are those wanted but for rounding, where single numbers are far off by it.
+    """Whether numbers [K, N, V] of K agents are the wanted ones up to rounding, which may change single ones a lot.
 
-    Thirty layers in bf16 let a hundredth of the tokens differ by a tenth. The norm over all tokens is then 0.02 of that
-    of an agent's wanted numbers, and 0.11 or more with a wrong mask. Agents that are mixed up may be as near as 0.05.
-    So each has to be nearer to its own numbers than to those of any other.
+    In thirty layers of bf16, rounding changes a hundredth of the tokens by a tenth. The norm of the difference over all
+    tokens is then 0.02 of the norm of an agent's wanted numbers; with a wrong mask it is 0.11 or more. Agents that are
+    mixed up may be as near as 0.05, so each agent must also be nearer to its own numbers than to any other's.
     """
     found, wanted = (each.double().flatten(1) for each in (found, wanted))
     gaps = torch.cdist(found, wanted)
@@ -64,17 +64,17 @@ def agrees_by_norm(found: Tensor, wanted: Tensor, limit: float) -> bool:
 
 
 def dtypes_of(model: PreTrainedModel, logits: Tensor) -> list[torch.dtype]:
-    """The dtypes in which the logits were computed, that of autocast included, if it is on."""
+    """The dtypes in which the logits were computed, including autocast's if it is on."""
     kind = logits.device.type
     autocast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
     return [logits.dtype, model.dtype, *autocast]
 
 
 def describe_error(error: Exception) -> str:
-    """Type and first line of an error that a base raised.
+    """The type and first line of an error that a base raised.
 
     Raises:
-        Exception: `error` itself, if it says nothing about the base: an error of this package, or out of memory.
+        Exception: `error` itself, if it is an error of this package or out of memory, and so not about the base.
     """
     if isinstance(error, CiLlmError) or is_out_of_memory(error):
         raise error
@@ -100,9 +100,9 @@ class Head:
 
     Attributes:
         weight: [V, D].
-        bias: [V], if the family has one.
-        scale: 1 in families without one.
-        softcap: None in families without one; the logits are then scale · (h Wᵀ + b).
+        bias: [V], or None.
+        scale: 1 in families without a scale.
+        softcap: None in families without a soft cap, whose logits are scale · (h Wᵀ + b).
     """
 
     weight: Tensor
@@ -127,9 +127,9 @@ class Head:
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
     def logits(self, states: Tensor, *, by_onednn: bool = False) -> Tensor:
-        """States [..., D] -> logits [..., V], in fp32, or in fp64 for states in fp64.
+        """The logits [..., V] of states [..., D], in fp32, or in fp64 for states in fp64.
 
-        Agents [K, S, D] have a product each, as in `target_log_probs`.
+        For states [K, S, D] each agent has its own product, as in `target_log_probs`.
 
         Args:
             by_onednn: see `product` in `ci_llm/lora/layer.py`.
@@ -141,9 +141,9 @@ class Head:
         return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def logits_into(self, buffers: tuple[Tensor, Tensor], states: Tensor) -> Tensor:
-        """The same for states [S, D] into two buffers of at least S rows, of which the second has the wide dtype.
+        """The logits [S, V] of states [S, D], computed in two buffers of at least S rows.
 
-        The weight and the bias have the dtype of the states.
+        The first buffer has the dtype of the states, as weight and bias must have, and the second the wide dtype.
         """
         narrow, wide = (buffer[: len(states)] for buffer in buffers)
         if self.bias is None:
@@ -153,25 +153,25 @@ class Head:
         return self.shape_logits(narrow if narrow.dtype == wide.dtype else wide.copy_(narrow))
 
     def shape_logits(self, z: Tensor) -> Tensor:
-        """Apply scale and soft cap to h Wᵀ + b; any shape."""
+        """Apply scale and soft cap to h Wᵀ + b of any shape."""
         if self.scale != 1.0:
             z = z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     @property
     def chunk_rows(self) -> int:
-        """Rows whose logits fit into a chunk of the device, or 16 for a very large vocabulary."""
+        """How many rows' logits fit into a chunk on this device; at least 16, for a very large vocabulary."""
         size = LOGITS_PER_CHUNK_OF_A_GPU if self.weight.is_cuda else LOGITS_PER_CHUNK
         return max(16, size // self.weight.shape[0])
 
     def chunks(self, rows: int, copies: int = 1) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` rows; of fewer, where the logits of so many agents are held at once."""
+        """Slices of at most `chunk_rows` rows, and of fewer if the logits of `copies` agents are held at once."""
         size = max(16, self.chunk_rows // copies)
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def give_head_contiguous_rows(model: PreTrainedModel) -> RemovableHandle:
-    """Let the head of a model read contiguous rows, whoever calls it, until the handle is removed.
+    """Make the inputs of a model's head contiguous, until the handle is removed.
 
     For the next token, Transformers gives the head `hidden_states[:, -1:, :]` (`slice_logits_to_keep` in
     `transformers/modeling_utils.py`), which is not contiguous. torch then does not fold the rows into one product
@@ -182,13 +182,13 @@ def give_head_contiguous_rows(model: PreTrainedModel) -> RemovableHandle:
     )
 
 
-#: Logits [S, V] of a chunk, its targets [S, 1], the head, memory [S, V] in the dtype of the states, and where to write
-#: the slopes [S, D] (None: nowhere) -> log-probabilities [S]. It may overwrite logits and memory.
+#: Computes the log-probabilities [S] of a chunk. Arguments: its logits [S, V], its targets [S, 1], the head, a buffer
+#: [S, V] in the dtype of the states, and memory [S, D] for the slopes or None. Logits and buffer may be overwritten.
 OfChunk = Callable[[Tensor, Tensor, Head, Tensor, Tensor | None], Tensor]
 
 
 def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
-    """See `OfChunk`: the arithmetic that every run could always resume on."""
+    """The arithmetic of a chunk (see `OfChunk`) that runs of all releases can resume on."""
     # The derivative of the soft cap needs z, which is overwritten below.
     bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
     peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
@@ -206,18 +206,18 @@ def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Te
 
 
 class _TargetLogProbs(torch.autograd.Function):
-    """States [K, S, D] and targets [S] -> log-probabilities [K, S]; its own gradient with respect to the states.
+    """Log-probabilities [K, S] of targets [S] for states [K, S, D], with a gradient for the states only.
 
     The head is frozen, so the gradient with respect to a hidden state is a row of (onehot - softmax) W. The forward
-    pass computes it chunk by chunk, and the backward pass only scales it. The idea is that of the fused linear losses
-    of Liger (Hsu et al., 2024) and of Cut Cross-Entropy (Wijmans et al., 2024); here every token has a weight of its
-    own in the backward pass, so that any function of the log-probabilities may follow.
+    pass computes it chunk by chunk, and the backward pass only scales it, as do the fused linear losses of Liger (Hsu
+    et al., 2024) and Cut Cross-Entropy (Wijmans et al., 2024). Here every token has its own factor in the backward
+    pass, so any function of the log-probabilities may follow.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, targets: Tensor, head: Head, of_chunk: OfChunk) -> Tensor:
         whole = states.shape
-        if states.is_cuda:  # the rows of all agents as those of one: fewer chunks
+        if states.is_cuda:  # all agents' rows as those of one agent, for fewer chunks
             states, targets = states.reshape(1, -1, whole[-1]), targets.repeat(len(states))
         agents, count, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
@@ -229,7 +229,7 @@ class _TargetLogProbs(torch.autograd.Function):
         narrow = states.new_empty(min(count, head.chunk_rows), head.weight.shape[0])
         buffers = narrow, narrow if states.dtype == wide else torch.empty_like(narrow, dtype=wide)
         # On a CPU no chunk holds rows of two agents: the last rows of a product may round differently (in fp64), and an
-        # agent's bits shall not depend on its neighbours.
+        # agent's bits must not depend on its neighbours.
         for k, chunk in itertools.product(range(agents), head.chunks(count)):
             z, own = head.logits_into(buffers, states[k, chunk]), None if slopes is None else slopes[k, chunk]
             log_probs[k, chunk] = of_chunk(z, targets[chunk, None], head, narrow[: len(z)], own)
@@ -241,7 +241,7 @@ class _TargetLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (slopes,) = ctx.saved_tensors
         grad = grad[..., None]
-        # A loss scale of 65536 is no number of fp16, and its product with a slope is one.
+        # fp16 cannot represent a loss scale of 65536, but it can represent its product with a slope.
         if slopes.dtype == torch.float16:
             return (slopes * grad).to(slopes.dtype), None, None, None
         return slopes * grad.to(slopes.dtype), None, None, None
@@ -266,7 +266,7 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfCh
         return _TargetLogProbs.apply(states, targets, head, of_chunk)  # type: ignore[no-any-return]
 
 
-#: Ids and positions of packed rows, what `Segments` takes, and where the state of each token of the batch is then.
+#: Ids and positions of packed rows, the arguments of `Segments`, and the place of each token's state.
 Laid = tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor | slice]
 
 
@@ -275,10 +275,10 @@ class Part:
     """One pass of a micro-batch.
 
     Attributes:
-        rows: what it reads.
-        agent: whose rows they are; None: those of all agents, or of each its own.
-        layers: what tells the layers whose tokens they read.
-        shared: with the passes of the other agents; None: it is the only pass.
+        rows: the rows that it reads.
+        agent: the only agent of the pass; None if it is a pass of all agents.
+        layers: the `Reading` of the layers.
+        shared: the results shared with the other agents' passes; None if it is the only pass.
     """
 
     rows: MicroBatch
@@ -287,7 +287,7 @@ class Part:
     shared: Shared | None
 
     def reading(self) -> AbstractContextManager[None]:
-        """Let the layers read the rows of the agent. The backward pass belongs inside: layers may be recomputed."""
+        """Set whose rows the layers read. The backward pass belongs inside too, because layers may be recomputed."""
         return self.layers.of(self.agent, shared=self.shared)
 
 
@@ -297,11 +297,11 @@ class Passes:
 
     Attributes:
         model: the base.
-        agents: on its layers.
-        pad_id: token id of pads and spare tokens.
-        packed: rows lie end to end, or side by side in a rectangle.
-        own_precision: a base that is stored in the dtype of autocast computes in it by itself.
-        share_prompts: packed rows of a unit have what they begin with computed once: see `Batch.shared`.
+        agents: the agents on its layers.
+        pad_id: the token id of pads and spare tokens.
+        packed: whether rows lie end to end; otherwise they lie side by side in a rectangle.
+        own_precision: run a base that is stored in autocast's dtype without autocast.
+        share_prompts: compute the common beginning of a unit's packed rows once; see `Batch.shared`.
         fast_attention: see `Segments`.
     """
 
@@ -314,7 +314,7 @@ class Passes:
     fast_attention: bool = False
 
     def states(self, batch: Batch) -> Tensor:
-        """Final hidden states [K, N, D] of the agents that read these rows, all or one, in packed order."""
+        """Final hidden states [K, N, D] of the agents that read these rows, in packed order; K is 1 for one agent."""
         if self.agents.pass_per_agent and self.agents.reading.agent is None:
             return torch.cat([self._states_of(part) for part in self.parts(batch)])
         if self.packed:
@@ -327,7 +327,7 @@ class Passes:
         return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
     def states_of_each(self, batches: AgentBatches) -> Sequence[Tensor]:
-        """Final hidden states [1, N, D] of every agent on its own rows, in packed order; N is 0 without any."""
+        """Final hidden states [1, N, D] of every agent on its own rows, in packed order; N is 0 without rows."""
         parts = self.parts(batches)
         if parts[0].agent is None:
             return self._agent_after_agent(batches)
@@ -336,10 +336,10 @@ class Passes:
         return [found.get(k, nothing) for k in range(len(batches.each))]
 
     def parts(self, batch: MicroBatch) -> list[Part]:
-        """The passes that a micro-batch takes: one for all agents, or one for each that has a row in it.
+        """The passes that a micro-batch takes: one for all agents, or one for each agent that has a row in it.
 
-        A rectangle of the rows of all agents would pad them to another length than alone, so padded rows of each
-        agent's own always take a pass per agent.
+        Agents with padded rows of their own always take a pass each: a common rectangle would pad rows to another
+        length than alone.
         """
         reading, each = self.agents.reading, isinstance(batch, AgentBatches)
         if not (self.agents.pass_per_agent or (each and not self.packed)):
@@ -354,6 +354,7 @@ class Passes:
             return self.states(part.rows)
 
     def _agent_after_agent(self, batches: AgentBatches) -> list[Tensor]:
+        """`states_of_each` by one pass over the packed rows of all agents, agent after agent."""
         laid = [None if batch is None else self._laid(batch) for batch in batches.each]
         sizes = [0 if own is None else len(own[0]) for own in laid]
         spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -366,7 +367,7 @@ class Passes:
         return [part if own is None else part[:, own[4]] for part, own in parts]
 
     def cast_head(self, states: Tensor) -> Head:
-        """The head of the base for these states; passes of single agents cast it once for all."""
+        """The head of the base for these states, which the passes of single agents cast once for all."""
         head, shared = Head.of(self.model), self.agents.reading.shared
         if shared is None:
             return head
@@ -388,39 +389,38 @@ class Passes:
             return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:
-        """The rows end to end; spare tokens are one more row, which nothing reads."""
+        """The rows end to end; spare tokens are a further row, which nothing reads."""
         ids, positions, bounds, before = batch.input_ids, batch.position_ids, batch.bounds, (0,) * batch.num_rows
         places: Tensor | slice = slice(batch.num_tokens)
         if self.share_prompts and any(batch.shared):
             kept, places, bounds, before = without_repeats(batch)
             ids, positions = ids[kept], positions[kept]
-        if spare := self._spare(len(ids)):
+        spare = spare_tokens(self.model, len(ids))
+        if spare:
             ids = F.pad(ids, (0, spare), value=self.pad_id)
             positions = torch.cat([positions, positions.new_tensor(range(spare))])
             bounds, before = (*bounds, bounds[-1] + spare), (*before, 0)
         return ids, positions, bounds, before, places
 
     def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-        """The rows side by side, and the index that leads back; see `padded`."""
+        """The rows side by side, and the index of their tokens in packed order; see `padded`."""
         inputs, index = padded(batch, self.pad_id)
-        if spare := self._spare(inputs["input_ids"].shape[1]):
+        spare = spare_tokens(self.model, inputs["input_ids"].shape[1])
+        if spare:
             inputs = {name: F.pad(each, (0, spare)) for name, each in inputs.items()}
         # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
         # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
         return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
 
-    def _spare(self, tokens: int) -> int:
-        return spare_tokens(self.model, tokens)
-
 
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
-    """Tokens that have to be added, so that an agent's bits do not depend on how many agents there are.
+    """How many tokens have to be added, so that an agent's bits do not depend on the number of agents.
 
     Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
     product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.
 
     Args:
-        copies: in how many the tokens always stand side by side in these products.
+        copies: how many copies of the tokens stand in every product.
     """
     if model.dtype == torch.float64:
         return -tokens % LEAST_ROWS
@@ -429,13 +429,13 @@ def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
 
 @contextmanager
 def once_below(agents: AgentStorage) -> Iterator[int]:
-    """Run the trunk of the base once for all agents, which read the same rows, and every layer above it for each.
+    """Run the trunk of the base once for all agents, if they read the same rows, and the layers above it for each.
 
-    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not compute it again. Where
-    every agent takes a pass of its own, the first pass runs the trunk, and the others take the states that it left.
+    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not recompute it. Where
+    every agent takes its own pass, the first pass runs the trunk, and the others reuse its output.
 
     Yields:
-        how many copies of the rows the base has to be given.
+        how many copies of the rows must be given to the base.
     """
     reading, trunk = agents.reading, agents.trunk
     count = agents.settings.num_agents if reading.agent is None else 1
@@ -462,13 +462,13 @@ def once_below(agents: AgentStorage) -> Iterator[int]:
 
 @contextmanager
 def _skipped(layers: Sequence[nn.Module], output: Any, restore_draws: Callable[[], None]) -> Iterator[None]:
-    """Let these layers compute nothing and return `output`; the base may have drawn its own dropout in them."""
+    """Make these layers return `output` without computing; `restore_draws` replays the base's own dropout in them."""
 
     def forward(*_inputs: Any, **_named: Any) -> Any:
         restore_draws()
         return output
 
-    own = [vars(layer).get("forward") for layer in layers]  # hooks of other libraries stand there
+    own = [vars(layer).get("forward") for layer in layers]  # other libraries put their hooks there
     for layer in layers:
         layer.forward = forward
     try:
@@ -481,27 +481,27 @@ def _skipped(layers: Sequence[nn.Module], output: Any, restore_draws: Callable[[
 
 
 def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
-    """Let autograd keep the inputs of the base's layers only; the backward pass computes the rest again."""
+    """Switch activation checkpointing on: autograd keeps only the inputs of the base's layers."""
     _checkpointing(model, "enable")({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
-    # Transformers lets the embedded tokens have a gradient, which another form of checkpointing needs. Here it would
-    # lead through the trunk, and have it computed again for nothing.
+    # Transformers gives the embedded tokens a gradient, which reentrant checkpointing needs. Here the gradient would
+    # pass through the trunk, and recompute it for nothing.
     model.disable_input_require_grads()
 
 
 def stop_recomputing(model: PreTrainedModel) -> None:
-    """Undo `recompute_layers`, by which the layers of the base hold the agents."""
+    """Switch activation checkpointing off, which makes the layers of the base hold references to the agents."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         _checkpointing(model, "disable")()
 
 
 def _checkpointing(model: PreTrainedModel, what: str) -> Callable[..., None]:
-    """The method of Transformers that does it, which before 5.23 was called after gradients."""
+    """The method of Transformers, whose name says gradient instead of activation before 5.23."""
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     method: Callable[..., None] = getattr(model, f"{name}_checkpointing_{what}")
     return method
 
 
 def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a recomputed layer: of its pass, and of that in backward, which has to know whose tokens it reads."""
+    """The contexts of a layer's forward pass and of its recomputation, which must know whose tokens it reads."""
     reading = agents.reading
     return nullcontext(), reading.of(reading.agent, spans=reading.spans)

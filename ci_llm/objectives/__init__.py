@@ -1,4 +1,4 @@
-"""The objectives of a training, one per module of this package: what they read, and the loss of a pair or other unit.
+"""The objectives of a training, one per module of this package: the rows they need, and the loss of each unit.
 
 To add one, add a file `objectives/<name>.py` that defines `objective`, a frozen dataclass that is an `Objective`, and
 `objective: <name>` selects it; `objective: module:name` takes the same from elsewhere, or a function
@@ -27,21 +27,21 @@ from ci_llm.core.imports import load_plugin
 from ci_llm.errors import ConfigError
 
 RowKind = Literal["single", "pairs", "rated", "labelled"]
-#: A setting that all agents have, or [K, 1] of agents that differ.
+#: A setting of all agents, or [K, 1] if agents differ.
 Number = float | Tensor
 Metrics = Mapping[str, tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective has to be given.
+    """What an objective needs.
 
     Attributes:
-        rows: single rows, pairs of a better and a worse answer, rows that are rated good or bad, or texts with a label.
-        reference: the log-probabilities of the base without agents.
-        mismatched: how the agents differ from the reference on answers to other prompts, of the whole step.
-        nll: the next-token loss of the preferred rows as well: of their answers, or of all their tokens.
-        head: the numbers of a head for each row, instead of log-probabilities.
+        rows: single rows, pairs of a better and a worse answer, rows rated good or bad, or texts with a label.
+        reference: whether it needs the log-probabilities of the base without agents.
+        mismatched: whether it needs `Evidence.kl`, from answers to other prompts in the whole step.
+        nll: which next-token loss of the preferred rows it needs: of their answers, or of all their tokens.
+        head: whether it needs a head's numbers for each row, instead of log-probabilities.
     """
 
     rows: RowKind = "pairs"
@@ -53,14 +53,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the passes of one micro-batch have found.
+    """The results of the passes over one micro-batch.
 
     Attributes:
-        sums: [K, R] log-probability of every answer, in nats; [K, 0] with heads, and so is what is made of it.
-        lengths: [R] tokens of every answer.
-        reference: the same as `sums` by the base without agents, [1, R], or by the starts of the agents, [K, R].
-        labels: [U] of rated rows bool, whether they are good; of labelled ones fp64, the number of the class or what
-            is to be predicted; of pairs fp64, the margins, 0 where a row has none.
+        sums: [K, R] the log-probability of every answer, in nats; [K, 0] with heads.
+        lengths: [R] the number of tokens of every answer.
+        reference: `sums` of the base without agents, [1, R], or of the agents' starts, [K, R].
+        labels: [U] for rated rows bool, whether they are good; for labelled rows fp64, the number of the class or the
+            number to predict; for pairs fp64, the margins, 0 for rows without one.
         values: [K, R, n] fp64 the numbers of the heads.
         nll: [K, U] next-token loss of every preferred row, summed; `nll_tokens` [U] has the number of its tokens.
         nll_share: units of the whole step for each of its `nll_tokens`: a number, or [K, 1].
@@ -79,48 +79,47 @@ class Evidence:
 
     @property
     def ratios(self) -> Tensor:
-        """[K, R] log-probability of every answer above that of the base."""
+        """The log-probability of every answer minus that of the reference, [K, R]."""
         assert self.reference is not None
         return self.sums - self.reference
 
     @property
     def means(self) -> Tensor:
-        """[K, R] log-probability per token of every answer."""
+        """The log-probability per token of every answer, [K, R]."""
         return self.sums / self.lengths
 
     @property
     def mean_nll(self) -> Tensor:
-        """[K, U] the next-token loss of a unit, scaled: its mean over the units of the step is that over tokens."""
+        """The next-token loss of every unit, [K, U], scaled so that its mean over units is the mean over tokens."""
         assert self.nll is not None
         return self.nll * self.nll_share
 
     @property
     def outputs(self) -> Tensor:
-        """`values`, of an objective with heads."""
+        """`values` of an objective with heads."""
         assert self.values is not None
         return self.values
 
 
 def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., R] -> those of the chosen and of the rejected answers, each [..., U]."""
+    """Split values [..., R] into those of the chosen and of the rejected answers, each [..., U]."""
     return values[..., 0::2], values[..., 1::2]
 
 
 class Objective:
-    """An objective with its settings. `metric_names` and `metrics` add what only this one measures."""
+    """An objective with its settings; `metric_names` and `metrics` are those that only this objective has."""
 
     @property
     def needs(self) -> Needs:
-        """What it has to be given."""
+        """The objective's needs."""
         raise NotImplementedError
 
     def losses(self, e: Evidence) -> Tensor:
-        """[K, U], differentiable in sums, nll and values; the mean over the units of a step is the loss of an agent."""
+        """The losses [K, U], differentiable in sums, nll and values; their mean over a step is an agent's loss."""
         raise NotImplementedError
 
     def rewards(self, e: Evidence) -> Tensor:
-        """[K, R] how good every answer is to an agent: the number of its head, or the implicit reward. Of pairs and
-        rated rows only."""
+        """The reward [K, R] of every answer: the number of a head, or the implicit reward. For pairs and rated rows."""
         if e.values is not None:
             return e.values[..., 0]
         scaled: Tensor = getattr(self, "beta", 1.0) * (e.means if e.reference is None else e.ratios)
@@ -131,13 +130,13 @@ class Objective:
         return ()
 
     def metrics(self, e: Evidence) -> Metrics:
-        """Sum [K] and count of every number of `metric_names`."""
+        """The sum [K] and the count of every one of `metric_names`."""
         return {}
 
 
 @dataclass(frozen=True)
 class OwnLoss(Objective):
-    """A function of somebody else's as an objective."""
+    """A user's loss function as an objective."""
 
     loss: Callable[[Evidence], Tensor]
 
@@ -150,7 +149,7 @@ class OwnLoss(Objective):
         return self.loss(e)
 
 
-#: What the columns of a data set mean where the configuration says auto.
+#: The objective for each kind of rows, if the configuration says auto.
 BY_ROWS: Final[Mapping[RowKind, str]] = {"single": "sft", "pairs": "dpo", "rated": "kto", "labelled": "classification"}
 SFT: Final = "sft"
 
@@ -180,14 +179,14 @@ def _value(key: str, each: Sequence[Any], device: torch.device | str) -> Any:
 
 
 def head_size(config: Any) -> int:
-    """How many numbers each agent's head has by a configuration; 0: the objective has no heads."""
+    """How many numbers each agent's head computes by a configuration; 0 if the objective does not use heads."""
     if config.objective in ("auto", SFT) or not objective_of(config.objective, [config]).needs.head:
         return 0
     return config.num_labels or 1
 
 
 def measured_as(config: Any) -> str:
-    """The objective by whose figures a run is judged: of a loss of somebody's own the one that has such rows."""
+    """The objective by whose figures a run is judged; for a user's loss the built-in one with such rows."""
     if config.objective == SFT:
         return SFT
     needs = objective_of(config.objective, [config]).needs
@@ -197,13 +196,13 @@ def measured_as(config: Any) -> str:
 
 
 def for_agent(objective: Objective, agent: int) -> Objective:
-    """The objective of one of its agents, in a pass of its own."""
+    """The objective with the settings of one agent only, for a pass of its own."""
     own = {name: value[agent : agent + 1] for name, value in vars(objective).items() if isinstance(value, Tensor)}
     return replace(objective, **own) if own else objective  # type: ignore[type-var]
 
 
 def _imported(name: str) -> Any:
-    """`module:name`, as Python finds it."""
+    """The object that `module:name` means in Python."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module), attribute)
@@ -216,7 +215,7 @@ def _imported(name: str) -> Any:
 
 
 def require_loss_types(given: Sequence[str], known: Sequence[str], objective: str, *, mixed: bool = True) -> None:
-    """Refuse loss types that the objective does not have; several ones as well, unless they may be `mixed`."""
+    """Refuse loss types that the objective does not have, and several of them unless they may be `mixed`."""
     odd = [kind for kind in given if kind not in known]
     if odd or (len(given) > 1 and not mixed):
         raise ConfigError(

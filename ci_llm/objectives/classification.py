@@ -11,7 +11,7 @@ from ci_llm.objectives import Evidence, Metrics, Needs, Objective
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """It has no keys; `num_labels` and `label_names` are about the rows."""
+    """Keys: none; `num_labels` and `label_names` are about the rows."""
 
     needs = Needs("labelled", head=True)
     metric_names = ("accuracy",)
@@ -25,7 +25,7 @@ class Classification(Objective):
 
 
 def _classes(e: Evidence) -> Tensor:
-    """[K, U] the number of every row's class."""
+    """The numbers of the rows' classes, [K, U]."""
     assert e.labels is not None
     return e.labels.long().expand(len(e.outputs), -1)
 

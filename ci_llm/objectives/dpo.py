@@ -1,4 +1,4 @@
-"""DPO: a pair's better answer shall gain more on the base than its worse one (Rafailov et al., 2023).
+"""DPO: the better answer of a pair is to gain more over the base than the worse one (Rafailov et al., 2023).
 
 Loss types: sigmoid; robust (Chowdhury et al., 2024); ipo (Azar et al., 2023; per token, as its authors told TRL); hinge
 (SLiC, Zhao et al., 2023); sigmoid_norm (per token, as in Tulu 3, Lambert et al., 2024); apo_zero (D'Oosterlinck et al.,

@@ -1,4 +1,4 @@
-"""KTO: a good answer shall gain on the base, and a bad one lose, measured from `kl` (Ethayarajh et al., 2024).
+"""KTO: a good answer is to gain over the base, and a bad one to lose, measured from `kl` (Ethayarajh et al., 2024).
 
 `kl` is estimated from answers to other prompts, of the whole step: TRL takes those of a micro-batch. The loss type
 apo_zero_unpaired (D'Oosterlinck et al., 2024) measures from 0.

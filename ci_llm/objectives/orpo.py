@@ -31,12 +31,12 @@ class Orpo(Objective):
 
 
 def log_odds(e: Evidence) -> Tensor:
-    """[K, U] the log of the odds of the better answer over those of the worse one."""
+    """The log of the odds ratio [K, U] of the better to the worse answer."""
     chosen, rejected = pairs(e.means.clamp(max=-_LEAST))
     return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
 
 
-#: An answer that is certain in floating point has odds without bound.
+#: The least distance of a log-probability from 0, because a certain answer has infinite odds.
 _LEAST = 1e-12
 
 

@@ -11,7 +11,7 @@ from ci_llm.objectives import Evidence, Needs, Objective
 
 @dataclass(frozen=True)
 class Regression(Objective):
-    """It has no keys."""
+    """Keys: none."""
 
     needs = Needs("labelled", head=True)
 

@@ -1,4 +1,4 @@
-"""Reward: a head's number for the better answer shall be above that for the worse one (Bradley and Terry, 1952).
+"""Reward: a head's number for the better answer is to exceed that for the worse one (Bradley and Terry, 1952).
 
 As in TRL, a column `margin` says by how much (Touvron et al., "Llama 2", 2023), and `center_rewards_coefficient` draws
 the two numbers of a pair towards a sum of 0 (Eisenstein et al., 2023).

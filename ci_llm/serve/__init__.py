@@ -1,4 +1,4 @@
-"""The agents as a service: OpenAI's API in front of one crowd, whose open texts all go one token further in a step.
+"""The agents as a service: OpenAI's API for one crowd, which writes all open texts together, one token per step.
 
-The event loop reads requests and writes answers; one thread owns the crowd. `app.py` joins them.
+The event loop reads requests and sends answers, and one thread owns the crowd. `app.py` joins them.
 """

@@ -19,7 +19,7 @@ _LOWEST: Final = -9999.0  # JSON has no -inf; OpenAI's number for it
 
 @dataclass
 class Choice:
-    """One answer of a request: what has come of it."""
+    """One answer of a request, as far as it is written."""
 
     index: int
     jobs: Sequence[Job]
@@ -33,7 +33,7 @@ class Answer:
     """The answer to one call.
 
     Args:
-        groups: for each choice the job that writes it, then that of the agents beside it.
+        groups: for each choice the job that writes it, and then the job of the agents' own answers if there is one.
     """
 
     def __init__(self, call: Call, groups: Sequence[Sequence[Job]], served: Served) -> None:
@@ -41,7 +41,7 @@ class Answer:
         self.choices = [Choice(index, jobs) for index, jobs in enumerate(groups)]
 
     async def whole(self) -> dict[str, Any]:
-        """The answer when all of it is there.
+        """Wait for the whole answer and return it.
 
         Raises:
             ApiProblem: a text could not be written.
@@ -51,7 +51,7 @@ class Answer:
         return self._head("chat.completion") | {"choices": list(map(self._whole, self.choices)), "usage": self.usage}
 
     async def stream(self) -> AsyncIterator[str]:
-        """Chunks as lines of server-sent events; an error in their midst is a chunk of its own, and the last."""
+        """Yield chunks as server-sent events; an error is the last chunk."""
         body = self._call.body
         if self._call.is_chat:
             for choice in self.choices:
@@ -80,7 +80,7 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     async def _events(self) -> AsyncIterator[tuple[Choice, Piece | Ended]]:
-        """Pieces of all choices as they come, and the end of each once the agents beside it have answered too."""
+        """Yield pieces of all choices as they come, and each end once the agents' own answers have ended too."""
         open_, ended = [*self.choices], dict[Job, Ended]()
         while open_:
             job, event = await self._call.out.get()
@@ -111,9 +111,10 @@ class Answer:
         return _event(found | ({"usage": None} if self._call.body.include_usage else {}))
 
     def _choice(self, choice: Choice, said: dict[str, Any], lines: Sequence[TokenLine]) -> dict[str, Any]:
-        """A choice with what is said of it; once it has ended, why, and the field `ci_llm`."""
+        """The fields of a choice; once it has ended, also the reason and the field `ci_llm`."""
         found = {"index": choice.index, **said, "logprobs": self._logprobs(lines), "finish_reason": None}
-        if (ended := choice.ended) is None:
+        ended = choice.ended
+        if ended is None:
             return found
         own = dict(ended.own)
         if choice.answers is not None:

@@ -1,4 +1,4 @@
-"""The web application: paths, the key, the size of bodies, and who is told when a client goes away."""
+"""The web application: its paths, the API key, the size limit of bodies, and clients that go away."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _ENDLESS: Final = 8  # times the largest body
 _OWN_PAGES: Final = ("same-origin", "none")
 #: Paths that need no key.
 _FREE: Final = ("/healthz", "/metrics", "/")
-_GONE: Final = 499  # nobody reads it
-#: Seconds for a step that is under way when all answers are written or given up.
+_GONE: Final = 499  # the client has gone
+#: Seconds for the current step of the engine when all answers are written or given up.
 _LEAVE_S: Final = 5.0
-#: Nothing on the page comes from elsewhere, and nothing may.
+#: The page loads nothing from elsewhere, and must not.
 _POLICY: Final = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -57,7 +57,7 @@ _POLICY: Final = (
 
 
 class Writer(Protocol):
-    """Who writes texts: the engine on a crowd that is open here, or a server that holds the agents."""
+    """The writer of texts: the engine of a crowd in this process, or the client of a server with the agents."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -68,7 +68,7 @@ class Writer(Protocol):
 
 
 class Events(StreamingResponse):
-    """Server-sent events; `end` is called when all were sent, and also when nobody reads on, or ever has."""
+    """Server-sent events; `end` is called when all were sent or the client is gone, even before the first."""
 
     def __init__(self, lines: AsyncIterator[str], end: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter is for nginx
@@ -85,17 +85,15 @@ class Events(StreamingResponse):
 class Service:
     """The paths of one server.
 
-    Args:
-
     Attributes:
-        options: that the server was started with.
-        app: what a server of ASGI runs.
+        options: the options of the server.
+        app: the ASGI application.
     """
 
     def __init__(self, served: Served, writer: Writer, metrics: Metrics, options: Options) -> None:
         self._served, self._writer, self._metrics, self.options = served, writer, metrics, options
         self._born = int(time.time())
-        # One thread: the event loop has to stay free, and a chat template has a state while it is rendered.
+        # One thread, because the event loop has to stay free, and rendering a chat template has a state.
         self._reader = ThreadPoolExecutor(1, "ci_llm reader")
         paths: dict[str, tuple[str, Handle]] = {
             "/v1/chat/completions": ("POST", partial(self._answer, ChatBody)),
@@ -116,7 +114,7 @@ class Service:
 
     @property
     def models(self) -> str:
-        """Their names, for people."""
+        """The names of the models, for people."""
         return ", ".join(self._served.models)
 
     @asynccontextmanager
@@ -127,7 +125,7 @@ class Service:
         self._reader.shutdown()
 
     def _guarded(self, handle: Handle) -> Handle:
-        """Ask for the key first, make problems answers, and leave a line in the log."""
+        """A handler that checks the key first, turns problems into answers, and logs a line."""
 
         async def handler(request: Request) -> Response:
             request.state.began, request.state.word = time.monotonic(), "-"
@@ -146,11 +144,14 @@ class Service:
         return handler
 
     def _authorize(self, request: Request) -> None:
-        """Ask for the key, but for `_FREE` paths. Where there is none, anybody may ask, but for pages of other sites.
+        """Require the key, except for `_FREE` paths. A server without a key refuses pages of other sites only.
 
-        A browser lets every page that is open in it post to this machine. What it says of the page's origin is checked
-        as by `CrossOriginProtection` of Go's net/http; other clients say nothing of the kind. A page may also point a
-        name of its own at 127.0.0.1 (DNS rebinding) and be of the same origin then, so the name has to be ours.
+        A browser lets every open page post to this machine. Its headers about the page's origin are checked as in
+        `CrossOriginProtection` of Go's net/http; other clients do not send them. A page may also point its own host
+        name at 127.0.0.1 (DNS rebinding) and so have the same origin, so the host name must be a local one.
+
+        Raises:
+            ApiProblem: the request is refused.
         """
         headers, key, bound = request.headers, self.options.key, self.options.host
         if key is None:
@@ -197,7 +198,7 @@ class Service:
             gone.cancel()
 
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that tokenises, or reads tokens."""
+        """Call a function that uses the tokenizer, in the thread for that."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
     async def _models(self, _: Request) -> Response:
@@ -248,10 +249,10 @@ class Service:
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """The JSON object in the body, which is measured while it comes: not every client says its length.
+    """The JSON object in the body, whose size is measured as it comes, because not every client sends its length.
 
-    Of a body that is too large the rest is thrown away, since a client reads no answer before it has sent all; one that
-    has no end is cut off.
+    The rest of a too large body is read and dropped, because a client reads the answer only after sending all. The
+    connection is cut if the body does not end.
     """
     parts, size = [], 0
     async for part in request.stream():
@@ -275,7 +276,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _log(request: Request, status: int) -> None:
-    """One line about a request, without any of its content: its model, or the code of its error."""
+    """Log a line about a request, with its model or the code of its error, and without its content."""
     state = request.state
     usage = state.answer.usage if "answer" in state else None
     told = f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens" if usage else ""
@@ -284,7 +285,7 @@ def _log(request: Request, status: int) -> None:
 
 
 async def _no_such(request: Request, error: Exception) -> Response:
-    """A path or a method that there is not, by starlette's routes."""
+    """The answer to a path or a method that is not in the routes."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     known = {

@@ -1,7 +1,8 @@
-"""The fields of a request: what OpenAI's API calls them, which values they take, and which are refused.
+"""The fields of a request: their names in OpenAI's API, the values that they take, and those that are refused.
 
-A field that is unknown is refused: a typo in `agents_per_prompt` would cost K times as much. Known ones that change no
-answer are accepted, because clients send them unasked."""
+An unknown field is refused: a typo in `agents_per_prompt` would cost K times as much. Known fields without effect on an
+answer are accepted, because clients send them unasked.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ HARMLESS: Final = {
     *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "store", "user"),
     *("reasoning_effort", "safety_identifier", "service_tier", "verbosity"),
 }
-#: Would change an answer in a way that is not built: only the values that leave it as it is are taken.
+#: Fields that are not supported, with the values that have no effect and are accepted.
 REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "tools": ([],),
     "functions": ([],),
@@ -43,7 +44,7 @@ REFUSED: Final[dict[str, tuple[Any, ...]]] = {
 }
 MOST_STOPS: Final = 4
 
-#: What pydantic calls an error, and OpenAI's word for it; any other one is about a value.
+#: pydantic's types of errors with OpenAI's codes; other types are errors of a value.
 _CODES: Final = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -61,7 +62,7 @@ def _as_list(given: Any) -> Any:
 
 
 def _zero_if_tiny(temperature: float) -> float:
-    """Logits divided by less than this may overflow in fp32; vLLM takes the most probable token too."""
+    """0 for temperatures by which logits may overflow in fp32; vLLM takes the most probable token as well."""
     return temperature if temperature >= 1e-5 else 0.0
 
 
@@ -87,9 +88,9 @@ class _Strict(BaseModel):
 
 
 class Message(_Strict):
-    """One turn; `developer` is what newer clients call the system.
+    """One turn; newer clients call the role `system` `developer`.
 
-    What is null is left out: clients send an answer back with all the fields that it came with.
+    Unknown fields that are null are ignored, because clients send answers back with all their fields.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -114,13 +115,13 @@ class StreamOptions(_Strict):
 
 
 class Own(_Strict):
-    """The field `ci_llm`: what only a crowd has.
+    """The field `ci_llm`, with the options that only a crowd has.
 
     Attributes:
-        minimum_confidence: an answer that is less probably right is not given.
-        agents_per_prompt: ask one agent first and all where it is unsure, so many on average.
-        aggregator: how the agents become one crowd.
-        include_agents: also return what each agent answers alone, and how many give the crowd's answer.
+        minimum_confidence: an answer that is right with a lower probability is not given.
+        agents_per_prompt: ask one agent first, and all where it is unsure, with this many agents on average.
+        aggregator: how the agents' distributions or answers become the crowd's.
+        include_agents: also return each agent's own answer, and the share of agents that give the crowd's answer.
     """
 
     minimum_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -182,12 +183,12 @@ class ChatBody(Body):
 
     @property
     def top(self) -> int | None:
-        """How many of the most probable tokens come with each token; None: no log-probabilities at all."""
+        """How many of the most probable tokens come with each token; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def wanted(self) -> int | None:
-        """New tokens; None: it does not say."""
+        """The limit of new tokens; None if the request does not set it."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -246,7 +247,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     """The JSON object in a body.
 
     Raises:
-        ApiProblem: there is none.
+        ApiProblem: the body is not a JSON object.
     """
     try:
         found = from_json(raw, allow_inf_nan=False)
@@ -258,10 +259,10 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def checked(kind: type[T], given: dict[str, Any]) -> T:
-    """The fields of a body, each with a value in its range; null is what a field that is not there means.
+    """The checked fields of a body; null means that a field is missing.
 
     Raises:
-        ApiProblem: of the first field that is wrong.
+        ApiProblem: a field is wrong; it names the first one.
     """
     for name, nothing in REFUSED.items():
         value = given.get(name)
@@ -275,7 +276,7 @@ def checked(kind: type[T], given: dict[str, Any]) -> T:
 
 
 def _problem(error: ValidationError) -> ApiProblem:
-    """The first error, about the field that is outermost in the body."""
+    """The problem of the first error."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     kind, place = str(first["type"]), [part for part in first["loc"] if part not in _BRANCHES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
@@ -287,19 +288,19 @@ def _problem(error: ValidationError) -> ApiProblem:
     return bad(param, first["msg"], code)
 
 
-#: Branches of a union stand among the places of pydantic's errors.
+#: Names of a union's branches, which pydantic puts into the places of errors.
 _BRANCHES: Final = {"list[str]", "list[list[constrained-int]]"}
 
 
 class ApiProblem(Exception):
-    """A request that is not answered.
+    """An error in OpenAI's form as the answer to a request.
 
     Args:
-        status: of HTTP. OpenAI's client tries 408, 409, 429 and those from 500 on again.
-        message: for people.
-        param: the field it is about, as `messages[0].content`.
-        code: a word for programs.
-        retry_after: seconds after which another try makes sense.
+        status: the HTTP status. OpenAI's client retries after 408, 409, 429 and from 500 on.
+        message: the message for people.
+        param: the field in question, as `messages[0].content`.
+        code: the error code for programs.
+        retry_after: seconds after which the client may try again.
     """
 
     def __init__(
@@ -325,5 +326,5 @@ class ApiProblem(Exception):
 
 
 def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiProblem:
-    """A field that has to change."""
+    """The problem of a field that has to change."""
     return ApiProblem(400, f"{param}: {message}" if param else message, param, code)

@@ -1,4 +1,4 @@
-"""A request as the crowd will answer it: who is asked, for which token ids, and how tokens are chosen."""
+"""A request in the crowd's terms: who writes, after which token ids, and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from ci_llm.errors import CiLlmError
 from ci_llm.lora.layer import NOBODY
 from ci_llm.serve.body import AnyBody, ApiProblem, ChatBody, CompletionBody, Message, Own, bad
 
-#: Tokens of a completion that says no length, as at OpenAI; a chat goes on to the end of the context.
+#: The length of a completion without `max_tokens`, as at OpenAI; a chat may continue to the end of the context.
 COMPLETION_TOKENS: Final = 16
 BASE: Final = "base"
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and what requests may ask of it.
+    """The models that are served, and the limits of requests.
 
     Attributes:
-        names: of the agents, which are models of their own.
-        crowd: the name of the model that is all of them together.
-        context: tokens of a prompt with its answer.
-        vocabulary: token ids are below.
-        ends: token ids that end an answer.
-        choices: texts that one request may ask for.
-        aggregators: that answers may be made by, the default first.
-        defaults: of requests to the crowd that say nothing else.
+        names: the names of the agents, each of which is a model.
+        crowd: the name of the model of all agents together.
+        context: how many tokens a prompt and its answer may have together.
+        vocabulary: the number of token ids.
+        ends: the token ids that end an answer.
+        choices: how many texts one request may ask for.
+        calibration: the crowd's calibration, if any.
+        aggregators: the aggregators that a request may name, the default first.
+        defaults: the field `ci_llm` of requests to the crowd that do not set it.
         has_base: whether the base is served too.
     """
 
@@ -54,21 +55,23 @@ class Served:
 
     @property
     def models(self) -> dict[str, int | None]:
-        """Every name with its agent; None: all of them, `NOBODY`: the base alone."""
+        """The models by name, each with the number of its agent, None for all agents, or `NOBODY` for the base."""
         base = {BASE: NOBODY} if self.has_base else {}
         return {self.crowd: None, **{name: k for k, name in enumerate(self.names)}, **base}
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One request, as it was sent and as the crowd understands it.
+    """One request, as it was sent and in the crowd's terms.
 
     Attributes:
-        who: the agent that is asked; None: the crowd, `NOBODY`: the base alone.
-        prompts: token ids of each.
-        own: what is asked of the crowd.
-        id: of the answer.
-        out: what its texts tell, each event with the job that writes the text; on the event loop.
+        body: the request as it was sent.
+        who: the number of the agent that writes; None for the crowd, or `NOBODY` for the base alone.
+        prompts: the token ids of each prompt.
+        decoding: how tokens are chosen.
+        own: the field `ci_llm`, with the server's defaults.
+        id: the id of the answer.
+        out: the events of the request's jobs, each with its job; used on the event loop.
     """
 
     body: AnyBody
@@ -104,7 +107,7 @@ class Call:
 
 
 def call_of(body: AnyBody, served: Served) -> Call:
-    """Read a request.
+    """The call of a request.
 
     Raises:
         ApiProblem: it cannot be answered.
@@ -136,7 +139,7 @@ def unknown_model(name: str) -> ApiProblem:
 
 
 def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
-    """Token ids of a chat. Raises ApiProblem: the chat template refuses it."""
+    """The token ids of a chat. Raises ApiProblem if the chat template refuses it."""
     try:
         return served.prompter.ids([message.turn for message in messages])
     except CiLlmError as error:
@@ -144,7 +147,7 @@ def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
 
 
 def text_ids(text: str, served: Served) -> list[int]:
-    """Token ids of a plain text, with the token that begins texts if the tokenizer has one."""
+    """The token ids of a plain text, with the token that begins texts if the tokenizer has one."""
     tokenizer = served.prompter.tokenizer
     begin = tokenizer.bos_token or ""
     whole = text if text.startswith(begin) else begin + text
@@ -161,9 +164,10 @@ def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
 
 
 def _length(body: AnyBody, longest: int, context: int) -> int:
-    """At most so many new tokens; a chat that says nothing goes on to the end of the context."""
+    """The limit of new tokens; a chat without one may continue to the end of the context."""
     is_chat, left = isinstance(body, ChatBody), context - longest
-    if (1 if body.wanted is None else body.wanted) > left:
+    least = 1 if body.wanted is None else body.wanted
+    if least > left:
         what = (
             f"This model's maximum context length is {context} tokens. However, you requested {longest} in the prompt"
             f" and {body.wanted or 1} in the answer."
@@ -175,7 +179,7 @@ def _length(body: AnyBody, longest: int, context: int) -> int:
 
 
 def _own(body: AnyBody, served: Served) -> Own:
-    """What is asked of the crowd: what the request says, else what the server was started with."""
+    """The field `ci_llm` of a request, with the server's defaults for what it does not set."""
     said = body.ci_llm
     if served.models[body.model] is not None:
         if said != Own():
@@ -192,13 +196,14 @@ def _own(body: AnyBody, served: Served) -> Own:
     if own.agents_per_prompt is not None and body.temperature:
         raise bad("ci_llm.agents_per_prompt", "takes the most probable tokens: leave temperature out")
     for field_name in ("minimum_confidence", "agents_per_prompt"):
-        if getattr(own, field_name) is not None and (reason := uncalibrated(served.calibration, name)):
+        reason = uncalibrated(served.calibration, name)
+        if getattr(own, field_name) is not None and reason:
             raise bad(f"ci_llm.{field_name}", reason, "no_calibration")
     return own
 
 
 def uncalibrated(calibration: Calibration | None, aggregator: str) -> str | None:
-    """Why it is not known how probably an answer is right; None: it is."""
+    """Why there is no calibrated probability for this aggregator; None if there is one."""
     if calibration is None:
         return "this crowd has no calibration: ci-llm evaluate RUN --calibrate makes one"
     if calibration.aggregator != aggregator:

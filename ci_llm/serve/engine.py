@@ -27,11 +27,11 @@ _LONGEST_WAIT_S: Final = 60  # that a client is told; OpenAI's does not try agai
 
 
 class Engine(threading.Thread):
-    """Takes steps while there is work. No other thread may touch the crowd: its attention is a state of the model.
+    """The thread that steps the decoder. No other thread may use the crowd, as its attention is a state of the model.
 
     Args:
-        slots: texts that grow at a time.
-        most_waiting: texts that may wait beside them.
+        slots: how many texts are written at a time.
+        most_waiting: how many further texts may wait.
     """
 
     def __init__(self, crowd: CrowdModel, slots: int, most_waiting: int, metrics: Metrics) -> None:
@@ -40,27 +40,27 @@ class Engine(threading.Thread):
         self._decoder = Decoder(crowd, slots)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[Job] = deque()
-        self._pending: deque[Request] = deque()  # of jobs that have left the queue; they wait for a slot
+        self._pending: deque[Request] = deque()  # requests of open jobs that wait for a slot
         self._open: dict[Job, None] = {}  # in the order in which they left the queue
         self._changed, self._stopping, self._abandons = threading.Condition(), False, False
         self._outbox: list[tuple[Job, Event]] = []
-        self._seconds = 1.0  # that a text took lately
+        self._seconds = 1.0  # the running mean of the seconds that a text takes
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes new work."""
+        """Whether new texts are accepted."""
         return self.is_alive() and not self._stopping
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start; the events of jobs go to this loop."""
+        """Start the thread; the events of jobs go to this loop."""
         self._loop = loop
         self.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Let these texts be written, all or none of them.
+        """Queue all of these texts, or refuse all.
 
         Raises:
-            ApiProblem: the queue is full, or the server is leaving.
+            ApiProblem: the queue is full, or the server is shutting down.
         """
         with self._changed:
             if not self.is_ready:
@@ -76,12 +76,12 @@ class Engine(threading.Thread):
             self._changed.notify()
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Forget these texts; the next step frees their slots."""
+        """Give up these texts; the next step frees their slots."""
         for job in jobs:
             job.cancelled = True
 
     def stop(self, bound_s: float) -> None:
-        """Take no new work, end what is under way within so many seconds, and give up the rest."""
+        """Accept no new texts, finish the accepted ones within `bound_s` seconds, and give up the rest."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -90,7 +90,7 @@ class Engine(threading.Thread):
         self.join(bound_s)
 
     def run(self) -> None:
-        """Take steps until `stop`. Whatever ends this thread, no client waits for ever."""
+        """Take steps until `stop`. However this thread ends, no client is left waiting."""
         torch.set_grad_enabled(False)
         try:
             while self._has_work():
@@ -108,7 +108,7 @@ class Engine(threading.Thread):
         self._send()
 
     def _has_work(self) -> bool:
-        """Wait for work; False: there will be none."""
+        """Wait for work; False if there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._open or self._stopping)
             return not self._abandons and bool(self._waiting or self._open)
@@ -119,7 +119,7 @@ class Engine(threading.Thread):
             return [*self._open, *self._waiting]
 
     def _begin_jobs(self) -> None:
-        """Take jobs out of the queue, those that came first, as long as there are slots for them."""
+        """Take jobs out of the queue, the oldest first, as long as there are slots for them."""
         while self._waiting and len(self._pending) < self._decoder.free:
             with self._changed:
                 job = self._waiting.popleft()
@@ -136,10 +136,10 @@ class Engine(threading.Thread):
             if not requests:  # only its prompt was read
                 self._end(job, Ended("length", 0))
             if job.call.body.echo:
-                return  # reading a prompt took a pass of its own: a step for the others comes first
+                return  # scoring the prompt took a pass, so the other texts get their step first
 
     def _admit(self) -> None:
-        """Give free slots to what was asked first; what is admitted together shares the pass over a prompt."""
+        """Give free slots to the oldest requests; those admitted together share the pass over a prompt."""
         admitted = [self._pending.popleft() for _ in range(min(len(self._pending), self._decoder.free))]
         try:
             self._decoder.admit(admitted)
@@ -150,14 +150,14 @@ class Engine(threading.Thread):
     def _step(self) -> None:
         try:
             moved = self._decoder.step()
-        except Exception as error:  # memory above all: no text has moved, and the step is taken again without the last
+        except Exception as error:  # memory ran out, above all; the step is repeated without the newest text
             logger.exception("a step failed")
             self._fail([self._decoder.open[-1].tag] if self._decoder.open else [], _failure(error))
             return
         now = time.monotonic()
         for request in moved:
             job = request.tag
-            if request in job.open:  # it may have failed by another of its texts
+            if request in job.open:  # the job may have failed by another of its requests
                 job.first, job.last = job.first or now, now
                 self._take(job, request)
 
@@ -174,7 +174,8 @@ class Engine(threading.Thread):
             self._fail([job], _failure(error))
 
     def _close(self, job: Job) -> None:
-        if (end := job.close(self._crowd)) is not None:
+        end = job.close(self._crowd)
+        if end is not None:
             self._end(job, end)
             return
         with self._changed:
@@ -197,13 +198,13 @@ class Engine(threading.Thread):
             job.tell(problem)
 
     def _drop(self, job: Job, reason: str) -> None:
-        """Free what a job holds, wherever it is."""
+        """Remove a job from the queue or the decoder."""
         for request in job.open:
             self._decoder.release(request)
-            with suppress(ValueError):  # it has a slot already
+            with suppress(ValueError):  # the request has a slot already
                 self._pending.remove(request)
         job.open.clear()
-        with self._changed, suppress(ValueError):  # it has left the queue
+        with self._changed, suppress(ValueError):  # the job has left the queue
             self._waiting.remove(job)
         self._open.pop(job, None)
         self._metrics.ended(job.call.model, reason)
@@ -227,5 +228,5 @@ def _leaving() -> ApiProblem:
 
 
 def _failure(error: Exception) -> ApiProblem:
-    """What a client is told; the log has the traceback."""
+    """The error for the client; the log has the traceback."""
     return ApiProblem(500, f"the text could not be written ({type(error).__name__})", code="generation_failed")

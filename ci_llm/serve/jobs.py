@@ -1,6 +1,6 @@
-"""One text that a request wants: what is asked of the decoder for it, what its tokens have settled, and how it ends.
+"""The jobs of a request: each asks the decoder for a text, shows pieces of it, and ends it.
 
-All of it runs on the thread of the engine, and what it tells leaves through `Job.tell`.
+Jobs run on the thread of the engine, and send their events by `Job.tell`.
 
 Legend: K agents.
 """
@@ -31,7 +31,7 @@ _LEAST: Final = 1e-300
 
 
 class TokenLine(NamedTuple):
-    """One token with its log-probability in nats, None for the first of a text, and the most probable ones there."""
+    """One token, its log-probability in nats (None for the first of a text), and the most probable tokens there."""
 
     id: int
     logprob: float | None
@@ -40,7 +40,7 @@ class TokenLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text that nothing will change any more, with the tokens that it came from."""
+    """A final part of a text, with its tokens."""
 
     text: str
     tokens: Sequence[TokenLine] = ()
@@ -51,10 +51,10 @@ class Ended:
     """The end of a text.
 
     Attributes:
-        reason: `stop`, or `length` where it was cut.
-        tokens: new ones, the end included.
-        own: the field `ci_llm` of its answer.
-        answers: of each agent alone, if they were asked for.
+        reason: `stop`, or `length` if the text was cut.
+        tokens: how many new tokens it has, including the end.
+        own: the field `ci_llm` of the answer.
+        answers: the answer of each agent alone, if these were asked for.
     """
 
     reason: str
@@ -68,14 +68,17 @@ Event = Piece | Ended | ApiProblem
 
 @dataclass(eq=False)
 class Job:
-    """What the kinds of texts share.
+    """The base class of jobs.
 
     Attributes:
-        number: of the text in its request; it keys the generator of a sample.
-        outbox: of the engine, which empties it once in a step.
-        cancelled: nobody waits for it any more.
-        open: what is asked for and has not ended.
-        admitted, first, last: when it left the queue, had its first and its last token, by `time.monotonic`.
+        call: the request.
+        prompt: the token ids of the prompt.
+        number: the number of the text in its request, which keys the generator of a sample.
+        outbox: the list of events that the engine sends once per step.
+        cancelled: whether the client has gone.
+        open: the requests to the decoder that have not ended.
+        arrived, admitted, first, last: the times of arrival, of leaving the queue, and of the first and the last token,
+            by `time.monotonic`.
     """
 
     call: Call
@@ -96,11 +99,11 @@ class Job:
         self.outbox.append((self, event))
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
-        """What is asked of the decoder next; nothing: the job has ended."""
+        """The next requests to the decoder; empty if the job has ended."""
         raise NotImplementedError
 
     def take(self, request: Request) -> bool:
-        """A request of this job has its next token; True if it has ended.
+        """Process the next token of a request of this job; returns whether the request has ended.
 
         Raises:
             Exception: the job fails.
@@ -108,19 +111,22 @@ class Job:
         raise NotImplementedError
 
     def close(self, crowd: CrowdModel) -> Ended | None:
-        """All requests have ended: tell the text that came of them, and return its end. None: there is more to ask."""
+        """Send the text after all requests have ended, and return its end; None if there are more requests to make."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class TextJob(Job):
-    """A text that is chosen token by token, by the crowd, by one agent, or by one first and all if it is unsure.
+    """A text that is chosen token by token: by the crowd, by one agent, or by one first and all if it is unsure.
 
     Attributes:
-        lines: tokens that were not shown yet.
-        pieces: text that was not shown yet.
-        agents: how many were asked.
-        escalated: whether one was asked first, and was unsure.
+        lines: the tokens that were not sent yet.
+        pieces: the text that was not sent yet.
+        agents: how many agents were asked.
+        escalated: whether one agent was asked first, and was unsure.
+        stopped: whether a stop string has ended the text.
+        text: the text so far.
+        request: the request to the decoder.
     """
 
     lines: list[TokenLine] = field(default_factory=list)
@@ -205,11 +211,11 @@ class TextJob(Job):
 
 @dataclass(eq=False)
 class AgentsJob(Job):
-    """What every agent answers alone: to be voted on, or to stand beside the crowd's answer.
+    """The answers of every agent alone, for a vote, or to return beside the crowd's answer.
 
     Attributes:
-        texts: what is asked of the agents, agent by agent.
-        stops: of each text, whether a stop string is in it.
+        texts: the requests to the agents, agent by agent.
+        stops: each request's text so far, if the call has stop strings.
     """
 
     texts: list[Request] = field(default_factory=list)
@@ -226,7 +232,7 @@ class AgentsJob(Job):
         return self.texts
 
     def take(self, request: Request) -> bool:
-        # An agent that fails, for want of finite numbers, has said what it has said.
+        # The text of an agent that fails, because its numbers are not finite, ends there.
         return request.finish is not None or (request in self.stops and self.stops[request].update(request.tokens))
 
     def close(self, crowd: CrowdModel) -> Ended | None:
@@ -238,16 +244,16 @@ class AgentsJob(Job):
         winner, sure = elect(
             crowd, self.prompt, texts, how.aggregator, lambda texts: final_answers(self._worded(texts, crowd))
         )
-        logs, minimum = [math.log(max(one.probability, _LEAST)) for one in sure], call.own.minimum_confidence
+        logs = [math.log(max(one.probability, _LEAST)) for one in sure]
         judge = _right_of(crowd, call)
         right = None if judge is None else judge(signals(sure))
-        said = about(math.exp(sum(logs)), len(names), right=right, minimum=minimum, sure=sure)
+        said = about(math.exp(sum(logs)), len(names), right=right, minimum=call.own.minimum_confidence, sure=sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
         if not said["abstained"]:
             lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
             self.tell(Piece(answers[at], lines))
         reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
-        shows = call.own.include_agents and len(texts) == len(names)  # and not several of each agent
+        shows = call.own.include_agents and len(texts) == len(names)  # not with several texts of each agent
         return Ended(reason, len(sure), said, answers if shows else None)
 
     def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
@@ -255,7 +261,7 @@ class AgentsJob(Job):
 
 
 def jobs_of(call: Call) -> list[list[Job]]:
-    """The jobs of a request: for each of its answers the one that writes it, then that of the agents beside it."""
+    """For each answer of a request the job that writes it, and then the job of the agents' own answers if wanted."""
     found: list[list[Job]] = []
     beside = call.own.include_agents and call.who is None and not call.votes
     kind, each = AgentsJob if call.votes else TextJob, call.body.n
@@ -267,7 +273,7 @@ def jobs_of(call: Call) -> list[list[Job]]:
 
 @torch.no_grad()
 def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[TokenLine]:
-    """The log-probabilities of the tokens of a prompt, by whom the call asks."""
+    """The log-probabilities of a prompt's tokens under the writer of the call."""
     lines, rest = [TokenLine(int(prompt[0]), None)], prompt[1:]
     if not rest:
         return lines
@@ -289,10 +295,10 @@ def _prompter(crowd: CrowdModel) -> Prompter:
 
 
 def _right_of(crowd: CrowdModel, call: Call, *, alone: bool = False) -> Logistic | None:
-    """What says how probably an answer is right; None: there is no calibration, or it is about other answers.
+    """The function from signals to the probability that an answer is right; None without a calibration for it.
 
     Args:
-        alone: whether the calibrated agent has answered for the crowd.
+        alone: whether the agent that is asked first has answered for the crowd.
     """
     found = crowd.calibration
     if found is None or (call.who is None and found.aggregator != call.decoding.aggregator):
@@ -310,7 +316,7 @@ def about(
     minimum: float | None = None,
     sure: Sequence[TokenUncertainty] = (),
 ) -> dict[str, Any]:
-    """The field `ci_llm` of an answer, as docs/serving.md describes it; `confidence` is that of the text."""
+    """The field `ci_llm` of an answer, as docs/serving.md describes it; `confidence` is the text's probability."""
     return {
         "confidence": confidence if right is None else right,
         "calibrated": right is not None,

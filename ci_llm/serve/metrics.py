@@ -1,4 +1,4 @@
-"""What Prometheus reads at `/metrics`: vLLM's names under `ci_llm:`, so that its dashboards need another prefix."""
+"""The metrics that Prometheus reads at `/metrics`, with vLLM's names under `ci_llm:`, for vLLM's dashboards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "from the first token to the last", _LONG)
 
     def load(self, running: int, waiting: int, slots: int) -> None:
-        """What is under way now."""
+        """Set how many texts are being written and wait, and the share of slots in use."""
         self._running.labels(self._crowd).set(running)
         self._waiting.labels(self._crowd).set(waiting)
         self._slots.labels(self._crowd).set(running / slots)
 
     def prefix(self, model: str, asked: int, found: int) -> None:
-        """Tokens of a prompt, and how many of them another text had read."""
+        """Count the tokens of a prompt, and those of them taken over from other prompts."""
         self._queries.labels(model).inc(asked)
         self._hits.labels(model).inc(found)
 
@@ -52,7 +52,7 @@ class Metrics:
         self._new.labels(model).inc(new)
 
     def timed(self, model: str, arrived: float, admitted: float, first: float, last: float, tokens: int) -> None:
-        """When one text came, got its slot, had its first and its last token, in seconds of one clock."""
+        """Observe when a text arrived, left the queue, and had its first and last token, in seconds of one clock."""
         self._queued.labels(model).observe(admitted - arrived)
         self._first.labels(model).observe(first - arrived)
         self._prefill.labels(model).observe(first - admitted)
@@ -62,7 +62,7 @@ class Metrics:
             self._between.labels(model).observe((last - first) / (tokens - 1))
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, what: str) -> Gauge:

@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""The options of a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from ci_llm.errors import BadInput, ConfigError
 
-#: Names of this machine that only its own programs reach.
+#: Names of this machine that only programs on it can reach.
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -16,17 +16,17 @@ class Options:
     """The options of `ci-llm serve`.
 
     Attributes:
-        run: whose crowd is served.
-        host, port: that are listened on; port 0 is a free one.
-        key: that requests must have; None: none.
-        name: of the model that is all agents together.
-        slots, queue: texts that grow at a time, and that may wait beside them.
-        context: tokens of a prompt with its answer; None: what the base reads.
-        minimum_confidence, agents_per_prompt: of requests that say no other.
-        drain_s: seconds for what is under way at the end.
-        engine: address of a server that holds the agents; None: they are opened here.
-        engine_key: that it wants; None: none.
-        base_model: the base, if it is no longer where the run found it.
+        run: the run or saved crowd to serve.
+        host, port: the address to listen on; port 0 takes a free one.
+        key: the API key that requests must have; None if they need none.
+        name: the name of the model of all agents together.
+        slots, queue: how many texts are written at a time, and how many more may wait.
+        context: how many tokens a prompt and its answer may have together; None for the base's limit.
+        minimum_confidence, agents_per_prompt: the defaults of requests.
+        drain_s: how many seconds open requests get at the end.
+        engine: the address of a server that holds the agents; None to open them here.
+        engine_key: the API key of that server; None if it needs none.
+        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
     Raises:
         ConfigError: a value is out of range.
@@ -67,7 +67,7 @@ class Options:
             raise ConfigError("; ".join(broken), where="command line", hint="change the values named")
 
     def within(self, limit: int) -> int:
-        """The context where so many tokens are read at most. Raises BadInput: more are wanted."""
+        """The context of a base that reads `limit` tokens. Raises BadInput if the option is larger."""
         if self.context is not None and self.context > limit:
             where = f"--max-model-len {self.context}"
             raise BadInput(f"the base reads {limit} tokens", where=where, hint="give at most that")

@@ -1,8 +1,9 @@
-"""Agents that another server holds as LoRA models, as a vLLM does: they write there, and the vote is taken here.
+"""Agents on another server, such as vLLM with LoRA models: they write their texts there, and the vote is taken here.
 
-Each agent writes its own text, in K requests. For `rerank` and `weighted_vote` K more ask for the log-probabilities of
-every distinct text: the mean of the agents' probabilities of a given token needs nothing else, so what the crowd makes
-of a text is exact. Choosing token by token would need K requests a token and the whole vocabulary, and is not offered.
+Each agent writes its own text, in K requests. For `rerank` and `weighted_vote`, K further requests ask for the
+log-probabilities of every distinct text. The mean of the agents' probabilities of given tokens needs nothing else, so
+the crowd's score of a text is exact. Choosing token by token would need K requests per token and the whole vocabulary,
+and is not offered.
 
 Legend: K agents, d distinct texts.
 """
@@ -30,8 +31,10 @@ from ci_llm.serve.jobs import Ended, Job, Piece, about
 from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
 
-#: The votes that are offered, the default first. The last is content with the agents' texts.
+#: The votes that are offered, the default first. The last needs the agents' texts only.
 VOTES: Final = ("rerank", "weighted_vote", "majority")
+#: What an answer raises that lacks a field, an element or a type of OpenAI's API.
+_MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError)
 _PATIENCE: Final = aiohttp.ClientTimeout(total=600, connect=10)
 _STARTS: Final = aiohttp.ClientTimeout(total=60, connect=10)
 
@@ -41,8 +44,9 @@ class Text:
     """What one agent wrote.
 
     Attributes:
-        ids: with the end, if it came to one.
-        log_probability: that the agent itself gives to it, in nats.
+        ids: its token ids, with the end token if it has one.
+        is_complete: whether the text ended by itself or at a stop string, and not at a length limit.
+        log_probability: the agent's own log-probability of the text, in nats.
     """
 
     ids: tuple[int, ...]
@@ -51,16 +55,16 @@ class Text:
     log_probability: float
 
     def told(self, confidence: float | None, agents: int, answers: Sequence[str] | None = None) -> tuple[Piece, Ended]:
-        """As the answer of so many agents."""
+        """The events that report this text as the answer of so many agents."""
         reason = "stop" if self.is_complete else "length"
         return Piece(self.text), Ended(reason, len(self.ids), about(confidence, agents), answers)
 
 
 def of_engine(options: Options) -> Service:
-    """A service by agents that the server at `options.engine` holds. It is asked at once whether it can serve them.
+    """A service on the agents of the server at `options.engine`, which is first asked whether it can serve them.
 
     Raises:
-        BadInput: it has not, or cannot. CiLlmError: it does not answer.
+        BadInput: the server lacks an agent, or cannot score given tokens. CiLlmError: it does not answer.
     """
     prompter, names = open_wording(options.run, options.base_model)
     base, limit = asyncio.run(_asked(options, names, prompter.ids("2 + 2?")))
@@ -80,7 +84,7 @@ def of_engine(options: Options) -> Service:
 
 
 class Engine:
-    """The server that holds the agents, by its API; connected to on the event loop."""
+    """A client of the server that holds the agents, by OpenAI's API; it is made on the event loop."""
 
     def __init__(self, options: Options, timeout: aiohttp.ClientTimeout) -> None:
         self.url, key = (options.engine or "").rstrip("/"), options.engine_key
@@ -101,20 +105,19 @@ class Engine:
                 if answer.status == 200:
                     return sorted((await answer.json())["choices"], key=lambda choice: int(choice["index"]))
                 said = f"the engine answered {answer.status}: {(await answer.text())[:300]}"
-        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            said = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
-            raise ApiProblem(502, said, code="engine_error") from error
+        except (aiohttp.ClientError, TimeoutError, *_MALFORMED) as error:
+            raise _malformed(error) from error
         if answer.status == 429:
             raise ApiProblem(429, said, code="rate_limit_exceeded", retry_after=1)
         raise ApiProblem(502, said, code="engine_error")
 
 
 async def _asked(options: Options, names: Sequence[str], prompt: Sequence[int]) -> tuple[str | None, int]:
-    """The name of the base there, and how many tokens all models read."""
+    """The name of the base on the server, None if it has none, and how many tokens every agent reads at most."""
     engine, where = Engine(options, _STARTS), f"--engine {options.engine}"
     try:
         limits = {str(model["id"]): model.get("max_model_len") for model in await engine.ask("models")}
-    except (ApiProblem, KeyError, TypeError) as problem:
+    except (ApiProblem, *_MALFORMED) as problem:
         hint = "start it first, and give its address; its key is in CI_LLM_ENGINE_API_KEY"
         raise CiLlmError(f"the engine does not list its models: {problem}", where=where, hint=hint) from problem
     else:
@@ -125,7 +128,7 @@ async def _asked(options: Options, names: Sequence[str], prompt: Sequence[int]) 
         try:
             [choice] = await engine.ask("completions", body)
             _given(choice, 0, len(prompt))
-        except (ApiProblem, KeyError, TypeError, ValueError) as problem:
+        except (ApiProblem, *_MALFORMED) as problem:
             hint = "it must give log-probabilities of a prompt, as vLLM does"
             raise BadInput(f"the engine cannot serve a crowd: {problem}", where=where, hint=hint) from problem
     finally:
@@ -136,10 +139,10 @@ async def _asked(options: Options, names: Sequence[str], prompt: Sequence[int]) 
 
 
 class RemoteAgents:
-    """Who writes the texts of a `Service`: agents on another server.
+    """The writer of a `Service` whose agents are on another server.
 
     Args:
-        base: the name of the base there; None: it is not served.
+        base: the name of the base on that server; None if it is not served.
     """
 
     def __init__(self, options: Options, served: Served, base: str | None, metrics: Metrics) -> None:
@@ -149,7 +152,7 @@ class RemoteAgents:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes new work."""
+        """Whether new texts are accepted."""
         return not self._engine.session.closed
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -157,10 +160,10 @@ class RemoteAgents:
         self._loop, self._engine = loop, Engine(self._options, _PATIENCE)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Let these texts be written, all or none of them.
+        """Start writing all of these texts, or refuse all.
 
         Raises:
-            ApiProblem: there are too many, or the engine would not give what they want.
+            ApiProblem: there are too many, or they ask for log-probabilities.
         """
         body = jobs[0].call.body
         if body.echo or body.top is not None:
@@ -178,38 +181,37 @@ class RemoteAgents:
         self._count()
 
     def _count(self) -> None:
-        """What is under way, and what waits for a slot here."""
+        """Report to the metrics how many texts are being written and how many wait for a slot."""
         running = min(len(self._tasks), self._slots)
         self._metrics.load(running, len(self._tasks) - running, self._slots)
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Give up these texts, and the requests for them."""
+        """Give up these texts and their requests to the engine."""
         for job in jobs:
             if task := self._tasks.get(job):
                 task.cancel()
 
     def stop(self, bound_s: float) -> None:
-        """Close the connections; not called on the event loop."""
+        """Close the connections. Call it from another thread than the event loop's."""
         asyncio.run_coroutine_threadsafe(self._engine.session.close(), self._loop).result(bound_s)
 
     async def _write(self, job: Job) -> None:
-        """Tell one job its text, or why there is none."""
+        """Write the text of one job and report it, or the reason why there is none."""
         tell = job.call.out.put_nowait
         try:
             async with self._free:
                 piece, ended = await (self._vote(job) if job.call.votes else self._one(job))
         except ApiProblem as problem:
             tell((job, problem))
-        except (KeyError, TypeError, ValueError) as error:  # a field is missing, or holds something else
-            what = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
-            tell((job, ApiProblem(502, what, code="engine_error")))
+        except _MALFORMED as error:
+            tell((job, _malformed(error)))
         else:
             tell((job, piece))
             self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
             tell((job, ended))
 
     async def _one(self, job: Job) -> tuple[Piece, Ended]:
-        """The text of one agent, or of the base. Those of one request are drawn by seeds of their own."""
+        """The text of one agent, or of the base; each of several texts of a request has a seed of its own."""
         call, how = job.call, job.call.decoding
         drawing: dict[str, Any] = {"temperature": 0}
         if how.do_sample:
@@ -219,7 +221,7 @@ class RemoteAgents:
         return text.told(math.exp(text.log_probability), agents=int(call.model != BASE))
 
     async def _vote(self, job: Job) -> tuple[Piece, Ended]:
-        """The text that wins."""
+        """The text that wins the vote of all agents."""
         call, names = job.call, self._served.names
         texts = await asyncio.gather(*(self._text(name, job, temperature=0) for name in names))
         together = None if call.decoding.aggregator == "majority" else await self._scored(job, texts)
@@ -231,7 +233,7 @@ class RemoteAgents:
         return texts[wins].told(None if together is None else math.exp(scores[wins]), len(names), answers)
 
     async def _scored(self, job: Job, texts: Sequence[Text]) -> dict[tuple[int, ...], float]:
-        """The crowd's log-probability of each distinct text: the log of the agents' mean, token by token, in sum."""
+        """The crowd's log-probability of each distinct text: the sum over its tokens of the log of the agents' mean."""
         distinct = list(dict.fromkeys(text.ids for text in texts))
         start = len(job.prompt)
         body = {"prompt": [[*job.prompt, *ids] for ids in distinct], "max_tokens": 1, "echo": True, "logprobs": 1}
@@ -245,6 +247,7 @@ class RemoteAgents:
         return found
 
     async def _text(self, name: str, job: Job, **drawing: Any) -> Text:
+        """The text that the model `name` writes after the prompt of a job."""
         call = job.call
         body = {
             "model": name,
@@ -266,8 +269,17 @@ class RemoteAgents:
         return Text(tuple(int(each) for each in ids), text, complete, math.fsum(own))
 
 
+def _malformed(error: Exception) -> ApiProblem:
+    what = f"the engine does not answer as OpenAI's API does ({type(error).__name__}: {error})"
+    return ApiProblem(502, what, code="engine_error")
+
+
 def _given(choice: Mapping[str, Any], start: int, end: int) -> list[float]:
-    """The log-probabilities of given tokens; of the first token of a text there is none."""
+    """The log-probabilities of the prompt's tokens `start` to `end`; the first token of a prompt has none.
+
+    Raises:
+        ApiProblem: the choice does not have them.
+    """
     found = (choice.get("logprobs") or {}).get("token_logprobs") or []
     values = found[max(1, start) : end]
     if len(found) < end or None in values:

@@ -21,15 +21,15 @@ from ci_llm.serve.engine import Engine
 from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
 
-#: Of a base whose family has no limit.
+#: The context for a base whose family has no limit.
 _CONTEXT: Final = 1 << 15
-#: Seconds that an idle connection stays open. Whoever closes first must be the client, or its next request may meet a
-#: connection that is being closed: openai's keeps them for 5 s, aiohttp for 15, proxies for 60.
+#: Seconds that an idle connection stays open. Clients must close first, or a request may meet a connection that is
+#: being closed: openai's keeps them for 5 s, aiohttp for 15, proxies for 60.
 _KEEP_ALIVE_S: Final = 75
 
 
 def of_run(crowd: Crowd, options: Options) -> Service:
-    """A service by a crowd that is open here.
+    """A service on a crowd in this process.
 
     Raises:
         BadInput: the options do not fit the crowd.
@@ -44,7 +44,8 @@ def of_run(crowd: Crowd, options: Options) -> Service:
         )
     prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
     defaults = Own(minimum_confidence=options.minimum_confidence, agents_per_prompt=options.agents_per_prompt)
-    if defaults != Own() and (reason := uncalibrated(crowd.calibration, "probability")):
+    reason = uncalibrated(crowd.calibration, "probability") if defaults != Own() else None
+    if reason:
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence, --agents-per-prompt", hint=hint)
     if options.name in crowd.names:
@@ -66,7 +67,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
 
 
 def run_until_signal(service: Service) -> int:
-    """Answer requests until SIGTERM or Ctrl-C; then those under way, within the bound of the service.
+    """Answer requests until SIGTERM or Ctrl-C, and then finish open requests within `drain_s` seconds.
 
     Returns:
         the exit code.
@@ -89,7 +90,7 @@ def run_until_signal(service: Service) -> int:
 
 
 def server_of(service: Service) -> uvicorn.Server:
-    """What listens for a service."""
+    """The HTTP server of a service."""
     config = uvicorn.Config(
         service.app,
         log_level="warning",
@@ -102,7 +103,7 @@ def server_of(service: Service) -> uvicorn.Server:
 
 
 def _log_to_stderr() -> None:
-    """One line a request, with its time."""
+    """Log a line per request, with its time, to stderr."""
     package = logging.getLogger("ci_llm.serve")
     shown = logging.StreamHandler(sys.stderr)
     shown.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -93,7 +93,7 @@ def test_adapters_that_are_given_as_the_base_are_named(inside: str, tmp_path: Pa
     (tmp_path / inside / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError) as caught:
         load_base(str(tmp_path))
-    assert caught.value.what == "these are adapters and no base"
+    assert caught.value.what == "these are adapters and not a base"
     assert f"init_from={tmp_path}" in str(caught.value.hint)
 
 

@@ -212,7 +212,7 @@ def test_a_base_is_asked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (found[0]["agents"], found[0]["agreement"], found[0]["agents_asked"]) == ([], None, 0)
     assert asked(capsys, BASE_FOLDER, QUESTIONS[0], *SHORT) == found[0]["answer"] + "\n"
     assert main.main(["export", str(BASE_FOLDER), "--to", str(tmp_path / "new")]) == 2
-    assert "this is a base and no checkpoint" in capsys.readouterr().err
+    assert "this is a base and not a checkpoint" in capsys.readouterr().err
 
 
 def test_a_model_on_the_hub_is_a_base_if_it_holds_no_crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

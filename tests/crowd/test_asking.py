@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
-from ci_llm.crowd.asking import Answer, answers, decoding_of, options_of, prompter_of
+from ci_llm.crowd.asking import Answer, answers, options_of, prompter_of
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.scoring import Questions
 from ci_llm.data.encoder import Encoder
@@ -64,7 +64,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
         agents[0].load_adapter(folder / f"agent{k}", adapter_name=f"agent{k}")
     prompter = prompter_of(crowd)
     prompts = [prompter.ids(question) for question in QUESTIONS]
-    decoding = decoding_of(prompter.ends, **SHORT, **{"seed": 0, **choices})
+    decoding = Decoding(ends=prompter.ends, **SHORT, **choices)
     generated = crowd.generate_ids(prompts, decoding, uncertainty=True)
     ended = 0
     for prompt, text, tokens in zip(prompts, generated.crowd, generated.tokens, strict=True):

@@ -124,6 +124,7 @@ def test_temperature_0_takes_the_most_probable_token(crowd: Crowd) -> None:
             "N, L",
         ),
         (lambda crowd: crowd.disagreement({"input_ids": ONES, "attention_mask": 0 * ONES}), "has no token"),
+        (lambda crowd: crowd.generate({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}), "a batch is input_ids"),
         (lambda crowd: crowd.disagreement(PROMPTS, ANSWERS, batch_size=0), "batch_size must be at least 1"),
         (lambda crowd: crowd.generate(ONES, details=True), "only token ids come back"),
         (lambda crowd: crowd.generate(ONES, stop_strings="x"), "only token ids come back"),

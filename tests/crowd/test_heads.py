@@ -233,14 +233,14 @@ def test_masks_leave_heads_alone_and_noise_does_not() -> None:
     crowd, batch = crowd_of(CLASSES, dropconnect=0.5), pack(texts(), range(4))
     agents = crowd.agents
     agents.begin_step(1)
-    assert agents._drawn.masks is not None
-    assert (head_of(crowd, agents._drawn.masks) == 1).all()
-    assert (agents._drawn.masks == 0).any()
+    assert agents.drawn.masks is not None
+    assert (head_of(crowd, agents.drawn.masks) == 1).all()
+    assert (agents.drawn.masks == 0).any()
     states = torch.ones(K, 1, agents.head.width)
     before = agents.values(states, 0, training=True)
-    agents.perturb(1, [torch.full((size,), 0.1) for size in agents.sizes])
+    agents.drawn.draw_noise(1, [torch.full((size,), 0.1) for size in agents.sizes])
     moved = agents.values(states, 0, training=True) - before
-    noise = head_of(crowd, agents._drawn.noise).view(K, CLASSES, -1).sum(-1)[:, None]
+    noise = head_of(crowd, agents.drawn.noise).view(K, CLASSES, -1).sum(-1)[:, None]
     torch.testing.assert_close(moved, noise, rtol=0, atol=1e-5)
     assert float(noise.abs().min()) > 0
     assert torch.equal(agents.values(states, 0, training=False), before)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from ci_llm.base.load import fingerprint_of
@@ -19,8 +20,6 @@ from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base
 
 K, R = 3, 4
-#: Even of fp64 adapters PEFT rounds the weights to fp32, wherever it does not concatenate.
-PEFTS_WEIGHTS = {"rtol": 1e-6, "atol": 1e-7}
 TARGETS = ("q_proj", "k_proj", "down_proj")
 
 
@@ -116,7 +115,25 @@ def test_the_mean_is_that_of_a_and_that_of_b() -> None:
     for name, delta in found.items():
         ends = (f"base_model.model.{name}.lora_{side}.weight" for side in "BA")
         b, a = (sum(w * agent.tensors[end] for w, agent in zip(shares, agents, strict=True)) for end in ends)
-        torch.testing.assert_close(delta, scale * b @ a, **PEFTS_WEIGHTS)
+        torch.testing.assert_close(delta, scale * b @ a)
+
+
+@pytest.mark.parametrize(("name", "combination"), [("cat", "cat"), ("mean", "linear")])
+def test_factors_are_those_of_peft(name: str, combination: str) -> None:
+    model = base()
+    agents = agents_on(model, use_rslora=False)
+    found = merged(model, agents, merge_of(name))
+    peft_model: Any = PeftModel(model, LoraConfig.from_peft_type(**agents[0].config), adapter_name="agent0")
+    for k, agent in enumerate(agents):
+        if k:
+            peft_model.add_adapter(f"agent{k}", LoraConfig.from_peft_type(**agent.config))
+        set_peft_model_state_dict(peft_model, dict(agent.tensors), adapter_name=f"agent{k}")
+    weight = 1 / K if name == "cat" else 1 / K**2  # PEFT puts the root of a weight on each factor
+    names = [f"agent{k}" for k in range(K)]
+    peft_model.add_weighted_adapter(names, [weight] * K, "merged", combination_type=combination)
+    wanted = get_peft_model_state_dict(peft_model, adapter_name="merged", save_embedding_layers=False)
+    # PEFT rounds the weights of `linear` to fp32, even for fp64 adapters.
+    assert_same({**found.tensors}, wanted, 1e-15 if name == "cat" else 1e-6)
 
 
 @pytest.mark.fast_cases(1)

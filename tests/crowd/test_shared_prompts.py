@@ -234,11 +234,11 @@ def test_families_with_windows_soft_caps_and_learned_positions_share(kind: str, 
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # their norms are in fp32
 
 
-def whole_rows_only(self: Segments, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
+def whole_rows_only(self: Segments, parts: Sequence[Tensor]) -> list[Tensor]:
     return [*parts]
 
 
-def refusing(self: Segments, parts: Sequence[Tensor], dim: int) -> list[Tensor]:
+def refusing(self: Segments, parts: Sequence[Tensor]) -> list[Tensor]:
     if any(self.before):
         raise TypeError("no prompts here")
     return [*parts]

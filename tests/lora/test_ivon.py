@@ -53,7 +53,9 @@ def test_a_step_is_that_of_the_paper() -> None:
     for step in range(3):
         optimizer.draw(agents, step)
         backward(crowd, step)
-        [noise] = agents.perturb(step, [torch.ones(agents.sizes[0], dtype=torch.float64)])  # before it is scaled
+        [noise] = agents.drawn.draw_noise(
+            step, [torch.ones(agents.sizes[0], dtype=torch.float64)]
+        )  # before it is scaled
         normal = noise.tolist()
         optimizer.draw(agents, step)
         gradient = agents.rows[0].grad
@@ -85,7 +87,9 @@ def test_gradients_are_those_at_the_weights_that_were_drawn(checkpointing: bool,
     at_rest = crowd.eval()(batch()).log_probs
     optimizer = ivon_of(crowd)
     optimizer.draw(crowd.agents, 4)
-    noise = crowd.agents.perturb(4, [torch.full((size,), 0.1, dtype=torch.float64) for size in crowd.agents.sizes])
+    noise = crowd.agents.drawn.draw_noise(
+        4, [torch.full((size,), 0.1, dtype=torch.float64) for size in crowd.agents.sizes]
+    )
     with torch.no_grad():
         for row, added in zip(moved.agents.rows, noise, strict=True):
             assert added.count_nonzero() == row.numel()

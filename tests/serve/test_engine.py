@@ -80,6 +80,7 @@ class StandIn(BaseHTTPRequestHandler):
     models: list[str] = MODELS
     echoes = True
     status = 200
+    choices = 99  # at most so many are sent back
     asked: list[dict[str, Any]]
 
     def do_GET(self) -> None:
@@ -92,9 +93,8 @@ class StandIn(BaseHTTPRequestHandler):
             self.reply({"error": {"message": "no room"}}, self.status)
             return
         number = int(body["model"][-1]) if body["model"].startswith("agent") else 9
-        self.reply(
-            {"choices": [self.choice(index, prompt, number, body) for index, prompt in enumerate(body["prompt"])]}
-        )
+        found = [self.choice(index, prompt, number, body) for index, prompt in enumerate(body["prompt"])]
+        self.reply({"choices": found[: self.choices]})
 
     def choice(self, index: int, prompt: list[int], number: int, body: dict[str, Any]) -> dict[str, Any]:
         if not body.get("echo"):
@@ -147,6 +147,22 @@ def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[Sta
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
         engine.status = 429
         assert voting.post("/v1/chat/completions", chat(model="mine")).headers["retry-after"] == "1"
+        voting.wait_for((0, 0))
+
+
+def test_a_malformed_answer_of_an_engine_becomes_an_error(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
+    url, engine = stand_in
+    with Listening(of_engine(Options(run=str(saved), engine=url))) as voting:
+        engine.choices = 1  # of three texts to be scored
+
+        def is_refused() -> bool:
+            answer = voting.http.post("/v1/chat/completions", json=chat(), timeout=10)
+            return (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
+
+        assert is_refused()
+        engine.choices = 99
+        engine.choice = lambda self, index, *_: {"index": index, "logprobs": []}  # type: ignore[method-assign]
+        assert is_refused()
         voting.wait_for((0, 0))
 
 

@@ -1,4 +1,4 @@
-"""The aggregators, one per module of this package: each makes one distribution or one answer of those of K agents.
+"""The aggregators, one per module of this package: each combines the distributions or answers of K agents into one.
 
 To add one, add a file `aggregators/<name>.py`, and `aggregator: <name>` selects it, in a configuration and in
 `Crowd.generate`. It defines how the agents' distributions of the next token become one:
@@ -6,16 +6,15 @@ To add one, add a file `aggregators/<name>.py`, and `aggregator: <name>` selects
     def aggregate(log_probs: Tensor) -> Tensor      [K, ..., V] of K agents -> [..., V] of the crowd
 
 Input and output are normalised log-probabilities; the function is pure and must not wait for the device. With a second
-parameter, `learned`, it also gets what a calibration has learned of the agents, or None before there is one.
+parameter, `learned`, it also gets the learned numbers of a calibration, or None before there is one.
 
-A module may decide between whole answers instead. It then defines beside it
+A module may decide between whole answers instead. It then also defines
 
     def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int    the number of the answer that wins
 
 Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the module has
-these names. "" is not an answer. A log-probability is that of a whole text under `aggregate`, in nats: as a float, the
-probability of a long text is 0. `aggregate` also stands for the crowd wherever a likelihood is asked for; a vote has
-none.
+these names. "" is not an answer. Log-probabilities are those of whole texts under `aggregate`, in nats, because the
+probability of a long text rounds to 0. A vote has no likelihood, so `aggregate` stands for the crowd in likelihoods.
 
 Legend: K agents, V vocabulary; any shape in between.
 """
@@ -36,7 +35,7 @@ AGGREGATORS = plugin_names(__name__, first="probability")
 
 @dataclass(frozen=True)
 class Learned:
-    """What a calibration has learned of the agents on validation rows.
+    """The numbers that a calibration has learned from validation rows.
 
     Attributes:
         weights: [K], at least 0, with the sum 1.
@@ -59,8 +58,8 @@ class Vote:
 
     Attributes:
         winner: the module's `vote`.
-        samples: answers that each agent draws; None: the one that it decodes greedily.
-        temperature: at which they are drawn.
+        samples: how many answers each agent draws; None for the one that it decodes greedily.
+        temperature: the temperature of the draws.
     """
 
     winner: Callable[[Sequence[str], Sequence[float]], int]
@@ -80,7 +79,7 @@ def aggregate(log_probs: Tensor, aggregator: str, learned: Learned | None = None
 
 @cache
 def is_mean(aggregator: str) -> bool:
-    """Whether its distribution is the mean of the agents' probabilities; so is that of a vote which says no other.
+    """Whether the aggregator's distribution is the mean of the agents' probabilities.
 
     Raises:
         BadInput: no module of this package has that name.
@@ -91,7 +90,7 @@ def is_mean(aggregator: str) -> bool:
 
 @cache
 def find_vote(aggregator: str) -> Vote | None:
-    """How this aggregator decides between answers; None if it decides token by token.
+    """The vote of this aggregator; None if it decides token by token.
 
     Raises:
         BadInput: no module of this package has that name.

@@ -17,7 +17,7 @@ SHARPNESS: Final = 2.0
 
 
 def aggregate(log_probs: Tensor) -> Tensor:
-    """Log of the mean of the agents' probabilities with these weights: [K, ..., V] -> [..., V]."""
+    """The log of the weighted mean of the agents' probabilities: [K, ..., V] -> [..., V]."""
     terms: Tensor = torch.special.entr(log_probs.exp())  # 0 where a probability is 0
     weights = torch.log_softmax(-SHARPNESS * terms.sum(-1, keepdim=True), dim=0)
     return torch.logsumexp(log_probs + weights, dim=0)

@@ -1,7 +1,7 @@
 """A mixture of the agents with learned weights, at a learned temperature.
 
-The weights are the mean of a Dirichlet: before a calibration of the symmetric one, which is uniform; afterwards of the
-one that validation rows give (`ci_llm.crowd.answers.learn_weights`).
+The weights are the mean of a Dirichlet: uniform before a calibration, and afterwards the posterior mean given the
+validation rows (`ci_llm.crowd.answers.learn_weights`).
 
 Legend: K agents, V vocabulary; any shape in between.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def aggregate(log_probs: Tensor, learned: Learned | None) -> Tensor:
-    """Log of the weighted mean of the agents' probabilities, at the temperature: [K, ..., V] -> [..., V]."""
+    """The log of the weighted mean of the agents' probabilities, at the temperature: [K, ..., V] -> [..., V]."""
     if learned is None:
         return probability.aggregate(log_probs)
     weights = log_probs.new_tensor(learned.weights).log()

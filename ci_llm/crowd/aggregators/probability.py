@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def aggregate(log_probs: Tensor) -> Tensor:
-    """Log of the mean of the agents' probabilities: [K, ...] -> [...]."""
+    """The log of the mean of the agents' probabilities: [K, ...] -> [...]."""
     return torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])
 
 
 def aggregate_finite(log_probs: Tensor, finite: Tensor) -> Tensor:
-    """Log of the mean over the agents that `finite [K]` (bool) marks: [K, ...] -> [...].
+    """The log of the mean over the agents that `finite [K]` (bool) marks: [K, ...] -> [...].
 
-    The others are masked out before anything is computed with their numbers.
+    The other agents are masked out before their numbers are used.
     """
     mask = ~finite.view(-1, *[1] * (log_probs.ndim - 1))
     masked = log_probs.masked_fill(mask, float("-inf"))

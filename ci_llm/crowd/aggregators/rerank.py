@@ -1,4 +1,4 @@
-"""The text that the crowd finds most probable, of those that the agents write alone.
+"""A vote for the text that the crowd finds most probable, among those that the agents write alone.
 
 Decoding token by token takes the most probable next token and cannot go back. Here the crowd judges whole texts.
 """

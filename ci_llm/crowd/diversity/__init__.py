@@ -25,7 +25,7 @@ from ci_llm.data.batches import Batch
 
 @dataclass(frozen=True)
 class TermInputs:
-    """What a term may look at: one micro-batch of one optimizer step.
+    """The inputs of a term: one micro-batch of one optimizer step.
 
     Attributes:
         log_probs: [K, S] log-probability of every target under every agent, in nats.
@@ -50,7 +50,7 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class DiversityForm:
-    """A term, and whether agents are rewarded for it; one that is not rewarded is measured for the log only."""
+    """A term, and whether agents are rewarded for it; a term without reward is measured for the log only."""
 
     term: Callable[[TermInputs], Tensor]
     rewarded: bool = True

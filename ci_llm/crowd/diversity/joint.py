@@ -29,7 +29,7 @@ def jensen_gap(log_probs: Tensor, finite: Tensor) -> Tensor:
 
 
 def term(inputs: TermInputs) -> Tensor:
-    """[] the Jensen gap of the micro-batch, which is a sum over its targets already."""
+    """The Jensen gap [] of the micro-batch, which is already a sum over its targets."""
     return jensen_gap(inputs.log_probs, inputs.finite)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.diversity import DiversityForm, TermInputs
@@ -21,13 +20,13 @@ from ci_llm.data.batches import Batch
 
 
 def distance_between_rows(inputs: TermInputs, scale: Callable[[Tensor], Tensor] = lambda points: points) -> Tensor:
-    """The distance between the agents' row states, times the number of targets: [].
+    """The distance [] between the agents' row states, times the number of targets.
 
     Args:
         scale: applied to the points [K, B, D] before they are compared.
     """
     batch = inputs.batch
-    if batch.num_rows < 2:  # a set of one point has no shape to compare
+    if batch.num_rows < 2:  # there is nothing to compare in sets of one point
         return inputs.log_probs.new_zeros(())
     points = scale(row_states(inputs.states, batch, inputs.representation).to(inputs.log_probs.dtype))
     # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
@@ -48,7 +47,7 @@ def sliced_wasserstein(points: Tensor, directions: Tensor, finite: Tensor) -> Te
         finite: [K] bool, the agents that count.
 
     Returns:
-        [], and 0 with fewer than two agents. The distance is squared because its gradient is then finite where two
+        [], which is 0 with fewer than two agents. The distance is squared so that its gradient is finite where two
         agents coincide.
     """
     projected = torch.sort(points @ directions, dim=1).values  # [K, B, L]
@@ -59,7 +58,7 @@ def sliced_wasserstein(points: Tensor, directions: Tensor, finite: Tensor) -> Te
 
 
 def unit_directions(width: int, count: int, generator: torch.Generator) -> Tensor:
-    """[D, L] directions drawn uniformly from the sphere, in fp64 on the CPU."""
+    """Directions [D, L] drawn uniformly from the sphere, in fp64 on the CPU."""
     return F.normalize(torch.randn(width, count, generator=generator, dtype=torch.float64), dim=0)
 
 
@@ -82,8 +81,8 @@ def row_states(states: Tensor, batch: Batch, representation: str) -> Tensor:
 
 
 def term(inputs: TermInputs) -> Tensor:
-    """[] the distance times the number of targets; 0 for fewer than two rows."""
-    return distance_between_rows(inputs, lambda points: normalize(points, dim=-1))
+    """The distance [] times the number of targets; 0 for fewer than two rows."""
+    return distance_between_rows(inputs, lambda points: F.normalize(points, dim=-1))
 
 
 form = DiversityForm(term)

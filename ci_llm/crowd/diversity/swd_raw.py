@@ -12,7 +12,7 @@ from ci_llm.crowd.diversity.swd import distance_between_rows
 
 
 def term(inputs: TermInputs) -> Tensor:
-    """[] the distance times the number of targets; 0 for fewer than two rows."""
+    """The distance [] times the number of targets; 0 for fewer than two rows."""
     return distance_between_rows(inputs)
 
 

@@ -4,9 +4,9 @@ To add one, add a file `metrics/<name>.py` that defines
 
     def reader(references: Sequence[str]) -> Callable[[str], str]
 
-It is called once with the reference answers of all rows, because only all of them show how answers are written here. It
-returns the function that finds the answer in a text, normalised; "" if there is none. A row is right if the answers of
-its text and of its reference are equal and not "". `ci-llm evaluate RUN --metric <name>` selects it.
+It is called once with the reference answers of all rows, because only all of them show how answers are written. It
+returns a function that finds the normalised answer in a text, "" if there is none. A row is right if the answers of its
+text and of its reference are equal and not "". `ci-llm evaluate RUN --metric <name>` selects it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METRICS = plugin_names(__name__, first="exact_match")
 
 
 def answer_reader(references: Sequence[str], metric: str = "exact_match") -> Reader:
-    """The function that finds the answer in a text, for rows with these references.
+    """A function that finds the answer in a text, for rows with these references.
 
     Raises:
         BadInput: no module of this package has that name.

@@ -14,7 +14,7 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 def reader(references: Sequence[str]) -> Callable[[str], str]:
-    """Every task alike: the references are not looked at."""
+    """The same normalisation for every task; the references are unused."""
     return _normalised
 
 
