@@ -45,7 +45,9 @@ def hint_for_missing(missing: Path, otherwise: str) -> str:
     """The hint of a file that does not exist: the one beside it that has a similar name, or one that begins alike."""
     names = sorted(found.name for found in missing.parent.glob(f"*{missing.suffix}"))
     longer = (name for name in names if name.startswith(missing.stem) and missing.suffix)
-    near = nearest(missing.name, names) or next(longer, None)
+    # Without the ending that all of them have: it would make short names alike.
+    stems = {name.removesuffix(missing.suffix): name for name in names}
+    near = stems.get(nearest(missing.stem, stems) or "") or next(longer, None)
     return f"did you mean {missing.with_name(near)}?" if near else otherwise
 
 
