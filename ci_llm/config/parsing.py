@@ -28,6 +28,8 @@ PART: Final = 0.65
 WHOLE: Final = 0.75
 RUN_TOGETHER: Final = 0.88
 
+_SPACE: Final = re.compile(r"(log|uniform)\(")
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name of which `name` is a misspelling; None if `name` means something else.
@@ -352,6 +354,8 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
         if any(entry.name == "path" for value in mapped for entry in value.entries):
             return "give paths or names alone: the format of each is recognised by its columns"
         return "give paths or names; data in memory gets a path by ds.save_to_disk(FOLDER), or as a .jsonl file"
+    if isinstance(raw, Scalar) and _SPACE.match(raw.text):
+        return "ci-llm sweep takes such a space of values, and tries some of them"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):
             if _can_read(field, Scalar(text)):

@@ -99,3 +99,9 @@ def test_another_value_is_not_taken_for_a_slip(typed: str) -> None:
         load_config(None, [typed])
     assert "did you mean" not in str(refusal.value)
     assert " | " in refusal.value.what
+
+
+def test_a_space_of_values_is_for_a_sweep() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, ["learning_rate=log(1e-4,1e-2)"])
+    assert refusal.value.hint == "ci-llm sweep takes such a space of values, and tries some of them"

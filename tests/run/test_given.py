@@ -118,7 +118,7 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "empty data set": (Dataset.from_list([]), "there is no row"),
     "empty frame": (pd.DataFrame(), "there is no row"),
     "used up": (used_up, "there is no row(.|\n)*the function that makes it"),
-    "a number": (3, "it is a int(.|\n)*a list of dicts"),
+    "a number": (3, "its type is int(.|\n)*a list of dicts"),
     "columns": ({"prompt": ["a"], "completion": ["b"]}, "it is a dict(.|\n)*a list of dicts"),
     "bytes": (b"rows", "it is a bytes"),
     "tuples": ([("a", "b")], "row 0 is a tuple and no dict"),
