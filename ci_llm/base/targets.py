@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.quantized import QuantizedLinear
+from ci_llm.config.parsing import nearest
 from ci_llm.errors import ModelError
 
 #: A choice of layers of the base: all, the upper half, or numbers from 0 on.
@@ -138,6 +139,18 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
             hint=f"choose from {', '.join(offered)}, or all-linear",
         )
     return found
+
+
+def absent_targets(model: nn.Module, wanted: str | tuple[str, ...]) -> str:
+    """Which of the wanted suffixes no module of the model has, for people; empty if each has one.
+
+    PEFT passes over them, and a list for several families may hold some; but one may be a slip.
+    """
+    names = [name for name, _ in model.named_modules()]
+    ends = {name.rpartition(".")[2] for name in names}
+    absent = [] if isinstance(wanted, str) else [w for w in wanted if not any(f".{n}".endswith(f".{w}") for n in names)]
+    meant = [f"{name} (did you mean {near}?)" if (near := nearest(name, ends)) else name for name in absent]
+    return f"this model has no {', no '.join(meant)}; no agent adapts it" if absent else ""
 
 
 def layer_list(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:

@@ -21,6 +21,7 @@ from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint, ModelError
 
 if TYPE_CHECKING:
+    from ci_llm.core.run_status import Status
     from ci_llm.crowd.asking import Answer
     from ci_llm.crowd.crowd import Crowd
 
@@ -189,7 +190,7 @@ def _no_checkpoint_yet(run: str) -> BadInput:
     if status.status == "running":
         what = f"the run is still running, at step {status.step}: no checkpoint is committed yet"
         return BadInput(what, where=run, hint=f"wait for its first one; ci-llm checkpoints list {run} shows it")
-    what = f"the run is {status.status} at step {status.step}, and left no checkpoint"
+    what = f"{_how_it_stands(status)}, and left no checkpoint"
     return BadInput(what, where=run, hint=status.next_command or "train it again")
 
 
@@ -261,7 +262,11 @@ def _note_if_unfinished(folder: Path) -> None:
     if last_status(folder.parent) is not None:
         status = read_status(folder.parent)
         if status.status != "completed":
-            note(f"the run is {status.status} at step {status.step}; {folder.name} answers")
+            note(f"{_how_it_stands(status)}; {folder.name} answers")
+
+
+def _how_it_stands(status: Status) -> str:
+    return f"the run {'has' if status.status == 'vanished' else 'is'} {status.status} at step {status.step}"
 
 
 def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:

@@ -107,6 +107,7 @@ class Conversation:
 
     Raises:
         BadInput: the run has no place for a system message.
+        ModelError: its agents have heads.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class Conversation:
         names: Sequence[str] = (),
         shows_sureness: bool = True,
     ) -> None:
-        from ci_llm.crowd.asking import prompter_of
+        from ci_llm.crowd.asking import prompter_of, require_writers
 
+        require_writers(crowd)
         self._crowd, self._choices, self._stops, self._shows_sureness = crowd, choices, stops, shows_sureness
         self._prompter, self._names = prompter_of(crowd), names or crowd.names
         if system is not None and self._prompter.form == "text":

@@ -68,7 +68,8 @@ def _check(call: argparse.Namespace) -> None:
     problems = {
         "--batch-size must be at least 1": call.batch_size < 1,
         "--abstain-below is a probability, from 0 to 1": not 0 <= (call.abstain_below or 0) <= 1,
-        "give texts or --file, and not both": bool(call.texts) == (call.file is not None),
+        "there is no text": not call.texts and call.file is None,
+        "give texts or --file, and not both": bool(call.texts) and call.file is not None,
         "- stands beside another text": "-" in call.texts and len(call.texts) > 1,
         "a text is empty": not all(text.strip() for text in call.texts),
     }

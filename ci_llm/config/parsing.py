@@ -29,6 +29,8 @@ PART: Final = 0.65
 WHOLE: Final = 0.75
 RUN_TOGETHER: Final = 0.88
 
+_SPACE: Final = re.compile(r"(log|uniform)\(")
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name of which `name` is a misspelling; None if `name` means something else.
@@ -46,7 +48,9 @@ def hint_for_missing(missing: Path, otherwise: str) -> str:
     """The hint of a file that does not exist: the one beside it that has a similar name, or one that begins alike."""
     names = sorted(found.name for found in missing.parent.glob(f"*{missing.suffix}"))
     longer = (name for name in names if name.startswith(missing.stem) and missing.suffix)
-    near = nearest(missing.name, names) or next(longer, None)
+    # Without the ending that all of them have: it would make short names alike.
+    stems = {name.removesuffix(missing.suffix): name for name in names}
+    near = stems.get(nearest(missing.stem, stems) or "") or next(longer, None)
     return f"did you mean {missing.with_name(near)}?" if near else otherwise
 
 
@@ -351,6 +355,8 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
         if any(entry.name == "path" for value in mapped for entry in value.entries):
             return "give paths or names alone: the format of each is recognised by its columns"
         return "give paths or names; data in memory gets a path by ds.save_to_disk(FOLDER), or as a .jsonl file"
+    if isinstance(raw, Scalar) and _SPACE.match(raw.text):
+        return "ci-llm sweep takes such a space of values, and tries some of them"
     if isinstance(raw, Scalar) and not _can_read(field, raw):
         for text in _respellings(raw.text):
             if _can_read(field, Scalar(text)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,21 @@ def asked_help(words: Sequence[str]) -> str:
     return ""
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Descriptions as they were written where the terminal is wide enough, else filled; no word is cut at a hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = []
+        for block in text.split("\n\n"):
+            is_typed = "\n " in block or block.startswith("example")  # commands, which are copied
+            fits = max(map(len, block.split("\n"))) <= width
+            blocks.append(block if is_typed or fits else textwrap.fill(block, width, break_on_hyphens=False))
+        return super()._fill_text("\n\n".join(blocks), width, indent)
+
+
 class HelpfulParser(argparse.ArgumentParser):
     """A parser whose `--help` shows its common options, those that are required, and one example, as they were written.
 
@@ -27,9 +43,7 @@ class HelpfulParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *words: Any, common: Collection[str] | None = None, **more: Any) -> None:
-        super().__init__(
-            *words, **{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **more}
-        )
+        super().__init__(*words, **{"formatter_class": _Formatter, "allow_abbrev": False, **more})
         self.common = common
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -173,6 +173,8 @@ class RunStatus:
         # For good: an attempt that has lost its folder never writes again, even if it asks once more.
         self._active = self._active and self._still_held()
         if self._active:
+            if status == "running":  # for readers that find the process killed: it cannot write the command any more
+                next_command = self._current.next_command
             now = {"status": status, "reason": reason, "heartbeat": time.time(), "next_command": next_command}
             try:
                 write_json(self._path, asdict(self._current) | now, staging=self._staging)
@@ -217,8 +219,8 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
             where=str(path),
             hint=f"name one of the runs below it: {', '.join(runs)}" if runs else "give the output_dir of a run",
         )
-    if status.status == "running" and _is_gone(status, time.time() if now is None else now):
-        status = replace(status, status="vanished", reason="no heartbeat")
+    if status.status == "running" and (reason := _why_gone(status, time.time() if now is None else now)):
+        status = replace(status, status="vanished", reason=reason)
     if status.status in ("running", "completed"):
         return status
     cause = run_folder.earliest_failure(run_folder.read_failures(output_dir, status.attempt))
@@ -296,9 +298,11 @@ def _kept_path(output_dir: Path | str, attempt: int) -> Path:
     return run_folder.attempt_folder(output_dir, attempt) / "status.json"
 
 
-def _is_gone(status: Status, now: float) -> bool:
-    has_ended = status.pid_space == pid_space() and not is_alive(status.pid)
-    return has_ended or now - status.heartbeat > VANISHED_AFTER_S
+def _why_gone(status: Status, now: float) -> str | None:
+    """Why an attempt that has not said how it ended does not run any more; None if it may run."""
+    if status.pid_space == pid_space() and not is_alive(status.pid):
+        return "its process is gone"
+    return "no heartbeat" if now - status.heartbeat > VANISHED_AFTER_S else None
 
 
 def started_since_boot_s(pid: int | None = None) -> float:

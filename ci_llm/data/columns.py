@@ -320,17 +320,17 @@ _LABELLED_FORM: Final = _Pattern(
     "labelled",
 )
 
-#: The forms of rows that are not answers to learn, and the columns that each takes.
-_JUDGED: Final[Mapping[RowKind, tuple[_Pattern, str]]] = {
-    "pairs": (_PAIRS_FORM, "prompt, chosen and rejected"),
-    "rated": (_RATED_FORM, "prompt, completion and label"),
-    "labelled": (_LABELLED_FORM, "text and label"),
+#: The forms of rows that are not answers to learn, the columns that each takes, and the keys that name others.
+_JUDGED: Final[Mapping[RowKind, tuple[_Pattern, str, str]]] = {
+    "pairs": (_PAIRS_FORM, "prompt, chosen and rejected", "prompt_column= names another prompt"),
+    "rated": (_RATED_FORM, "prompt, completion and label", "prompt_column= and label_column= name others"),
+    "labelled": (_LABELLED_FORM, "text and label", "text_column= (or messages_column=) and label_column= name others"),
 }
 
 #: What the error lists when nothing fits.
 _WANTED: Final = (
     "input_ids; messages; conversations; prompt, completion; question, answer; instruction, output; "
-    "context, question, answers; text"
+    "context, question, answers; text; prompt, chosen, rejected; prompt, completion, label; text, label"
 )
 
 
@@ -420,19 +420,20 @@ def _unless_answers(columns: Sequence[str]) -> Form | None:
 
 def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, wanted: RowKind) -> Form:
     """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
-    pattern, wants = _JUDGED[wanted]
+    pattern, wants, way = _JUDGED[wanted]
     parts = {"text" if part == "messages" and wanted == "labelled" else part: name for part, name in given.items()}
     known = {part: (name.lower(),) for part, name in parts.items()}
     others = {part: names for part, names in pattern.may_have.items() if part not in known}
     form = None
     if known.keys() <= {*pattern.needs, *pattern.may_have}:
         form = replace(pattern, needs={**pattern.needs, **known}, may_have=others).found_in(columns, any_case=True)
-    if form is None or any(name.lower() in ("image", "images") for name in columns):
+    has_pictures = any(name.lower() in ("image", "images") for name in columns)
+    if form is None or has_pictures:
         raise DataError(
             f"The objective takes {wants}, and the data set has: {shown(columns)}.",
             where=where,
-            hint="take objective=auto, which goes by the columns, or rename them; prompt_column=, text_column= and"
-            " label_column= name others; pictures are not learned here",
+            hint=f"{way}; or rename the columns, or take objective=auto, which goes by them"
+            f"{'; pictures are not learned here' * has_pictures}",
         )
     return form
 
@@ -457,7 +458,7 @@ def _advice(columns: Sequence[str], where: str) -> str:
     )
     prompt, answer = columns if len(columns) == 2 and not of_splits else ("", "")
     typed = " and ".join(quote(f"{key}={name}") for key, name in (("prompt_column", prompt), ("answer_column", answer)))
-    named = f"{first}say {typed}, text_column= or messages_column="
+    named = f"{first}say {typed}, text_column= or messages_column=, with label_column= for classes or numbers"
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
     return f"{named}, or have one of: {_WANTED}{more}"
 

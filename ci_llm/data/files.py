@@ -353,7 +353,7 @@ def kept_rows(given: Any, argument: str) -> str:
         write, file, again = given.save_to_disk, "", False
         count = sum(map(len, parts.values()))
     elif isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
-        raise _refused(argument, f"it is a {type(given).__name__}", _KINDS)
+        raise _refused(argument, f"its type is {type(given).__name__}", _KINDS)
     else:
         lines = [*_lines(given, argument)]
         content, count, again = b"".join(lines), len(lines), iter(given) is given

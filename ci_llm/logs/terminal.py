@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -37,6 +38,12 @@ ERASE: Final = "\r\x1b[J"
 NOTEBOOK_WIDTH: Final = 100
 HTML: Final = "<pre style=\"line-height:normal; font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace\">{code}</pre>"
 _LABEL: Final = re.compile(r"^[a-z]\w*(?= {2,}\S)|^[a-z]{9}(?= \S)")
+INDENT: Final = 10  # where a line begins behind its label
+#: The beginning of a line that never holds a command to copy: its label, or none if the line above goes on in it.
+_SENTENCE: Final = re.compile(
+    "(agents|answer|attention|auto|batch|config|data|evaluate|kernels|memory|model|optimizer|precision|question"
+    "|reference|resume|saved)? +"
+)
 _MARK: Final = re.compile(r"^(debug|warning|error|critical):")
 _MARK_STYLES: Final = {"debug": "dim", "warning": "bold yellow"}
 
@@ -76,8 +83,9 @@ class ScreenArea:
         return ERASE + self._area
 
     def above(self, text: str) -> str:
-        """A text that stays, and the area below it. Long lines are left to the terminal, so that they can be copied."""
-        return f"{ERASE}{self._rendered(_styled(text), soft_wrap=True)}{self._area}"
+        """A text that stays, and the area below it. Long commands are left to the terminal: so they can be copied."""
+        shown = _styled(_between_words(text, self._size()[0]))
+        return f"{ERASE}{self._rendered(shown, soft_wrap=True)}{self._area}"
 
     def erased(self) -> str:
         """Remove the area."""
@@ -151,6 +159,17 @@ def _notebook() -> Any:
     """The shell of the notebook's kernel, if this process is one."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell if hasattr(shell, "kernel") else None
+
+
+def _between_words(text: str, columns: int) -> str:
+    """The text with its long sentences broken between words, each below its own beginning."""
+    how: Any = {"break_long_words": False, "break_on_hyphens": False, "expand_tabs": False, "replace_whitespace": False}
+    return "\n".join(
+        textwrap.fill(line, columns, subsequent_indent=" " * INDENT, **how)
+        if len(line) > columns > 4 * INDENT and _SENTENCE.fullmatch(line[:INDENT])
+        else line
+        for line in text.split("\n")
+    )
 
 
 def _styled(text: str) -> Text:

@@ -244,6 +244,9 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
 def judged_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """Lines about pairs, ratings, classes and numbers, with 95 % intervals."""
     for name, found in judged_figures(evaluation).items():
+        if math.isnan(found["crowd"]):
+            yield f"{METRICS[name].told}: not known, for all rows that were evaluated are good, or all are bad"
+            continue
         agents = ", ".join(f"{own:.3f}" for own in found["agents"])
         low, high = found.get("intervals95", {}).get("crowd", (None, None))
         within = "" if low is None else f" ({low:.3f} to {high:.3f})"

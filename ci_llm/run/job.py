@@ -36,7 +36,7 @@ from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.end.emergency_save import EmergencySave
 from ci_llm.run.end.mirroring import RunMirror, require_store
 from ci_llm.run.end.result import Result, final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.end.shutdown import Attempt, end_at_once, require_written, watch_walltime
+from ci_llm.run.end.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
@@ -349,6 +349,7 @@ def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Att
         still_held=manager.holds_lease,
         staging=manager.staging if processes.is_main_process else None,
     )
+    run.status.update(next_command=command_line(processes.launch))
     return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils import deterministic
 
 from ci_llm.base.load import Base, disable_dropout
+from ci_llm.base.targets import absent_targets
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
@@ -236,6 +237,9 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")
+    for line in {absent_targets(base.model, own.target_modules): None for own in crowd.agents.settings.kinds()}:
+        if line:
+            logger.warning(f"lora_target_modules: {line}")
     return crowd
 
 

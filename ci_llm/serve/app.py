@@ -134,7 +134,7 @@ class Service:
                 response = await handle(request)
             except ApiProblem as problem:
                 self._metrics.refused(problem.status)
-                response, request.state.word = problem.response(), problem.error["code"]
+                response, request.state.word = problem.response(), problem.error["code"] or problem.error["type"]
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
             if not isinstance(response, Events) and (request.method == "POST" or response.status_code >= 400):

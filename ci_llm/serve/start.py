@@ -9,7 +9,7 @@ from typing import Final
 
 import uvicorn
 
-from ci_llm.crowd.asking import ends_of_answers, prompter_of
+from ci_llm.crowd.asking import ends_of_answers, prompter_of, require_writers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.decoding import num_positions
@@ -33,7 +33,9 @@ def of_run(crowd: Crowd, options: Options) -> Service:
 
     Raises:
         BadInput: the options do not fit the crowd.
+        ModelError: its base cannot be served, or its agents have heads.
     """
+    require_writers(crowd)
     reason = crowd.choose_route()
     if not decodes(crowd):
         why = f" ({reason})" if reason else ""

@@ -242,7 +242,8 @@ class SweepRunner:
                 still_held=store.holds_lease,
                 staging=store.staging if processes.is_main_process else None,
             )
-            status.update(total_steps=sum(steps for _, steps in sweep.standings.plan.segment_steps))
+            steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
+            status.update(total_steps=steps, next_command=command_line(self._launch))
             status.start(_steps_done(sweep))
             try:
                 stop = self._train(sweep, processes, loaded, status)

@@ -303,6 +303,8 @@ def test_a_run_without_a_checkpoint_says_what_to_wait_for(tmp_path: Path, capsys
     told = refused(capsys, tmp_path, "hello")
     assert "the run is interrupted at step 3, and left no checkpoint" in told
     assert "hint:  python train.py" in told
+    status(tmp_path, "vanished", 4)
+    assert "the run has vanished at step 4, and left no checkpoint" in refused(capsys, tmp_path, "hello")
 
 
 @pytest.mark.slow

@@ -303,3 +303,15 @@ def test_what_the_launcher_was_told_reaches_the_configuration(tmp_path: Path, mo
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert train.read_configuration([]).config.mixed_precision == "bf16"
     assert train.read_configuration(["mixed_precision=no"]).config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_fits_the_terminal_and_cuts_no_word(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (["watch"], ["checkpoints"], ["serve"], ["generate"]):
+        assert main.main([*words, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert not [line for line in lines if len(line) > columns and not line.startswith("example: ")]
+        assert not [line for line in lines if line.endswith("-")]

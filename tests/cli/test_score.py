@@ -105,12 +105,14 @@ def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("score", "classes"), "give texts or --file"),
+        (("score", "classes"), "there is no text"),
         (("score", "classes", "a", "--file", "b"), "and not both"),
         (("score", "classes", " "), "a text is empty"),
         (("score", "classes", "a", "--abstain-below", "2"), "--abstain-below is a probability"),
         (("score", "writers", "a"), "these agents have no heads"),
         (("generate", "classes", "a"), "these agents have heads"),
+        (("chat", "classes"), "these agents have heads"),
+        (("serve", "classes", "--port", "0"), "these agents have heads"),
         (("generate", "writers", "a", "--best-of", "4"), "go together"),
         (("generate", "writers", "a", "--best-of", "1", "--reward", "reward"), "at least 2"),
         (("generate", "writers", "a", "--best-of", "2", "--reward", "classes"), "give no rewards"),

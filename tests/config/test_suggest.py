@@ -60,12 +60,14 @@ def test_another_word_is_not_taken_for_a_slip(typed: str) -> None:
         ("package.jsonl", "packages.jsonl"),
         ("SmolLM2.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         ("other.gguf", None),
+        ("nothere.jsonl", None),  # is no worse.jsonl, though both end alike
+        ("pair.jsonl", "pairs.jsonl"),
         ("packages.csv", None),
         ("missing/packages.jsonl", None),
     ],
 )
 def test_a_file_that_does_not_exist_is_the_one_of_a_like_name(typed: str, meant: str | None, tmp_path: Path) -> None:
-    for name in ("packages.jsonl", "SmolLM2-135M-Instruct.Q4_1.gguf"):
+    for name in ("packages.jsonl", "pairs.jsonl", "worse.jsonl", "SmolLM2-135M-Instruct.Q4_1.gguf"):
         (tmp_path / name).touch()
     wanted = f"did you mean {tmp_path / meant}?" if meant else "check the path"
     assert hint_for_missing(tmp_path / typed, "check the path") == wanted
@@ -97,3 +99,9 @@ def test_another_value_is_not_taken_for_a_slip(typed: str) -> None:
         load_config(None, [typed])
     assert "did you mean" not in str(refusal.value)
     assert " | " in refusal.value.what
+
+
+def test_a_space_of_values_is_for_a_sweep() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, ["learning_rate=log(1e-4,1e-2)"])
+    assert refusal.value.hint == "ci-llm sweep takes such a space of values, and tries some of them"

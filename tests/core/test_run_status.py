@@ -162,7 +162,7 @@ def test_a_dead_process_of_this_machine_means_vanished_at_once(tmp_path: Path) -
         child.wait()
         leave(tmp_path, replace(RUNNING, pid=child.pid))
         judged = read_status(tmp_path, now=NOW)
-        assert (judged.status, judged.exit_code) == ("vanished", 1)
+        assert (judged.status, judged.reason, judged.exit_code) == ("vanished", "its process is gone", 1)
         leave(tmp_path, replace(RUNNING, pid=child.pid, pid_space="another machine"))
         assert read_status(tmp_path, now=NOW).status == "running"
 
@@ -181,7 +181,9 @@ def test_a_run_killed_outright_has_vanished(tmp_path: Path) -> None:
     source = """
 import sys
 from ci_llm.core.run_status import RunStatus
-RunStatus(sys.argv[1], 1).start()
+status = RunStatus(sys.argv[1], 1)
+status.update(next_command="python train.py")
+status.start()
 print("running")
 sys.stdin.read()
 """
@@ -190,7 +192,8 @@ sys.stdin.read()
         assert read_status(tmp_path).status == "running"
         child.signal(signal.SIGKILL)
         child.wait()
-        assert read_status(tmp_path).status == "vanished"
+        killed = read_status(tmp_path)
+        assert (killed.status, killed.next_command) == ("vanished", "python train.py")
 
 
 @pytest.mark.parametrize(

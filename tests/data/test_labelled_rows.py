@@ -106,6 +106,22 @@ def test_named_columns(tmp_path: Path) -> None:
         rows_of(tmp_path, *ROWS, objective="sft")
 
 
+def test_the_hint_about_missing_columns_names_the_keys_of_the_objective(tmp_path: Path) -> None:
+    row = {"subject": "A", "body": "Where is it?", "topic": "delivery"}
+    for objective, keys in (
+        ("classification", "text_column= (or messages_column=) and label_column="),
+        ("dpo", "prompt_column="),
+    ):
+        with pytest.raises(DataError, match="The objective takes") as refusal:
+            rows_of(tmp_path, row, objective=objective)
+        assert (refusal.value.hint or "").startswith(keys)
+        assert "pictures" not in str(refusal.value)
+    with pytest.raises(DataError, match="has no columns that can be used") as refusal:
+        rows_of(tmp_path, row)
+    assert "label_column=" in str(refusal.value)
+    assert "prompt, chosen, rejected" in str(refusal.value)
+
+
 def test_a_text_is_what_the_tokenizer_makes_of_it(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, *ROWS, {"text": "", "label": 1}, {"text": "Zoe", "label": None})
     tokens = tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache", classes=("0", "1", "2"))

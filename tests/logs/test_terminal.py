@@ -84,6 +84,21 @@ def test_an_area_at_the_bottom_and_lines_that_stay_above_it(
     assert "\x1b" not in (tmp_path / LOG_NAME).read_text()
 
 
+def test_sentences_are_broken_between_words_and_commands_are_left_whole(
+    tmp_path: Path, terminal: PseudoTerminal, open_log: Callable[..., RunLog]
+) -> None:
+    open_log(terminal)
+    sentence = "data      6638 tokens in 100 rows, 1990 of them learned; the longest row of all of them has 90 tokens"
+    command = f"longer     python train.py {' '.join(f'key_{n}=value' for n in range(6))}"
+    logger.info(sentence)
+    logger.info(command)
+    screen = terminal.wait_for("both", shows("key_5=value"))
+    assert screen[:2] == [sentence[:79], f"{' ' * 10}of them has 90 tokens"]
+    assert "".join(screen[2:]) == command
+    assert command in terminal.text.replace("\x1b[1mlonger\x1b[0m", "longer"), "no line feed within it"
+    assert sentence in (tmp_path / LOG_NAME).read_text()
+
+
 def test_the_cursor_is_never_hidden_as_a_kill_would_leave_it_so(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog]
 ) -> None:

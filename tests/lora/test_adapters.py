@@ -400,6 +400,16 @@ def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str
     assert "q_proj" in str(caught.value)
 
 
+def test_target_modules_that_the_base_lacks_are_named() -> None:
+    names = ("q_proj", "v_porj", "fc1", "mlp.up_proj")
+    crowd = Crowd(base(), LoraSettings(target_modules=names), "toy")
+    assert len(crowd.agents.layers) == 4
+    said = "this model has no v_porj (did you mean v_proj?), no fc1; no agent adapts it"
+    for model in (base(), crowd.model):
+        assert targets.absent_targets(model, names) == said
+        assert targets.absent_targets(model, ("q_proj", "v_proj")) == targets.absent_targets(model, "all-linear") == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_deep_copy_learns_as_the_crowd_does(checkpointing: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.report.page import write_report
-from ci_llm.report.scores import notes, table
+from ci_llm.report.scores import judged_lines, notes, table
 from ci_llm.run.step.evaluation import result_metrics
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.report.test_page import text_of
@@ -131,3 +131,12 @@ def test_the_page_and_a_comparison_have_base_data_and_rates(tmp_path: Path, caps
     )
     assert main(["compare", str(run), str(other), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["data"] == ["val.jsonl, split train"]
+
+
+def test_ratings_of_one_kind_have_no_figures_that_are_no_numbers() -> None:
+    nothing, known = ({"agents": [value], "crowd": value} for value in (float("nan"), 0.75))
+    lines = [*judged_lines({"objective": "kto", "preferences": {"auroc": nothing, "margins": known}})]
+    assert lines == [
+        "AUROC of the ratings: not known, for all rows that were evaluated are good, or all are bad",
+        "margin of the rewards: crowd 0.750; agents 0.750",
+    ]

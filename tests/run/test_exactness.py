@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ci_llm.core.run_status import read_status
 from tests.support.campaign import every_pair, sampled
 from tests.support.children import PYTHONPATH, ROOT, Child
 from tools.testbed.forkserver import ENVIRONMENT, free_port
@@ -92,6 +93,7 @@ def test_through_train_py(trials: Trials, cell: Cell) -> None:
     killed = train_py(cell, folder, die_before=f"checkpoint_step_{doomed}", save_steps=cell.saved_step)
     assert killed[0] == -signal.SIGKILL
     assert sorted(path.name for path in folder.glob("run/checkpoint_*")) == [f"checkpoint_step_{cell.saved_step}"]
+    assert "train.py" in (read_status(folder / "run").next_command or "")
     assert train_py(cell, folder) == [0] * cell.ranks, (folder / "log").read_text()
     assert not differences(unwitnessed(trials.reference(cell)), account(folder))
 

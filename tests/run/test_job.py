@@ -570,6 +570,13 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
 
 
+@pytest.mark.slow
+def test_a_target_module_that_the_base_lacks_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "lora_target_modules=[q_proj,v_porj]", "max_train_steps=1") == 0
+    told = "".join(capfd.readouterr())
+    assert "warning: lora_target_modules: this model has no v_porj (did you mean v_proj?)" in told
+
+
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -69,6 +69,8 @@ def test_the_name_tells_what_differs_and_is_a_plain_name_of_no_folder(tmp_path: 
     assert name_in(hint(tmp_path, init_from="runs/one two")) == "init_fromruns_one_two"
     assert name_in(hint(tmp_path, logging_steps=3)) == "run"
     assert len(name_in(hint(tmp_path, lora_target_modules=tuple("abcdefghijklmnopqrstuvwxyz" * 4)))) <= 60
+    long = {"num_agents": 2, "max_train_samples": 5, "batch_size": 3, "learning_rate": 1e-3}
+    assert name_in(hint(tmp_path, **long)).split("-")[-1] in ("learning_rate0.001", "batch_size3", "max_train_samples5")
     assert name_in(hint(tmp_path, model_name="mine")) == "model_namemine", (
         "rank and rate follow it, and nobody typed them"
     )

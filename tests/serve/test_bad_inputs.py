@@ -111,7 +111,10 @@ def refused(answer: httpx.Response) -> tuple[int, str | None, str | None]:
 
 
 @pytest.mark.slow
-def test_each_bad_input_is_refused_with_the_field_that_is_wrong(served: Listening) -> None:
+def test_each_bad_input_is_refused_with_the_field_that_is_wrong(
+    served: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ci_llm")
     found = {}
     for name, (body, *_) in CHATS.items():
         found[name] = refused(served.post("/v1/chat/completions", body))
@@ -124,6 +127,7 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(served: Listenin
     assert found == {name: tuple(wanted) for name, (_, *wanted) in {**CHATS, **COMPLETIONS}.items()}
     assert served.http.get("/healthz").json() == {"status": "ok"}
     assert served.metric("request_refused_total") >= len(found)
+    assert "POST /v1/chat/completions 400 invalid_request_error 0." in caplog.text  # of an error without a code
 
 
 @pytest.mark.slow

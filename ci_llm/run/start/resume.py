@@ -79,7 +79,10 @@ def _new_name(changes: Iterable[Change], config: Config) -> str:
     named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
     named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
     parts = [config.experiment_name or "", *(f"{each.key}{_short(as_typed(each.new))}" for each in named)]
-    name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._") or "run"
+    parts = [re.sub(r"[^\w.-]+", "_", part) for part in filter(None, parts)]
+    while len(parts) > 1 and len("-".join(parts)) > LONGEST_NAME:  # no half of a word
+        parts.pop()
+    name = "-".join(parts)[:LONGEST_NAME].strip("-._") or "run"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(each for each in names if _is_free(config, each))
 
