@@ -61,7 +61,7 @@ OURS, ORIGINAL, SEPARATE, BF16 = "ours", "original's way", "separate runs", "our
 TRUNK, UPPER = "shared trunk", "original's way, upper half"
 TARGETS, PACKED = "separate runs, logits at targets", "packed runs of one agent"
 #: Three ways to round the same sums, by precision; a wrong mask, shift or scale is far above.
-LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 1e-2}
+LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 3e-2}  # of the first steps of a real base, whose updates bf16 rounds
 
 
 class Ours:

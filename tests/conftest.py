@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ci_llm.core.imports import importing
+from ci_llm.core.imports import importing, set_library_defaults
 from tests.support import campaign, skips
 from tests.support.messages import messages as messages
 from tools.testbed.forkserver import ForkServer
 
 if TYPE_CHECKING:
     from tools.testbed.trials import Trials  # with torch, which most files do without
+
+set_library_defaults()  # before a test imports what reads them, as every command does
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
