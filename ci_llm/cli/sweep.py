@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.command import print_line, take_dry_run
 from ci_llm.core.help import ALL, REST, asked_help
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import BEST
-from ci_llm.errors import AllTrialsFailed
+from ci_llm.errors import AllTrialsFailed, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.cluster.launch import Launch
+    from ci_llm.config import Config
     from ci_llm.config.sweep import SweepReading
     from ci_llm.interrupts import Interrupts
     from ci_llm.sweep.sweep import Sweep
 
-USAGE = """ci-llm sweep [--config FILE] [--dry-run] [key=value ...] 'key=SPACE' ...
+USAGE = """ci-llm sweep [--config FILE] [--continue] [--dry-run] [key=value ...] 'key=SPACE' ...
 Trains agents with different settings as one crowd. At each rung the best go on and the others leave; the last ones are
 trained to the end, with the bits that they would have had alone. The same command resumes where an earlier one stopped.
 
@@ -29,6 +31,7 @@ REST_OF_USAGE = """
 All other keys are those of ci-llm train. The file may have a section `sweep:` with spaces and these keys:
 KEYS
 
+--continue: refuse to start where there is no sweep yet.
 --dry-run: check this machine, and say what the sweep costs in memory, disk and time; nothing is trained.
 --debug: show debug lines, and the traceback of an error.
 
@@ -55,10 +58,23 @@ def sweep(words: list[str]) -> int:
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         is_dry, keys = take_dry_run(words)
         reading = read_sweep(default_file(), without_options(keys), accelerate_settings(os.environ))
-        launch = start("sweep", reading.config, interrupts, words)
+        require = partial(_require_sweep, reading) if "--continue" in words else None
+        launch = start("sweep", reading.config, interrupts, words, require=require)
         if is_dry:
             return _dry_run(reading, interrupts, launch, debug="--debug" in words)
         return _train(reading, interrupts, launch)
+
+
+def _require_sweep(reading: SweepReading, config: Config) -> None:
+    """Refuse to begin a sweep."""
+    from ci_llm.sweep.sweep import known_record
+
+    if known_record(reading) is None:
+        raise ConfigError(
+            "there is no sweep to continue",
+            where=f"--continue, output_dir: {config.run_folder}",
+            hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the sweep",
+        )
 
 
 def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int:

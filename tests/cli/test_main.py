@@ -24,6 +24,7 @@ from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
 from ci_llm.run.job import Result
 from ci_llm.supervisor.options import parse_options
+from ci_llm.sweep.sweep import Sweep
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -285,6 +286,19 @@ def test_training_dry_is_the_check(option: str, tmp_path: Path, monkeypatch: pyt
     assert seen == [(3, True)]
     assert main.main(["train", option, "--continue", f"output_dir={tmp_path / 'nothing'}"]) == 2
     assert len(seen) == 1, "what the run refuses"
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_sweep_is_continued_only_where_there_is_one(
+    dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ci_llm.cli.sweep._train", lambda *_: 0)
+    monkeypatch.setattr("ci_llm.cli.sweep._dry_run", lambda *_, **__: 0)
+    words = ["learning_rate=[1e-3,2e-3]", "max_train_steps=4", f"output_dir={tmp_path / 'sweep'}"]
+    assert main.main(["sweep", "--config", os.devnull, *dry, *words, "--continue"]) == 2
+    assert "there is no sweep to continue" in capsys.readouterr().err
+    Sweep(None, learning_rate=[1e-3, 2e-3], max_train_steps=4, output_dir=str(tmp_path / "sweep")).ask()
+    assert main.main(["sweep", "--config", os.devnull, *dry, *words, "--continue"]) == 0
 
 
 def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
