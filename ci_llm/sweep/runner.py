@@ -258,10 +258,12 @@ class SweepRunner:
             write_page(self._reading.config, processes, self._interrupts, store)
             return sweep, stop
         finally:
-            store.close()
-            # Now that the status is written: SLURM ends what is left of the job. The log of the segment is closed.
-            if line := self._last_act():
-                self._say(line)
+            try:
+                store.close()
+            finally:
+                # Now that the status is written: SLURM ends what is left of the job. The log of the segment is closed.
+                if line := self._last_act():
+                    self._say(line)
 
     def _load(self, processes: Processes) -> Loaded:
         """Load base and rows, and settle keys that say auto; a sweep keeps the values it began with. A collective."""

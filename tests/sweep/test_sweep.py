@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -17,11 +18,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
 from ci_llm.run import loop
 from ci_llm.run.end import shutdown
+from ci_llm.sweep.runner import SweepRunner
 from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
@@ -93,6 +96,25 @@ def test_the_job_of_a_sweep_is_put_back_when_its_own_status_is_written(
     assert main(["sweep", "--config", os.devnull, *words()]) == 75
     assert seen == ["interrupted"]
     assert capsys.readouterr().out.count("SLURM job 7 is put back into the queue") == 1
+
+
+def test_a_job_is_put_back_although_its_folder_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    said: list[str] = []
+    sweep, processes = SimpleNamespace(), SimpleNamespace(on_main=fail, require_same_folder=lambda _: None)
+    reading = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path))
+    sweeping = SweepRunner(reading, None, SimpleNamespace(is_main_process=True), said.append)  # type: ignore[arg-type]
+    sweeping._keep_last_act(lambda: "SLURM job 7 is put back into the queue")
+    monkeypatch.setattr(sweeping, "_load", lambda _: None)
+    monkeypatch.setattr(Sweep, "of", lambda *_: sweep)
+    monkeypatch.setattr(CheckpointStore, "close", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        sweeping._lead(processes)  # type: ignore[arg-type]
+    assert said == ["SLURM job 7 is put back into the queue"]
 
 
 def test_what_a_sweep_leaves(undisturbed: Path) -> None:
