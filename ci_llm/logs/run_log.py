@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -360,11 +361,12 @@ class RunLog:
 
     def close(self) -> None:
         """Finish the trackers, remove the live area and give the package's logger back as it was before."""
-        self.finish_trackers()
-        self._terminal.close()
-        self._handler.detach()
-        if self._take_work in work.listeners:
-            work.listeners.remove(self._take_work)
+        with ExitStack() as last:  # the last of these comes first
+            if self._take_work in work.listeners:
+                last.callback(work.listeners.remove, self._take_work)
+            last.callback(self._handler.detach)
+            last.callback(self._terminal.close)
+            self.finish_trackers()
 
     def _handle(self, level: str, text: str) -> None:
         """Take one message, under the lock; `level` is empty for a message without a mark."""
