@@ -16,7 +16,8 @@ prompt + completion +   as prompt + completion; label: good or not        Rated
 label
 text + label            a text or a chat; label: a class, or a number     Labelled
 
-The forms of `_EXACT` come first, by these very names; then names in any case and the other names of `_ANY_CASE`.
+The forms of `_EXACT` come first, by these very names; then names in any case, with spaces around them, and the other
+names of `_ANY_CASE`.
 """
 
 from __future__ import annotations
@@ -220,6 +221,12 @@ def _read_tokens(row: RawRow) -> Row | None:
 
 Names = Mapping[str, Sequence[str]]
 
+
+def plain(name: str) -> str:
+    """The name of a column without its case, and without the spaces around it."""
+    return name.strip().lower()
+
+
 _PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input", "user", "context", "source")
 _ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 _TEXTS = ("text", "content", "completion", "document", "story")
@@ -241,7 +248,7 @@ class _Pattern:
 
     def found_in(self, columns: Sequence[str], *, any_case: bool) -> Form | None:
         """The form with the columns that are there, if every part that it needs is."""
-        by_name = {(column.lower() if any_case else column): column for column in reversed(columns)}
+        by_name = {(plain(column) if any_case else column): column for column in reversed(columns)}
         found: dict[str, str] = {}
         for part, names in {**self.needs, **self.may_have}.items():
             free = (by_name[name] for name in names if name in by_name and by_name[name] not in found.values())
@@ -362,7 +369,7 @@ _NOT_ANSWERS: Final = (
 
 def _require_answers(columns: Sequence[str], where: str) -> None:
     """Refuse rows that would be learned otherwise than they are meant, because some of their columns are not read."""
-    by_name = {column.lower(): column for column in columns}
+    by_name = {plain(column): column for column in columns}
     for wanted, what in _NOT_ANSWERS:
         if wanted <= by_name.keys() and "input_ids" not in by_name:
             dropped = by_name[(wanted - {"prompt", "completion", "question", "ctx", "text"}).pop()]
@@ -413,7 +420,7 @@ def _unless_answers(columns: Sequence[str]) -> Form | None:
     """The form of pairs, rated or labelled rows, where single rows would be refused."""
     for pattern in (_RATED_FORM, _LABELLED_FORM):
         if labelled := pattern.found_in(columns, any_case=True):
-            return None if "input_ids" in map(str.lower, columns) else labelled
+            return None if "input_ids" in map(plain, columns) else labelled
     exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
     return None if any(exact) else _PAIRS_FORM.found_in(columns, any_case=True)
 
@@ -422,12 +429,12 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
     """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
     pattern, wants, way = _JUDGED[wanted]
     parts = {"text" if part == "messages" and wanted == "labelled" else part: name for part, name in given.items()}
-    known = {part: (name.lower(),) for part, name in parts.items()}
+    known = {part: (plain(name),) for part, name in parts.items()}
     others = {part: names for part, names in pattern.may_have.items() if part not in known}
     form = None
     if known.keys() <= {*pattern.needs, *pattern.may_have}:
         form = replace(pattern, needs={**pattern.needs, **known}, may_have=others).found_in(columns, any_case=True)
-    has_pictures = any(name.lower() in ("image", "images") for name in columns)
+    has_pictures = any(plain(name) in ("image", "images") for name in columns)
     if form is None or has_pictures:
         raise DataError(
             f"The objective takes {wants}, and the data set has: {shown(columns)}.",
@@ -440,7 +447,7 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
 
 def _better_answers(columns: Sequence[str]) -> str:
     """How to train on the better answers of preference pairs that have these columns."""
-    by_name = {column.lower(): column for column in columns}
+    by_name = {plain(column): column for column in columns}
     chosen = by_name["chosen"]
     prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
     of_text = f"prompt_column={prompt} answer_column={chosen}" if prompt else f"text_column={chosen}"
@@ -470,9 +477,9 @@ def shown(columns: Sequence[str]) -> str:
 
 
 def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:
-    there = {column.lower() for column in columns}
+    there = {plain(column) for column in columns}
     for part, name in given.items():
-        if name.lower() not in there:
+        if plain(name) not in there:
             what = f"The data set has no column {name!r}; it has: {shown(columns)}."
             raise DataError(what, where=f"{where}, {part}_column: {name}", hint=f"set {part}_column to one of them")
     if len({*given.values()}) < len(given):
@@ -483,7 +490,7 @@ def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) ->
         )
     # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
     preferred = sorted(columns, key=lambda column: column not in given.values())
-    form = _pattern_of({part: name.lower() for part, name in given.items()}).found_in(preferred, any_case=True)
+    form = _pattern_of({part: plain(name) for part, name in given.items()}).found_in(preferred, any_case=True)
     if form is None:
         missing = "answer" if "prompt" in given else "prompt"
         what = f"No column goes with {', '.join(given.values())}; the data set has: {shown(columns)}."

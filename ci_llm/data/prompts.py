@@ -299,7 +299,9 @@ def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) ->
     Raises:
         DataError: no column is recognised, or a row has no text.
     """
-    by_name = {column.lower(): column for column in reversed(columns)}
+    from ci_llm.data.columns import plain
+
+    by_name = {plain(column): column for column in reversed(columns)}
 
     def found(names: Sequence[str]) -> str | None:
         return next((by_name[name] for name in names if name in by_name), None)

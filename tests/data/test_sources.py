@@ -21,7 +21,8 @@ from pyarrow import parquet
 
 from ci_llm.config import Config, parse_config
 from ci_llm.data.columns import find_form
-from ci_llm.data.rows import Chat, Completion, ListedRows, Message
+from ci_llm.data.prompts import texts_of_rows
+from ci_llm.data.rows import Chat, Completion, ListedRows, Message, Pair
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
 from tests.support.messages import Messages
@@ -793,6 +794,22 @@ def test_the_very_names_come_before_names_in_any_case() -> None:
     data = Dataset.from_list([{"Text": "no", "text": "yes"}])
     assert list(recognised(data, "here", named={"text": "text"})) == [Completion(None, "yes")]
     assert list(recognised(data, "here", named={"text": "Text"})) == [Completion(None, "no")]
+
+
+def test_spaces_around_the_names_of_columns_count_no_more_than_their_case() -> None:
+    row = {"Prompt ": "2 + 2?", " completion": "4", "id": "7"}
+    data, wanted = Dataset.from_list([row]), [Completion("2 + 2?", "4")]
+    assert list(recognised(data, "here")) == wanted
+    named = recognised(Dataset.from_list([{"ask ": "2 + 2?", " reply": "4"}]), "here", named={"prompt": "ask"})
+    assert [chat.messages[-1].content for chat in named] == ["4"]
+    exact = Dataset.from_list([{"text ": "no", "text": "yes"}])
+    assert list(recognised(exact, "here", named={"text": "text"})) == [Completion(None, "yes")]
+    assert list(recognised(exact, "here", named={"text": "text "})) == [Completion(None, "no")]
+    with pytest.raises(DataError, match="Label  would not be read"):
+        recognised(Dataset.from_list([{**row, "Label ": "1"}]), "here")
+    pairs = Dataset.from_list([{"Prompt ": "2 + 2?", "chosen ": "4", " rejected": "5"}])
+    assert [type(one) for one in recognised(pairs, "here", wanted="pairs")] == [Pair]
+    assert texts_of_rows([{"Prompt ": "2 + 2?", " answer": "4"}], ["Prompt ", " answer"], "here") == [("2 + 2?", "4")]
 
 
 def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
