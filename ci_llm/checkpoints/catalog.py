@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ci_llm.checkpoints.layout import FINAL, QUARANTINE, SUPERSEDED, committed, numbered_steps, step_folder
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verify_folder
 from ci_llm.checkpoints.store import DISK_FULL, CheckpointStore
+from ci_llm.core.run_folder import ATTEMPTS, BEGINNING, SWEEP
 from ci_llm.core.run_status import last_status
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 
 Shelf: TypeAlias = Literal["current", "superseded", "quarantine"]
+#: What the folder of a run or of a training loop has before its first checkpoint.
+_BEGUN: Final = ("status.json", ATTEMPTS, BEGINNING, SWEEP, ".attempt-*", ".taken-over-*")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
         read_all: read every byte and compare it with its digest; otherwise the manifests alone.
 
     Raises:
-        BadInput: there is no such folder, or it is a checkpoint itself.
+        BadInput: there is no such folder, it is a checkpoint itself, or it holds nothing of a run.
         CheckpointError: one has a format that is newer than this program.
     """
     if not directory.is_dir():
@@ -76,6 +80,9 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
         for line, folders in lines.items()
         for folder in folders
     ]
+    if not entries and not any(fnmatch(path.name, each) for path in directory.iterdir() for each in _BEGUN):
+        what = "this folder holds nothing of a run"
+        raise BadInput(what, where=str(directory), hint="give the output_dir of a run")
     return [replace(entry, pinned=entry.line == "current" and entry.step in pinned) for entry in entries]
 
 

@@ -112,6 +112,25 @@ def test_a_quick_list_reads_no_more_than_the_manifests(run: Path, capsys: pytest
     assert capsys.readouterr().out.count("unread") == 4
 
 
+def test_a_folder_without_a_run_is_refused_and_a_run_without_a_checkpoint_is_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    for more in ([], ["--json"]):
+        assert verb("list", tmp_path, *more) == 2
+        assert "this folder holds nothing of a run" in capsys.readouterr().err
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.acquire_lease()
+        assert verb("list", tmp_path) == 0
+    assert verb("list", tmp_path) == 0
+    assert capsys.readouterr().out.count(f"no checkpoint in {tmp_path}") == 2
+    assert told(capsys, "list", tmp_path) == (0, {"checkpoints": []})
+    for name, make in (("status.json", Path.touch), ("attempts", Path.mkdir)):
+        (tmp_path / f"of {name}").mkdir()
+        make(tmp_path / f"of {name}" / name)
+        assert verb("list", tmp_path / f"of {name}") == 0
+
+
 def test_verify_names_the_bad_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb("verify", run) == 0
     assert capsys.readouterr().out.count("verified") == 5
