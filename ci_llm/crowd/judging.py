@@ -112,6 +112,8 @@ class Judged:
 
     def __str__(self) -> str:
         *agents, crowd = next(iter(self.figures.values()))
+        if all(map(math.isnan, [*agents, crowd])):
+            return f"{self.told}: not defined on these rows"
         return f"{self.told}: crowd {crowd:.3f}; agents {', '.join(f'{own:.3f}' for own in agents)}"
 
 

@@ -133,3 +133,10 @@ def test_figures_are_found_by_the_names_of_metrics() -> None:
     assert figures(record, "f1") == {"crowd": 2}
     with pytest.raises(KeyError):
         figures(record, "mse")
+
+
+def test_a_figure_that_is_not_defined_is_said_to_be_so() -> None:
+    rewards = torch.arange(6, dtype=torch.float64).view(2, 3, 1)
+    assert str(Ranking(rewards, torch.ones(3).bool())) == "AUROC of the ratings: not defined on these rows"
+    assert str(Ranking(rewards[:, :0], torch.ones(0).bool())) == "AUROC of the ratings: not defined on these rows"
+    assert "crowd 1.000" in str(Ranking(rewards, torch.tensor([False, True, True])))
