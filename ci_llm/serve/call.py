@@ -186,9 +186,10 @@ def _own(body: AnyBody, served: Served) -> Own:
             raise bad("ci_llm", f"only {served.crowd} takes it: {body.model} answers alone")
         return said
     own = served.defaults.model_copy(update=said.model_dump(exclude_unset=True, exclude_none=True))
-    if body.temperature and said.agents_per_prompt is None:
-        own = own.model_copy(update={"agents_per_prompt": None})
     name = own.aggregator or served.aggregators[0]
+    reason = uncalibrated(served.calibration, name)
+    if (body.temperature or reason) and said.agents_per_prompt is None:
+        own = own.model_copy(update={"agents_per_prompt": None})  # this default only saves work
     if name not in served.aggregators:
         raise bad("ci_llm.aggregator", f"expected one of {', '.join(served.aggregators)}")
     if find_vote(name) and body.temperature:
@@ -196,9 +197,10 @@ def _own(body: AnyBody, served: Served) -> Own:
     if own.agents_per_prompt is not None and body.temperature:
         raise bad("ci_llm.agents_per_prompt", "takes the most probable tokens: leave temperature out")
     for field_name in ("minimum_confidence", "agents_per_prompt"):
-        reason = uncalibrated(served.calibration, name)
-        if getattr(own, field_name) is not None and reason:
+        if getattr(said, field_name) is not None and reason:
             raise bad(f"ci_llm.{field_name}", reason, "no_calibration")
+    if own.minimum_confidence is not None and reason:
+        raise bad("ci_llm.aggregator", f"{reason}, as the server's own minimum_confidence needs it", "no_calibration")
     return own
 
 

@@ -99,3 +99,20 @@ def test_the_server_s_own_minimum_holds_where_a_request_says_nothing(calibrated:
         free = strict.ask(QUESTIONS[0], max_tokens=24, ci_llm={"minimum_confidence": 0.0})
         assert not free["choices"][0]["ci_llm"]["abstained"]
         assert strict.ask(QUESTIONS[0], model="agent0", max_tokens=24)["choices"][0]["message"]["content"]
+
+
+def test_a_default_of_the_server_is_for_answers_of_its_calibration_only(calibrated: Crowd) -> None:
+    served = disturbed_crowd()
+    served.calibration = calibrated.calibration
+    vote = {"aggregator": "majority"}
+    with Listening(of_run(served, Options(agents_per_prompt=1.0))) as thrifty:
+        assert thrifty.ask(QUESTIONS[0], max_tokens=4)["choices"][0]["ci_llm"]["agents"] == 1
+        assert thrifty.ask(QUESTIONS[0], max_tokens=4, ci_llm=vote)["choices"][0]["ci_llm"]["agents"] == K
+        own = {**vote, "agents_per_prompt": 1.0}
+        answer = thrifty.post("/v1/chat/completions", chat(QUESTIONS[0], max_tokens=4, ci_llm=own))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ci_llm.agents_per_prompt")
+    with Listening(of_run(served, Options(minimum_confidence=0.5))) as strict:
+        answer = strict.post("/v1/chat/completions", chat(QUESTIONS[0], max_tokens=4, ci_llm=vote))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "ci_llm.aggregator")
+        assert "the server's own minimum_confidence" in error["message"]
