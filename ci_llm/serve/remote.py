@@ -176,8 +176,10 @@ class RemoteAgents:
             task.add_done_callback(partial(self._forget, job))
         self._count()
 
-    def _forget(self, job: Job, _: asyncio.Task[None]) -> None:
+    def _forget(self, job: Job, task: asyncio.Task[None]) -> None:
         del self._tasks[job]
+        if task.cancelled():
+            self._metrics.ended(job.call.model, "abort")
         self._count()
 
     def _count(self) -> None:
@@ -201,10 +203,9 @@ class RemoteAgents:
         try:
             async with self._free:
                 piece, ended = await (self._vote(job) if job.call.votes else self._one(job))
-        except ApiProblem as problem:
-            tell((job, problem))
-        except _MALFORMED as error:
-            tell((job, _malformed(error)))
+        except (ApiProblem, *_MALFORMED) as error:
+            self._metrics.ended(job.call.model, "error")
+            tell((job, error if isinstance(error, ApiProblem) else _malformed(error)))
         else:
             tell((job, piece))
             self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
