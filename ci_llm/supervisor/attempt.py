@@ -251,6 +251,11 @@ class Attempt:
                 stdout_fd=self._relay.stdout.child_end,
                 stderr_fd=self._relay.stderr.child_end,
             )
+        except BaseException:
+            os.close(self._control)
+            os.close(self._report)
+            self._relay.close()
+            raise
         finally:
             # Only the shim may hold these ends: otherwise neither side would see the end of the other.
             os.close(control_end)

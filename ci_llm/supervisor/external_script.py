@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -90,7 +91,9 @@ def _split(text: str) -> list[str]:
 
 def _newest_ns(path: Path) -> int:
     """When a file, or anything in a folder, was written last. Some scripts write over their checkpoint in place."""
-    return max((_modified_ns(one) for one in [path, *path.rglob("*")]), default=0)
+    # os.walk leaves out a folder that is removed meanwhile, where rglob would raise.
+    inside = [Path(folder, name) for folder, *names in os.walk(path) for name in chain(*names)]
+    return max(_modified_ns(one) for one in [path, *inside])
 
 
 def _modified_ns(path: Path) -> int:

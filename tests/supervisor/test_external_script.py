@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive
-from ci_llm.supervisor.external_script import ExternalScript
+from ci_llm.supervisor.attempt import Attempt
+from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
+from ci_llm.supervisor.output_scan import Evidence
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
 from tests.support.campaign import first_fast
 
@@ -473,6 +476,38 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
     assert "Traceback" not in terminal.text
     for part in told:
         assert part in terminal.text
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(folder: object) -> object:
+        if Path(str(folder)).name == "shards":
+            shutil.rmtree(str(folder))
+        return real(folder)  # type: ignore[call-overload]
+
+    for name in ("checkpoint-1/shards", "checkpoint-2"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "checkpoint-1/shards/weights").touch()
+    (tmp_path / "checkpoint-2/weights").touch()
+    (tmp_path / "checkpoint-3").touch()
+    os.utime(tmp_path / "checkpoint-2/weights", ns=(1 << 62, 1 << 62))
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", look)
+    found = Resumption(None, str(tmp_path / "checkpoint-*"), {}).newest()
+    assert found == (str(tmp_path / "checkpoint-2"), 1 << 62)
+    assert not (tmp_path / "checkpoint-1/shards").exists(), "it was looked at"
+
+
+def test_an_attempt_that_cannot_begin_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no process is to be had")
+
+    monkeypatch.setattr("ci_llm.supervisor.attempt.start_shim", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no process"):
+        Attempt(["true"], {}, evidence=Evidence(), grace_s=1.0, wake_fd=0)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_outside_of_a_step_of_slurm_the_log_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
