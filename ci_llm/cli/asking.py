@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.core.imports import importing, plugin_names
+from ci_llm.core.quantities import count
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint, ModelError
 
@@ -33,13 +34,13 @@ def how_sure(answer: Answer) -> str:
     """A line about an answer: how probably it is right, its probability, and how far the agents agree."""
     parts = [] if answer.probability_right is None else [f"right with probability {answer.probability_right:.2f}"]
     parts.append(f"confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token)")
-    count = len(answer.agents)
-    if answer.agreement is not None and count > 1:
-        parts.append(f"{round(answer.agreement * count)} of {count} agents agree")
+    agents = len(answer.agents)
+    if answer.agreement is not None and agents > 1:
+        parts.append(f"{round(answer.agreement * agents)} of {agents} agents agree")
     alone = {0: "the base alone", 1: "one agent asked"}
     parts.append(alone.get(answer.agents_asked) or f"disagreement {answer.disagreement:.3f}")
     if not answer.complete:
-        parts.append(f"cut after {len(answer.tokens)} tokens")
+        parts.append(f"cut after {count(len(answer.tokens), 'token')}")
     return f"[{', '.join(parts)}]"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli.command import add_verb, make_parser, print_json, run_verb
+from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _verify(call: argparse.Namespace) -> int:
             if "versions" in surroundings:  # else it is of a loop that is not ours
                 foreseen[str(folder)] = foretold(surroundings)
             if not call.json:
-                print(f"{folder}: verified, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
+                print(f"{folder}: verified, {count(len(manifest.files), 'file')}, {manifest.nbytes:,} bytes")
     for line in dict.fromkeys(foreseen.values()) if not call.json else ():
         print(line)
     verified = [str(folder) for folder in folders if str(folder) not in damage]
@@ -264,9 +265,9 @@ def _diff(call: argparse.Namespace) -> int:
         compared = {"tensors": found.num_tensors, "values": found.num_values}
         print_json({"identical": found.identical, "compared": compared, "differences": told})
         return 0 if found.identical else 1
-    verdict = "bit-identical" if found.identical else f"{len(counting)} differences"
+    verdict = "bit-identical" if found.identical else count(len(counting), "difference")
     print(f"A {folders[0]}\nB {folders[1]}")
-    print(f"{verdict}, {found.num_tensors} tensors and {found.num_values} plain values compared")
+    print(f"{verdict}, {count(found.num_tensors, 'tensor')} and {count(found.num_values, 'plain value')} compared")
     for difference in counting[:LINES_SHOWN]:
         print(f"  {difference.where}: {difference.what}")
     if len(counting) > LINES_SHOWN:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO, ROWS_KEYS
+from ci_llm.core.quantities import count
 from ci_llm.core.remote import may_be_on_hub
 from ci_llm.data.columns import form_of_columns, shown
 from ci_llm.data.order import permute
@@ -175,8 +176,8 @@ def _shares(parts: Sequence[Rows], weights: Sequence[float]) -> list[int]:
     by_fraction = sorted(range(len(parts)), key=lambda number: (counts[number] - wanted[number], number))
     for number in by_fraction[: total - sum(counts)]:
         counts[number] += 1
-    for part, weight, count in zip(parts, weights, counts, strict=True):
-        if not count:
+    for part, weight, share in zip(parts, weights, counts, strict=True):
+        if not share:
             raise DataError(
                 f"The weight {weight:g} takes no row of this data set, of {total} rows in all.",
                 where=f"dataset_weights, {part.where}",
@@ -288,7 +289,7 @@ def recognised(
     form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
-    lines = (f"{len(data)} rows of {form.name} from {where}", *left, *description)
+    lines = (f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description)
     return Rows(data.select_columns(list(form.columns.values())), form, where, lines, numbers)
 
 

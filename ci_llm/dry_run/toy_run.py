@@ -18,7 +18,7 @@ from ci_llm.base.load import Base
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.metrics_file import number, read_records
-from ci_llm.core.quantities import duration, short, size
+from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.objective import Objective
@@ -286,4 +286,5 @@ def conclusion(context: CheckContext) -> str:
     if not context.uses_stand_in:
         context.measured.row_evaluated_s = (middle - start) / rows
         context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
-    return f"{rows} rows scored, {questions} answers generated, nll of the crowd {scores.mean_nll[-1]:.3f}"
+    done = f"{count(rows, 'row')} scored, {count(questions, 'answer')} generated"
+    return f"{done}, nll of the crowd {scores.mean_nll[-1]:.3f}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ci_llm.core.metrics_file import METRICS_NAME, Record, number, record_of
-from ci_llm.core.quantities import countdown, describe_losses, duration, short
+from ci_llm.core.quantities import count, countdown, describe_losses, duration, short
 from ci_llm.core.run_folder import PushRecord, last_push, read_began
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.core.scores import measures_of
@@ -374,7 +374,7 @@ def way_on(run: Status) -> str:
 def progress(reading: Reading) -> str:
     """`120 of 260 steps, 46 %`; runs of older releases did not write how many steps there are."""
     step, total = reading.status.step, reading.status.total_steps
-    return f"{step} of {total} steps, {100 * step / total:.0f} %" if total else f"{step} steps"
+    return f"{step} of {total} steps, {100 * step / total:.0f} %" if total else count(step, "step")
 
 
 def speed(reading: Reading) -> str:

@@ -20,6 +20,7 @@ from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import PLAIN, names, names_of_all
+from ci_llm.core.quantities import count
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
@@ -217,8 +218,8 @@ class Run(Resources):
         epochs = ", ".join(f"{epoch:.3g}" for epoch in self.plan.epochs(steps))
         of_each = " of each agent" if "," in epochs else ""
         yield (
-            f"batch     {rows} rows per step{of_each}: {self.processes.num_processes} process(es)"
-            f" x {passes} micro-step(s) of at most {self.micro_batch_size}; {steps} steps, {epochs} epochs"
+            f"batch     {count(rows, 'row')} per step{of_each}: {self.processes.num_processes} process(es)"
+            f" x {passes} micro-step(s) of at most {self.micro_batch_size}; {count(steps, 'step')}, {epochs} epochs"
         )
         config = self.present_config
         kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))

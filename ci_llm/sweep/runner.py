@@ -22,7 +22,7 @@ from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
-from ci_llm.core.quantities import duration, size
+from ci_llm.core.quantities import count, duration, size
 from ci_llm.core.run_folder import BEST, Failure, record_attempt, write_failure
 from ci_llm.core.run_status import RunStatus, keep_status
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
@@ -77,7 +77,7 @@ def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Pr
     steps, per_step = plan.agent_steps, min(config.rows_per_step(processes.num_processes), len(rows))
     flops = found.flops * steps * per_step * lengths.mean / (batch * lengths.longest_in_batch(batch))
     seconds = flops / flops_per_s(config, shape, processes.device) / processes.num_processes
-    return f"about {duration(seconds)} of training and its evaluations beside: {steps} steps of one agent each"
+    return f"about {duration(seconds)} of training and its evaluations beside: {count(steps, 'step')} of one agent each"
 
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
@@ -126,8 +126,8 @@ def described(plan: HalvingPlan, reading: SweepReading) -> Iterator[str]:
     runs = plan.agent_steps / plan.steps[-1]
     steps = sum(steps for _, steps in parts)
     yield (
-        f"{len(parts)} segments of at most {plan.per_pass} trials, {steps} steps: the work of {runs:.3g} full runs"
-        f" instead of {plan.trials}"
+        f"{count(len(parts), 'segment')} of at most {count(plan.per_pass, 'trial')}, {count(steps, 'step')}:"
+        f" the work of {runs:.3g} full runs instead of {plan.trials}"
     )
 
 

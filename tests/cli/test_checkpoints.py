@@ -289,7 +289,7 @@ def test_the_largest_difference_comes_first_and_many_are_cut(
     write_checkpoint(tmp_path / "b", {"weights": {name: w + int(name[5:]) + 1 for name, w in weights.items()}})
     assert verb("diff", tmp_path / "a", tmp_path / "b") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "30 differences, 30 tensors and 1 plain values compared"
+    assert lines[2] == "30 differences, 30 tensors and 1 plain value compared"
     assert lines[3] == "  weights.layer29: 3 of 3 elements, by at most 30"
     assert lines[-1] == "  and 10 more; --json lists all"
 

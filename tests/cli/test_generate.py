@@ -93,8 +93,9 @@ def test_a_terminal_shows_how_sure_the_crowd_is(
         f"[confidence {answer.confidence:.2f} ({answer.probability_per_token:.2f} a token), "
         f"{agree} of {K} agents agree, disagreement {answer.disagreement:.3f}]"
     )
-    cut = asked(capsys, run, QUESTIONS[0], "--max-new-tokens", "3").splitlines()[-1]
-    assert cut.endswith(", cut after 3 tokens]")
+    for limit, told_limit in (("3", "3 tokens"), ("1", "1 token")):
+        cut = asked(capsys, run, QUESTIONS[0], "--max-new-tokens", limit).splitlines()[-1]
+        assert cut.endswith(f", cut after {told_limit}]")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(QUESTIONS)))
     told = asked(capsys, run, "-", *SHORT).splitlines()
     shown = [line.removesuffix(" [...]") for line in told if line.startswith("> ")]

@@ -56,6 +56,8 @@ def test_after_the_last_step_comes_the_final_evaluation(tmp_path: Path) -> None:
 def test_a_run_of_an_older_release_does_not_know_its_length(tmp_path: Path) -> None:
     found = read(running(tmp_path / "run", total=None))
     assert (found.left_s, progress(found), time_left(found)) == (None, "20 steps", "")
+    leave_status(tmp_path / "run", "interrupted", 1)
+    assert progress(read(tmp_path / "run")) == "1 step"
 
 
 def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_what_is_said_of_a_plan_adds_up() -> None:
     rungs, parts = runner.described(plan, READING)
     assert rungs == "16 trials by sampler random, compared by nll: 16 to step 4, 4 to step 16, 1 to step 64"
     assert parts == "6 segments of at most 4 trials, 76 steps: the work of 2.5 full runs instead of 16"
+    _, alone = runner.described(HalvingPlan.of(1, 1, 1, 1, keep=0.25, metric="nll"), READING)
+    assert alone.startswith("1 segment of at most 1 trial, 1 step: ")
     pack = runner.as_one_run(READING, plan)
     assert (pack.num_agents, pack.max_train_steps) == (4, 4 * 4 + 12 + 12)  # the last one alone: a quarter of 48
     assert {own["lora_rank"] for own in pack.agents} == {64}

@@ -17,6 +17,7 @@ from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
+from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
@@ -286,9 +287,9 @@ def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str 
 
 def _source(found: TokenizedRows) -> str:
     """The number, form and source of the rows, in one line."""
-    left_out = f", {count} left out" if (count := len(found.rows) - len({*found.row_numbers})) else ""
+    left_out = f", {missing} left out" if (missing := len(found.rows) - len({*found.row_numbers})) else ""
     cut = f", {found.num_cut} cut at max_seq_length" if found.num_cut else ""
-    return f"{len(found)} rows of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
+    return f"{count(len(found), 'row')} of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
 
 
 def open_base(config: Config, processes: Processes, model_name: str | None = None) -> Base:

@@ -20,6 +20,7 @@ from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.quantities import count
 from ci_llm.core.scores import LEAST_ROWS, measures
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
@@ -336,7 +337,7 @@ class Evaluator:
         """Log how many rows ask something but are cut; warn if that leaves no row to ask."""
         within = f"no place for a whole answer within {self._config.max_seq_length} tokens"
         if too_long := sum(asked.too_long for asked in of_sets):
-            logger.info(f"evaluate  not asked: {too_long} rows, {within}")
+            logger.info(f"evaluate  not asked: {count(too_long, 'row')}, {within}")
         if any(asked.too_long and not len(asked) for asked in of_sets):
             logger.warning(
                 "evaluate  no answers are generated, as no row is left to ask: the scores are by teacher forcing,"
@@ -430,7 +431,8 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     *agents, exact = scores.exact_match
     *agents_nll, nll = scores.mean_nll
     rows = scores.right.shape[1]
-    where = f"evaluate  step {step}{f', on {rows} rows' if rows < LEAST_ROWS else ''}:"
+    few = f", on {count(rows, 'row')}" if rows < LEAST_ROWS else ""
+    where = f"evaluate  step {step}{few}:"
     if scores.judged is not None:
         if int(scores.tokens.max()) > 1:
             return f"{where} {scores.judged}; crowd nll {nll:.3f}, of the better answers"
