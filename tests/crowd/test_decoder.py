@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
 from ci_llm.crowd import aggregators
@@ -25,7 +23,9 @@ from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.lora.layer import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
+from tests.support.campaign import size
 from tests.support.crowds import bits_in_company, disturbed_crowd, save_crowd
+from tests.support.peft_twins import assert_writes_as_peft
 from tools.testbed.tiny import base, batch, example
 
 #: Within one block, over several, and whole blocks.
@@ -145,59 +145,13 @@ def test_products_are_by_onednn_where_that_is_faster(is_faster: bool, monkeypatc
     assert asked.count == 0, "what scores texts keeps its bits"
 
 
-def near_ties(found: Sequence[int], wanted: Sequence[int], margins: Sequence[float]) -> int:
-    """1 if the texts part, which they may only at a token whose two best lie within 1e-4; 0 if they are the same."""
-    parting = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
-    if parting is None:
-        assert list(found) == list(wanted)
-        return 0
-    assert margins[parting] < 1e-4
-    return 1
-
-
 @pytest.mark.slow
-def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """On the embedded base: an agent's by Transformers' own `generate` on its folder, the crowd's by a loop here."""
+def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path) -> None:
     crowd = disturbed_crowd()
     folder = save_crowd(crowd, tmp_path / "saved")
-    count = 200 if request.config.option.campaign else 12
     assert crowd.prompter is not None
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:count]]
-    decoding = Decoding(24, crowd.prompter.ends)
-    requests = [[Request(p, decoding, who, top=2) for who in (CROWD, *range(K))] for p in prompts]
-    written(crowd, [each for beside in requests for each in beside], slots=20)
-    plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-    peft_model = peft.PeftModel.from_pretrained(plain, folder / "agent0", adapter_name="agent0").eval()
-    for k in range(1, K):
-        peft_model.load_adapter(folder / f"agent{k}", adapter_name=f"agent{k}")
-
-    def by_peft(agent: int, prompt: list[int]) -> list[int]:
-        peft_model.set_adapter(f"agent{agent}")
-        ids = torch.tensor([prompt])
-        ends = sorted(decoding.ends)
-        how: Any = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": ends, "pad_token_id": ends[0]}
-        return peft_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist()
-
-    @torch.no_grad()
-    def by_full_passes(prompt: list[int]) -> list[int]:
-        text: list[int] = []
-        while len(text) < 24 and not decoding.ends.intersection(text):
-            each = []
-            for k in range(K):
-                peft_model.set_adapter(f"agent{k}")
-                logits = peft_model(input_ids=torch.tensor([prompt + text]), use_cache=False).logits[0, -1]
-                each.append(logits.softmax(-1))
-            text.append(int(torch.stack(each).mean(0).argmax()))
-        return text
-
-    ties = 0
-    for prompt, beside in zip(prompts, requests, strict=True):
-        for each in beside:
-            wanted = by_full_passes(prompt) if each.who is CROWD else by_peft(each.who, prompt)
-            margins = [one.top[0][1] - one.top[1][1] for one in each.chosen]
-            ties += near_ties(each.tokens, wanted, margins)
-    print(f"{ties} of {len(prompts) * (K + 1)} texts part at a near tie")
-    assert ties <= len(prompts) // 10
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(12, 200)]]
+    assert_writes_as_peft(crowd, BASE_FOLDER, folder, prompts, 24)
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
 from ci_llm.run.start.cost_model import trace_longest
 from tests.support.agent_facts import facts_of
-from tests.support.peft_twins import exported_twin, peft_loss
+from tests.support.campaign import size
+from tests.support.peft_twins import assert_writes_as_peft, exported_twin, peft_loss
 from tools.real_base import FOLDER, NotFetchedError, real_base
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, account, differences, train_watched
@@ -243,6 +244,13 @@ def test_each_exported_agent_generates_in_plain_peft_what_it_does_here(
             ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
             text = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
             assert tokenizer.decode(text, skip_special_tokens=True) == answer.agents[k]
+
+
+def test_agents_and_crowd_write_what_plain_peft_does(crowd: Crowd, undisturbed: Path, folder: Path) -> None:
+    lines = (ROWS / "test.jsonl").read_text(encoding="utf-8").splitlines()[: size(3, 200)]
+    assert crowd.prompter is not None
+    prompts = [crowd.prompter.ids(json.loads(line)["question"]) for line in lines]
+    assert_writes_as_peft(crowd, folder, undisturbed / "run/final_checkpoint", prompts, 8)
 
 
 def test_a_chat_has_the_tokens_of_its_template(crowd: Crowd) -> None:
