@@ -135,7 +135,7 @@ def test_a_base_alone_has_the_scores_that_a_crowd_on_it_says_of_its_base(
     assert "\nbase " in said
     assert "crowd" not in said.partition("resumed")[0]
     assert "no run of this program trained it" in refusal(capsys, "embedded")
-    assert "no checkpoint in one" in refusal(capsys, "embedded", "--data", questions, "--calibrate")
+    assert "this is not a checkpoint of a run" in refusal(capsys, "embedded", "--data", questions, "--calibrate")
 
 
 # Free text
