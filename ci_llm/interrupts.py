@@ -233,11 +233,9 @@ class Interrupts:
     # In the listening thread, at the moment of the signal
 
     def _listen(self) -> None:
-        numbers = os.read(self._read_fd, 64)
-        while _QUIT not in numbers:
+        while _QUIT not in (numbers := os.read(self._read_fd, 64)):
             for number in numbers:
                 self._on_signal(number)
-            numbers = os.read(self._read_fd, 64)
 
     def _on_signal(self, number: int) -> None:
         if self.pass_on is not None:

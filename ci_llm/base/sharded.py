@@ -107,15 +107,13 @@ class ShardedLayers:
         """
         if self._has_computed:
             self._root.reset_iter_state()
-        layer = self._agree(None)
-        while layer is not None:
+        while (layer := self._agree(None)) is not None:
             self._follows = True
             try:
                 self._layers[layer].unshard()
             finally:
                 self._follows = False
             self._layers[layer].reshard()
-            layer = self._agree(None)
 
     def begin_gather(self, layer: int) -> None:
         """Agree with all processes on the gather of this layer, unless they have agreed already. A collective.

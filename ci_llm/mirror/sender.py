@@ -276,10 +276,8 @@ class Mirror:
     def _pass(self) -> None:
         """Bring the mirror to what the folder holds now."""
         self._claim_now()
-        found = self._next()
-        while found is not None:
+        while (found := self._next()) is not None:
             self._send(*found)
-            found = self._next()
         self._commit(self._writer.head)
         self._sweep()
         with self._lock:
