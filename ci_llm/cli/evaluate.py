@@ -54,10 +54,10 @@ def evaluate_run(words: Sequence[str]) -> int:
     call.run = find_run(call.run, call.base_model)
     if call.data:
         go_offline_if_unreachable(call.data)
-    request = _request(call)
     with importing():
         from ci_llm.evaluation.evaluate import evaluate
 
+    request = _request(call)
     with _progress(quiet=call.json) as progress, whole_checkpoint(call.run):
         try:
             found = evaluate(request, progress)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import find_run
 from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
+from ci_llm.core.imports import importing
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
 
@@ -45,7 +46,8 @@ def export(words: Sequence[str]) -> int:
     call = _parser().parse_args(words)
     merge = _checked(call)
     call.run = find_run(call.run, call.base_model, takes_base=False)
-    from ci_llm.crowd.exporting import prepare
+    with importing():
+        from ci_llm.crowd.exporting import prepare
 
     with whole_checkpoint(call.run):
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
@@ -234,7 +236,8 @@ def push(words: Sequence[str]) -> int:
     merge = merge_of(call.merge) if call.merge else None
     if not call.to.startswith("hub:"):
         raise BadInput("a run is published on the hub", where=f"--to {call.to}", hint="--to hub:user/name")
-    from ci_llm.crowd.publishing import publish
+    with importing():
+        from ci_llm.crowd.publishing import publish
 
     done = publish(call.run, call.to, private=not call.public, merge=merge)
     if call.json:

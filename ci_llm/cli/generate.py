@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
 from ci_llm.cli.command import make_parser
+from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,8 +105,9 @@ def _asked(
     call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str, Any], *, include_agents: bool
 ) -> tuple[list[str], Iterator[Answer]]:
     """The names of the agents, and the answers of their crowd, which come one by one."""
-    from ci_llm.crowd.asking import answers, options_of
-    from ci_llm.crowd.generation import stop_strings_of
+    with importing():
+        from ci_llm.crowd.asking import answers, options_of
+        from ci_llm.crowd.generation import stop_strings_of
 
     stops = stop_strings_of(asking.stop_strings(call))
     crowd, names = asking.open_run(call.run, call.base_model)

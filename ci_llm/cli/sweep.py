@@ -104,8 +104,9 @@ def _train(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int
 
 def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
     """The dry run of a full pack that trains as many steps as all segments together."""
-    from ci_llm.dry_run.plan import dry_run
-    from ci_llm.sweep.runner import SweepRunner, as_one_run, described, known_sweep
+    with importing():
+        from ci_llm.dry_run.plan import dry_run
+        from ci_llm.sweep.runner import SweepRunner, as_one_run, described, known_sweep
 
     known_sweep(reading)  # refuses what the sweep itself would refuse
     plan = SweepRunner(reading, interrupts, launch, print_line).plan()
