@@ -576,7 +576,7 @@ def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code_of_a_
     with Child.python(ON_THE_WAY_OUT) as child:
         child.read_until("on the way out")
         child.signal(getattr(signal, name))
-        child.say("go on")
+        child.say("continue")
         assert child.wait() == 2
 
 

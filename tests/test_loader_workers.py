@@ -1,4 +1,4 @@
-"""Workers of anyone's DataLoader go on when the run is signalled, through every door that knows the loader."""
+"""Workers of any DataLoader continue when the run is signalled, through every door that knows the loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs to its table on a simulated one, and goes on where it was cut off."""
+"""The benchmark of a GPU runs to its table on a simulated one, and resumes where it was cut off."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_mistake_is_told_with_its_line_and_its_cause(tmp_path: Path, server: F
     line = next(number for number, text in enumerate(Path(PLAIN).read_text().splitlines(), 1) if "AdamW(" in text)
     for part in (
         "killed and resumed, step 16: moments",
-        "exp_avg, exp_avg_sq, step are not there: the optimizer starts anew",
+        "exp_avg, exp_avg_sq, step are missing: the optimizer starts without them",
         "optimizer.state_dict() is not saved or not loaded",
         f"plain.py:{line}",
     ):

@@ -125,7 +125,7 @@ def test_weights_and_moments_are_held_against_the_process_that_was_killed() -> N
     weights, moments = restored(KILLED, resumed, 8)
     assert (weights.kind, weights.step) == ("weights", 9)
     assert "1 of 3 tensors are not those of the checkpoint: mean" in weights.detail
-    assert (moments.kind, moments.detail) == ("moments", "exp_avg are not there: the optimizer starts anew")
+    assert (moments.kind, moments.detail) == ("moments", "exp_avg are missing: the optimizer starts without them")
 
 
 def test_rounded_weights_are_told_from_others() -> None:
@@ -135,7 +135,7 @@ def test_rounded_weights_are_told_from_others() -> None:
     assert "rounded to half precision" in weights.detail
 
 
-def test_a_process_that_begins_anew_is_seen_to() -> None:
+def test_a_process_that_starts_from_scratch_is_recognised() -> None:
     assert resumed_from(KILLED, trace(1, 20)) == 0
     assert list(restored(KILLED, trace(1, 20), 0)) == []
 

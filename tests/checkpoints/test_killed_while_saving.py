@@ -1,4 +1,4 @@
-"""Killed before any operation on the disk, the trainer goes on, to the bits of the run that was never killed.
+"""Killed before any operation on the disk, the trainer resumes, to the bits of the run that was never killed.
 
 The crash sweep strikes the manager at every system call; here the whole program is struck at a few, drawn by seed.
 """

@@ -455,7 +455,7 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
 
 
 @pytest.mark.parametrize("max_to_keep", [None, 3])
-def test_the_best_step_is_found_anew_after_going_back(managers: Any, max_to_keep: int | None) -> None:
+def test_the_best_step_is_found_again_after_going_back(managers: Any, max_to_keep: int | None) -> None:
     manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=max_to_keep)
     manager.save(1, {"a": 1}, metrics={"score": 5})
     manager.save(2, {"a": 2}, metrics={"score": 9})

@@ -150,7 +150,7 @@ def test_a_damaged_folder_does_not_stand_in_the_way_of_its_step(run: Run) -> Non
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
 
 
-def test_the_final_checkpoint_counts_with_its_step_and_is_made_anew(run: Run) -> None:
+def test_the_final_checkpoint_counts_with_its_step_and_is_written_again(run: Run) -> None:
     store = run.open()
     with pytest.raises(CheckpointError, match="no step is committed"):
         store.finish()
@@ -722,7 +722,7 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
             owner = run.open()
             owner.save(3, files(3))
             os.kill(sleeper.pid, signal.SIGCONT)
-            told, _ = sleeper.communicate("go on\n", timeout=DEADLINE_S)
+            told, _ = sleeper.communicate("continue\n", timeout=DEADLINE_S)
             assert sleeper.returncode == WriterBusy.exit_code
             assert "attempt 1 was taken over" in told
         finally:

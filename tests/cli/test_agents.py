@@ -67,7 +67,7 @@ def test_a_run_that_does_not_train_finds_the_request_when_it_goes_on(
 ) -> None:
     ended(run, "interrupted")
     assert main(["agents", "clone", str(run), "0", "lr=1e-3", "name=slow"]) == 0
-    assert "after its first step, once it goes on" in capsys.readouterr().out
+    assert "after its first step, once it resumes" in capsys.readouterr().out
     (asked,) = read_waiting(run)
     assert asked.refused is None
     assert (asked.verb, asked.agent, asked.own) == ("clone", 0, {"name": "slow", "learning_rate": 1e-3})

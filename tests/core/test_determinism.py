@@ -44,7 +44,7 @@ def test_keys_are_pinned() -> None:
 
 
 def test_a_gpu_that_this_process_has_not_used_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop on the CPU of a machine with GPUs goes on on one without."""
+    """A loop on the CPU of a machine with GPUs resumes on one without."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -1,4 +1,4 @@
-"""What a checkpoint calls the machine that computed it, and how people are told that another one goes on."""
+"""What a checkpoint calls the machine that computed it, and how people are told that another one resumes."""
 
 from __future__ import annotations
 

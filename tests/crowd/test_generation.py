@@ -494,7 +494,7 @@ def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:
     one_by_one = crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3, batch_size=1)
     assert one_by_one == crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3)
     free = Counter(crowd.generate(QUESTIONS[0], max_new_tokens=16, do_sample=True)[0] for _ in range(4))
-    assert len(free) > 1, "without a seed every call draws anew"
+    assert len(free) > 1, "without a seed every call draws other samples"
 
 
 @pytest.mark.slow

@@ -371,7 +371,7 @@ def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
     assert all(isinstance(row, Chat) and "####" in row.messages[-1].content for row in found[0].rows)
 
 
-def test_what_was_read_is_mapped_anew_before_it_is_much(
+def test_pages_that_were_read_are_mapped_again_before_they_are_many(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resident pages of a mapping only become more; rows that were handed out stay readable."""

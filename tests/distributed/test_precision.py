@@ -1,4 +1,4 @@
-"""The choice of `mixed_precision: auto`: by the hardware of all processes; a run that goes on keeps its own."""
+"""The choice of `mixed_precision: auto`: by the hardware of all processes; a resumed run keeps its own."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_an_error_without_a_message_is_a_lost_peer_too(channel: SideChannel, mon
     ids=lambda error: str(error)[:12],
 )
 def test_an_error_of_the_own_device_blames_no_peer(error: RuntimeError) -> None:
-    """The supervisor cuts the batch after one, and starts anew after the other."""
+    """The supervisor cuts the batch after one, and starts again after the other."""
     launch = read_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     for at in (rendezvous_errors(launch), peer_errors()):
         with pytest.raises(RuntimeError) as told, at:

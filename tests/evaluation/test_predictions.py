@@ -1,4 +1,4 @@
-"""A predictions file is appended durably, goes on after a kill, and is never mixed with answers of something else."""
+"""A predictions file is appended durably, continues after a kill, and is never mixed with answers of something else."""
 
 from __future__ import annotations
 

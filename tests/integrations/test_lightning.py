@@ -1,4 +1,4 @@
-"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits.
+"""Lightning's Trainer with our callback: killed or told to stop at a batch, it resumes and ends with the same bits.
 
 What imports Lightning does so in the test: pytest imports this file for every choice of tests.
 """

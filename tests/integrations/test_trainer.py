@@ -1,4 +1,4 @@
-"""Transformers' Trainer with our callback: killed or told to stop at a step, it goes on and ends with the same bits."""
+"""Transformers' Trainer with our callback: killed or told to stop at a step, it resumes and ends with the same bits."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Node:
         return [entry.name for entry in self.head.line]
 
     def begin(self) -> int | None:
-        """Fill the disk and claim the mirror; the step from which the run goes on."""
+        """Fill the disk and claim the mirror; the step from which the run resumes."""
         self.fill()
         self.claim()
         return self.manager.latest_step()

@@ -158,7 +158,7 @@ def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: N
         late.claim()
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
     other.close()
-    assert late.begin() == 2, "called again it goes on from there"
+    assert late.begin() == 2, "called again it continues from there"
 
 
 def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed_meanwhile(
@@ -407,7 +407,7 @@ def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Ref
     assert one.mirror.sending == frozenset()
 
 
-def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_holds(
+def test_an_empty_disk_does_not_start_from_scratch_while_nobody_knows_what_the_mirror_holds(
     node: Nodes, refusing: list[Refusing], said: list[str]
 ) -> None:
     one = node("one")
@@ -614,7 +614,7 @@ def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
 # A copy for readers
 
 
-def test_a_local_copy_is_verified_and_made_anew_where_it_is_damaged(
+def test_a_local_copy_is_verified_and_written_again_where_it_is_damaged(
     node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Runs that appear, go on and end: what is looked at, when it is over, and with which exit code."""
+"""Runs that appear, continue and end: what is looked at, when it is over, and with which exit code."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Folder:
         return start
 
     def went_on(self, *words: str, at_most: int | None = None) -> str | None:
-        """From where an attempt goes on: folder and step."""
+        """The folder and step from which an attempt resumes."""
         source = self.begin(*words, at_most=at_most).source
         return None if source is None else f"{source.folder.relative_to(self.path.parent)}"
 
@@ -156,7 +156,7 @@ def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(s
     for words in (from_path(path), "resume_from_checkpoint=null", from_path(run.path / "checkpoint_step_2")):
         refusal = run.refusal(words)
         assert "this folder holds checkpoints of steps 2, 6" in refusal.what
-        for way in ("latest goes on", "experiment_name=", "overwrite_output_dir=true", "restart_from="):
+        for way in ("latest continues", "experiment_name=", "overwrite_output_dir=true", "restart_from="):
             assert way in str(refusal.hint)
     run = Folder(run.path.parent / "other")
     run.begin(from_path(path), saves=(6,))

@@ -1,4 +1,4 @@
-"""Wherever a run begins and however it is interrupted: it goes on from its own newest step, to the same bits."""
+"""Wherever a run begins and however it is interrupted: it resumes from its own newest step, to the same bits."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_branch_has_the_bits_that_it_has_among_fewer(trials: Trials) -> None:
 
 @pytest.mark.parametrize("saved", range(BRANCH_POINT - 2, LAST))
 def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched: Path, saved: int) -> None:
-    """It goes on from a checkpoint before, at or after the branch point."""
+    """It resumes from a checkpoint before, at or after the branch point."""
     folder = trials.new_folder()
     fate = Fate("SIGKILL", saved + 1, 1, committed=saved) if saved + 1 < LAST else Fate("SIGKILL", LAST, None, saved)
     assert trials.train(CELL, folder, fate, save_steps=saved, **BRANCHING) == [-signal.SIGKILL]

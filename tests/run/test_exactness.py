@@ -152,7 +152,7 @@ def test_interrupted_and_resumed(trials: Trials, cell: Cell) -> None:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
-    """Killed there the run goes on from the step before it, which was saved; asked to stop, it saves that step."""
+    """Killed there the run resumes from the step before it, which was saved; asked to stop, it saves that step."""
     cell = Cell("mid epoch 1", dropout=0.1)
     folder = trials.new_folder()
     killed = name == "SIGKILL"

@@ -1,9 +1,9 @@
-"""A run that the first release saved at step 12 of 24, and that a kill ended, goes on here to the bits it had there.
+"""A run that the first release saved at step 12 of 24, and that a kill ended, resumes here to the bits it had there.
 
 Its config.yaml holds options that are no keys any more.
 
 The fixture holds the killed run, and of the undisturbed one the manifest and the adapters at step 24, as the processor
-of that day computed them. `ends.json` has the bits to which the first release itself goes on on other machines, by a
+of that day computed them. `ends.json` has the bits to which the first release itself resumes on other machines, by a
 digest of what such a machine computes without a line of this package: were it our own digest, a change of ours would
 change it too, and nothing would be compared any more. On a machine with another digest the adapters are compared to a
 tolerance. The test prints which.

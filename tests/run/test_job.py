@@ -157,7 +157,7 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
 def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
     final = finished / "final_checkpoint"
     verify_folder(final)
-    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to go on"
+    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to resume"
     run_wide = AutoTokenizer.from_pretrained(final / "tokenizer")
     for k in range(3):
         own = AutoTokenizer.from_pretrained(final / f"agent{k}")
@@ -536,7 +536,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_somebody_says_
     for _ in range(2):  # the second call finds them in quarantine
         assert train(run) == 1
         told = capsys.readouterr().err
-        assert "every checkpoint from which this run could go on is damaged" in told
+        assert "every checkpoint from which this run could resume is damaged" in told
         assert "restart_from=PATH" in told
         assert "overwrite_output_dir=true" in told
         status = read_status(run)

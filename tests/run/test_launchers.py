@@ -97,7 +97,7 @@ def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> Non
     "launcher", sampled([*LAUNCHERS], [one for one in LAUNCHERS if one != "accelerate, 2 processes"])
 )
 def test_in_training(launcher: str, server: ForkServer, tmp_path: Path) -> None:
-    """A launcher that starts a run which goes on is seen under the supervisor and on SLURM: here only the run does."""
+    """A launcher whose run resumes is tested under the supervisor and on SLURM: here only the run does."""
     with launch(launcher, tmp_path, {}, **LONG) as child:
         child.read_until("step 1/")
         said = stop(child, tmp_path)

@@ -1,4 +1,4 @@
-"""A run whose disk is gone: killed anywhere, it goes on from its mirror alone, to the bits of the undisturbed run."""
+"""A run whose disk is gone: killed anywhere, it resumes from its mirror alone, to the bits of the undisturbed run."""
 
 from __future__ import annotations
 

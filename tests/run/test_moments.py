@@ -1,4 +1,4 @@
-"""A signal at any moment: the run saves, says so, and the same command goes on to the same bits."""
+"""A signal at any moment: the run saves, says so, and the same command resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(server: ForkServer, folder: Path, moment: Moment | None = None, **opti
 
 
 def learned(folder: Path) -> dict[str, bytes]:
-    """What a run has learned, and what it would go on with."""
+    """What a run has learned, and what it would resume with."""
     final = folder / "run" / "final_checkpoint"
     return {str(path.relative_to(final)): path.read_bytes() for path in sorted(final.rglob("*.safetensors"))}
 

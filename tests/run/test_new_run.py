@@ -79,4 +79,4 @@ def test_the_name_tells_what_differs_and_is_a_plain_name_of_no_folder(tmp_path: 
 
 
 def test_the_old_values_are_there_to_paste(tmp_path: Path) -> None:
-    assert "num_agents=4 max_grad_norm=1 goes on with the old run" in hint(tmp_path, num_agents=8, max_grad_norm=None)
+    assert "num_agents=4 max_grad_norm=1 continues the old run" in hint(tmp_path, num_agents=8, max_grad_norm=None)

@@ -159,7 +159,7 @@ def test_the_longer_run_is_one_that_goes_on(
     run.__dict__.update(config=config, state=state, total_steps=20)
     log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
     [longer] = [line for line in caplog.messages if line.startswith("longer")]
-    assert longer.endswith(f" {keys}   goes on from here")
+    assert longer.endswith(f" {keys}   continues from here")
 
 
 def test_adapters_without_finite_scores_are_named_and_not_offered(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A whole run on a real terminal: what a person sees while it goes on, and what is left on the screen at its end."""
+"""A whole run on a real terminal: what a person sees while it trains, and what is left on the screen at its end."""
 
 from __future__ import annotations
 

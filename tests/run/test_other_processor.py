@@ -1,4 +1,4 @@
-"""A checkpoint of another processor: the run goes on, says how exactly and why, and never says bitwise of other bits.
+"""A checkpoint of another processor: the run resumes, says how exactly and why, and never says bitwise of other bits.
 
 Libraries pick their kernels when a process starts, and variables of the environment make them pick those of another
 processor. So each emulation has a server of its own, from which its runs are forked.

@@ -1,4 +1,4 @@
-"""How an interrupted attempt ends: which step is saved, also on a full disk, and the command that goes on."""
+"""How an interrupted attempt ends: which step is saved, also on a full disk, and the command that resumes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] 
     [
         ([3, 5], 3, 5, "step 5 is saved"),
         ([], 0, 0, "no step is saved"),
-        ([], 50, 50, "step 50 is saved"),  # it went on from a checkpoint elsewhere, and will do so again
+        ([], 50, 50, "step 50 is saved"),  # it resumed from a checkpoint elsewhere, and will do so again
     ],
 )
 def test_the_step_of_an_interruption_is_the_one_that_is_saved(
@@ -139,7 +139,7 @@ def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, m
 
 
 def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
+    """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how to resume."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
     monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})

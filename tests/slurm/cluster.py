@@ -187,7 +187,7 @@ class Cluster:
         self.call("sbatch", *options, "--wrap=true", cwd=self.folder)
 
     def lose_node(self, node: str) -> None:
-        """The controller hears nothing more of a node; what runs there goes on."""
+        """The controller hears nothing more of a node; what runs there continues."""
         self._daemons[node].kill()
         self._daemons[node].wait()
 

@@ -132,7 +132,7 @@ class Scenario:
         return max(numbered_steps(self.run), default=0)
 
     def weights(self) -> dict[str, str]:
-        """Digests of what the run has learned, and of what it would go on with."""
+        """Digests of what the run has learned, and of what it would resume with."""
         digests = CheckpointStore(self.run).verify(STEPS).files
         assert {"agent0/adapter_model.safetensors", "agent1/adapter_model.safetensors"} <= digests.keys()
         return {name: record.digest for name, record in digests.items() if name.endswith(".safetensors")}

@@ -72,7 +72,7 @@ def reference(story: Stories) -> dict[str, str]:
 
 
 def resumed_at(log: str) -> list[int]:
-    """Where each attempt but the first went on."""
+    """The steps from which all attempts but the first resumed."""
     lines = [line.split("resume    step ")[1] for line in log.splitlines() if "resume    step " in line]
     return [int(line.split()[0]) for line in lines]
 

@@ -61,7 +61,7 @@ def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str
 
 
 def assert_each_fault_was_answered(faults: list[str], attempts: list[dict[str, Any]]) -> None:
-    """What came after each fault: the attempt went on from the right step, with what was asked for and no more."""
+    """What came after each fault: the attempt resumed from the right step, with what was asked for and no more."""
     assert [one["attempt"] for one in attempts] == list(range(1, len(faults) + 2))
     for fault, (before, after) in zip(faults, pairwise(attempts), strict=True):
         reached = before["from"] + 4
@@ -235,7 +235,7 @@ def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pyte
 def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its status names the step from which the same command goes on, and no checkpoint of its own holds that."""
+    """Its status names the step from which the same command resumes, and no checkpoint of its own holds that."""
     run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)

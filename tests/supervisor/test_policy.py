@@ -142,7 +142,7 @@ def test_an_unknown_value_cannot_be_cut() -> None:
         (["crashed", "killed"], 5),
         (["disk_full"], 60),
         (["disk_full", "disk_full"], 120),
-        (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted anew
+        (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted from zero
     ],
 )
 def test_pauses_grow_without_progress(kinds: list[Kind], wait_s: float) -> None:
@@ -196,7 +196,7 @@ def test_the_exception_is_in_the_reason() -> None:
     assert SAME in decide([crashed()], crashed(), Policy()).why
 
 
-def test_progress_starts_the_count_anew() -> None:
+def test_progress_resets_the_count() -> None:
     history = [ran("killed"), ran("killed", progress=True), ran("killed")]
     assert decide(history, ran("killed"), Policy()).exit_code is None
     assert decide(history, ran("killed", progress=True), Policy()).wait_s == 0

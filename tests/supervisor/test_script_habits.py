@@ -153,7 +153,7 @@ def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_ones(tmp_path: Path) -> None:
-    """The script goes on from optimizer state of its own, which holds the rate of the first attempt."""
+    """The script resumes from its own optimizer state, which holds the rate of the first attempt."""
     (tmp_path / "fit.py").write_text(
         "import pathlib, sys\nstate = pathlib.Path('state')\n"
         "lr = float(sys.argv[1].partition('=')[2])\n"
@@ -174,7 +174,7 @@ def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_
     assert "completed" in told  # below 1e-5 the script takes what it is given
 
 
-# How they go on
+# How they resume
 
 
 GPT = (sys.executable, SCRIPTS / "resumes_if_told.py")
@@ -255,7 +255,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ("--init_from=resume", "begins again; with --init_from=resume it resumes"),
     ],
 )
-def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
+def test_after_an_interruption_the_log_says_whether_the_script_starts_again(
     tmp_path: Path, on_retry: str | None, told: str
 ) -> None:
     (tmp_path / "waits.py").write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n")

@@ -1,7 +1,7 @@
 """Makes a run wait at one place: a Python that runs this at its start waits there until the run is asked to stop.
 
 HOLD_AT=ci_llm.crowd.scoring:_score_batch names the function that waits before it does anything, HOLD_CALL=10 the first
-of its calls that does, the first one by default. A file at HOLD_UNTIL lets it go on as well.
+of its calls that does, the first one by default. A file at HOLD_UNTIL lets it continue as well.
 """
 
 import importlib.util

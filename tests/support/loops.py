@@ -170,7 +170,7 @@ def waiting_together(directory: str, full: bool) -> int:
             assert not manager.save(step, {"a": 2})
         assert manager.save(step, {"a": 2})
         in_flight, saver = True, manager._async_saver
-        if rank == 1:  # the save goes on only when this process waits for it
+        if rank == 1:  # the save continues only when this process waits for it
             in_flight, wait = manager.is_saving_in_progress(), saver.wait
             saver.wait = lambda: (gate.touch(), wait())[1]
         steps = manager.all_steps()

@@ -62,7 +62,7 @@ def complete(server: ForkServer, folder: Path, **how: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ForkServer, new_folder: Folder) -> Path:
-    """A sweep of four trials: segments of three, of one, and of the two that go on."""
+    """A sweep of four trials: segments of three, of one, and of the two that continue."""
     return complete(server, new_folder())
 
 
@@ -241,7 +241,7 @@ def test_what_trials_go_on_from_is_verified_and_there_twice(
 
 
 def test_interrupted_and_called_again(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
-    """It says what stands so far, with its exit code, and goes on."""
+    """It says what stands so far, with its exit code, and resumes when called again."""
     folder = new_folder()
     codes = call(server, folder, place="ci_llm.run.loop.apply_gradients", call=6, sent="SIGTERM")
     assert codes == [75], (folder / "log").read_text()

@@ -134,7 +134,7 @@ def test_the_last_steps_of_rungs(total: int, steps: tuple[int, ...]) -> None:
     [(0, (4, 16, 64)), (4, (4, 16, 64)), (5, (5, 16, 64)), (20, (20, 64)), (64, (64,)), (99, (64,))],
 )
 def test_no_rung_ends_inside_of_the_warm_up(warmup: int, steps: tuple[int, ...]) -> None:
-    """Rungs that would are as long as it, and one of them is enough: more trials go on."""
+    """Rungs that would are as long as it, and one of them is enough: more trials continue."""
     decided = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll", warmup=warmup)
     assert decided.steps == steps
     assert [decided.places(rung) for rung in range(len(steps))] == [16, 4, 1][: len(steps)]

@@ -207,7 +207,7 @@ def without_thread(directory: str) -> int:
 
 
 def pausing(directory: str, backend: str, behind: bool) -> int:
-    """A disk that stays full: process 0 waits for a while, drops that checkpoint, and all go on together."""
+    """A disk that stays full: process 0 waits for a while, drops that checkpoint, and all continue together."""
     rank = enter()
     naps: list[float] = []
     Interrupts.wait = lambda _, seconds: naps.append(seconds)  # type: ignore[method-assign, assignment, return-value]
