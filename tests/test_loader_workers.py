@@ -33,7 +33,7 @@ def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_signalled_before_its_first_line_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_signalled_before_its_first_line_keeps_working(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = ForkProcess._bootstrap  # what a forked process calls first
 
     def signalled(process: ForkProcess, *args: object, **named: object) -> int:

@@ -109,7 +109,7 @@ def replay_a_life(root: Path, disk: Replay) -> None:
 
 
 @pytest.mark.slow
-def test_every_state_a_crash_may_leave_holds_the_old_or_the_new(tmp_path: Path) -> None:
+def test_every_state_that_a_crash_may_leave_holds_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     disk = Replay(root, seed=0)
@@ -129,7 +129,7 @@ def test_the_replay_notices_a_forgotten_sync(tmp_path: Path, forgotten: str) -> 
         replay_a_life(root, disk)
 
 
-def test_the_replay_keeps_what_was_synced_and_may_lose_the_rest(tmp_path: Path) -> None:
+def test_the_replay_keeps_synced_changes_and_may_lose_others(tmp_path: Path) -> None:
     disk = Log(tmp_path)
     handle = disk.create(tmp_path / "a")
     disk.write(handle, b"hello")

@@ -131,7 +131,7 @@ def test_bases_that_do_not_fit_are_refused(
     assert "3 processes need 12,000.0 TB of memory" in capsys.readouterr().err
 
 
-def test_four_processes_asked_for_on_one_gpu_are_the_one_of_accelerate_which_says_so(
+def test_four_processes_requested_on_one_gpu_become_one_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes: list[str] = []
@@ -177,7 +177,7 @@ def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: 
     assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
 
 
-def test_options_of_the_trainer_in_a_command_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_trainer_in_a_command_are_not_read_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     own = ["--", "ci-llm", "train", "--continue", "--debug", "--distributed=2", "seed=1"]
     assert supervised(monkeypatch, {}, *own) == own[1:]
 
@@ -209,6 +209,6 @@ def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
     assert asked == [1]
 
 
-def test_what_a_supervisor_starts_was_not_started_by_the_batch_script() -> None:
+def test_processes_of_a_supervisor_are_not_taken_for_those_of_the_batch_script() -> None:
     given = {STARTED: "/folder", "HOME": "/home"}
     assert attempt._environment(given, unbuffered=False) == {"HOME": "/home"}

@@ -152,7 +152,7 @@ def test_steps_that_become_slower_bring_the_moment_forward(interrupts: Interrupt
         assert interrupts.wait(DEADLINE_S)
 
 
-def test_a_job_that_is_extended_goes_on(interrupts: Interrupts) -> None:
+def test_a_job_whose_limit_is_extended_keeps_training(interrupts: Interrupts) -> None:
     ends = [Deadline(1e6, "prolonged")]
     said_twice = threading.Event()
 

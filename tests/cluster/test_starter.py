@@ -312,7 +312,7 @@ def test_a_step_has_the_options_the_signals_and_the_exit_code(srun: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [pytest.param("mute", marks=pytest.mark.slow), "refused"])
-def test_without_a_step_it_goes_on_in_the_batch_script(broken: str, srun: Path) -> None:
+def test_without_a_step_it_continues_in_the_batch_script(broken: str, srun: Path) -> None:
     if broken == "refused":
         (srun / "srun").write_text("#!/bin/sh\nexit 1\n")
     with as_batch_script(srun, "1" if broken == "mute" else "60", broken) as process:

@@ -17,7 +17,7 @@ def draw() -> tuple[object, ...]:
     return *numbers, *torch.rand(2).tolist(), float(torch.randn(()))
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_every_generator_continues_from_its_saved_state() -> None:
     draw()  # a normal number of Python and NumPy is left over for the next call
     state = determinism.capture()
     wanted = draw()

@@ -42,7 +42,7 @@ def detailed(crowd: Crowd) -> list[Answer]:
 
 
 @pytest.mark.slow
-def test_details_change_no_answer_and_show_what_each_agent_says_alone(crowd: Crowd, detailed: list[Answer]) -> None:
+def test_details_change_no_answer_and_hold_the_answer_of_each_agent(crowd: Crowd, detailed: list[Answer]) -> None:
     assert [answer.prompt for answer in detailed] == QUESTIONS
     assert [answer.answer for answer in detailed] == crowd.generate(QUESTIONS, **SHORT)
     prompter = prompter_of(crowd)
@@ -105,7 +105,7 @@ def test_an_answer_is_the_sum_of_its_tokens(detailed: list[Answer]) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) -> None:
+def test_a_truncated_answer_is_marked_as_truncated(crowd: Crowd, detailed: list[Answer]) -> None:
     ended = next(answer for answer in detailed if answer.complete)
     [again] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens) - 1)
     assert (again.answer, again.complete) == (ended.answer, False), "without room for the end it is not known"
@@ -117,7 +117,7 @@ def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) ->
 
 
 @pytest.mark.slow
-def test_answers_come_batch_by_batch_and_the_batch_changes_none(crowd: Crowd, detailed: list[Answer]) -> None:
+def test_answers_arrive_by_batch_and_do_not_depend_on_its_size(crowd: Crowd, detailed: list[Answer]) -> None:
     found = answers(crowd, QUESTIONS, options_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
     assert isinstance(found, Iterator)
     first = next(found)
@@ -174,12 +174,12 @@ def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [5], {"role": "user", "content": "a"}])
-def test_what_is_no_prompt_is_refused(crowd: Crowd, prompts: Any) -> None:
+def test_a_value_that_is_not_a_prompt_is_refused(crowd: Crowd, prompts: Any) -> None:
     with pytest.raises(BadInput, match="a prompt is neither text nor a chat"):
         crowd.generate(prompts)
 
 
-def test_sampling_settings_without_sampling_are_told(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_settings_without_sampling_are_reported(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
     options_of(crowd, temperature=5.0, top_k=50)
     assert caplog.messages == ["temperature, top_k without effect: tokens are drawn only with do_sample=True"]
     caplog.clear()

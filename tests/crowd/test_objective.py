@@ -145,7 +145,7 @@ def test_joint_is_a_sum_over_tokens_and_interpolates_to_the_crowds_loss(crowd: C
     assert full.item() == pytest.approx(3 * crowd_loss.item(), rel=1e-12)
 
 
-def test_none_rewards_nothing_and_measures_the_gap(crowd: Crowd) -> None:
+def test_diversity_none_adds_no_term_and_measures_the_gap(crowd: Crowd) -> None:
     packed = batch((9, 17))
     output = output_of(crowd, packed)
     loss = Objective("none", weight=5.0)(output, packed, step=0)
@@ -166,7 +166,7 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     assert objective(output_of(crowd, single), single, step=2).diversity.item() == 0
 
 
-def test_row_states_never_take_a_neighbour(crowd: Crowd) -> None:
+def test_row_states_hold_only_their_own_row(crowd: Crowd) -> None:
     packed = batch((5, 8))
     states = output_of(crowd, packed).states
     assert torch.equal(row_states(states, packed, "last_token"), states[:, [4, 12]])

@@ -80,7 +80,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(name: str, pass_per_agent:
     assert float(wanted[1].abs().max()) > 1e-3
 
 
-def test_what_is_computed_once_are_the_tokens_that_answers_begin_with() -> None:
+def test_only_the_common_beginning_of_answers_is_computed_once() -> None:
     units = pairs()
     batch = pack(units, range(5))
     assert batch.shared == (0, 8, 0, 0, 0, 16, 0, 21, 0, 12)
@@ -264,7 +264,7 @@ def test_a_base_that_computes_something_else_keeps_whole_rows(
     assert crowd.shares_prompts
 
 
-def test_a_run_keeps_what_it_began_with() -> None:
+def test_a_run_keeps_the_sharing_that_it_began_with() -> None:
     config = Config(objective="dpo", pass_per_agent=True, kernels="plain")
     alone = Processes(config)
 
@@ -280,7 +280,7 @@ def test_a_run_keeps_what_it_began_with() -> None:
     assert settled(before=config.model_copy(update={"shared_prompts": True})) is True
 
 
-def test_rows_that_are_padded_are_whole() -> None:
+def test_padded_rows_are_computed_whole() -> None:
     crowd: Crowd = crowd_of(torch.float64)
     batch: Batch = pack(pairs(), range(5))
     with torch.no_grad():

@@ -125,7 +125,7 @@ def test_epochs_end_where_they_would_have_ended() -> None:
         assert rows_of(first.batches(loader_of(first), epochs=2)) == everything[taken:], "as in the same process"
 
 
-def test_a_loop_over_epochs_goes_on_inside_one() -> None:
+def test_a_loop_over_epochs_resumes_inside_an_epoch() -> None:
     def taken(sampler: StatefulSampler) -> Iterator[list[int]]:
         for epoch in range(sampler.epoch, 3):
             sampler.set_epoch(epoch)

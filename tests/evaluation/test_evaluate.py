@@ -318,7 +318,7 @@ def test_where_no_row_has_place_nothing_is_scored(
 
 @pytest.mark.slow
 @bits_in_company
-def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
+def test_a_killed_evaluation_resumes_and_leaves_the_same_bytes(
     server: ForkServer, saved: Path, questions: Path, tmp_path: Path
 ) -> None:
     whole, killed, log = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl", tmp_path / "log"
@@ -335,7 +335,7 @@ def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_batches(
+def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
     killed: bool, server: ForkServer, saved: Path, questions: Path, tmp_path: Path
 ) -> None:
     """In the same call where the allocator says so, in the next one where the kernel has ended it; the same scores."""

@@ -144,7 +144,7 @@ def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
 
 
-def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+def test_loader_workers_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
     from lightning.pytorch import Callback
 
     class Signalling(Callback):  # type: ignore[misc]
@@ -156,7 +156,7 @@ def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> Non
     assert fit(tmp_path, Signalling(), loader=loader, max_steps=16, limit_val_batches=0).global_step == 16
 
 
-def test_workers_of_an_evaluation_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+def test_workers_of_an_evaluation_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
     from lightning.pytorch import Callback
 
     class Signalling(Callback):  # type: ignore[misc]

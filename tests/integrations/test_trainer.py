@@ -130,7 +130,7 @@ def test_a_training_that_would_begin_again_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+def test_loader_workers_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     made = trainer(tmp_path, [checkpoints], dataloader_num_workers=2, per_device_eval_batch_size=1)
     checkpoints.resume(made)

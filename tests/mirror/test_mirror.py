@@ -500,7 +500,7 @@ def test_where_nobody_knows_the_best_step_all_of_them_come_back(
     assert fresh.manager.all_steps() == steps
 
 
-def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
+def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = node("one", keep=None)

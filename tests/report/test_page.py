@@ -100,7 +100,7 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_has_gone_on_says_of_which_step_scores_and_answers_are(tmp_path: Path) -> None:
+def test_a_run_trained_past_its_evaluation_says_from_which_step_scores_and_answers_are(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=20)
     answers = f"Answers of step 20 of {run}, to rows of my.jsonl."
     told = text_of(write_report(run))

@@ -86,7 +86,7 @@ def from_path(path: Path) -> str:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["checkpoint_step_4", "checkpoint_step_8", "final_checkpoint", ""])
-def test_a_path_says_where_a_run_begins_and_afterwards_its_own_newest_wins(
+def test_a_path_says_where_a_run_begins_and_later_calls_take_its_own_newest_step(
     name: str, source: Folder, run: Folder
 ) -> None:
     words = from_path(source.path / name)
@@ -101,14 +101,14 @@ def test_a_path_says_where_a_run_begins_and_afterwards_its_own_newest_wins(
     assert source.went_on() == "source/checkpoint_step_8"
 
 
-def test_null_begins_a_run_afresh_once_and_afterwards_its_own_newest_step_wins(run: Folder) -> None:
+def test_null_begins_a_run_afresh_and_later_calls_take_its_own_newest_step(run: Folder) -> None:
     assert run.went_on("resume_from_checkpoint=null") is None
     assert run.went_on("resume_from_checkpoint=null") is None
     run.begin("resume_from_checkpoint=null", saves=(3,))
     assert run.went_on("resume_from_checkpoint=null") == "run/checkpoint_step_3"
 
 
-def test_latest_goes_on_from_where_the_run_began_as_long_as_it_has_saved_nothing(source: Folder, run: Folder) -> None:
+def test_latest_means_the_recorded_beginning_until_the_run_has_saved_a_step(source: Folder, run: Folder) -> None:
     run.begin(from_path(source.path / "checkpoint_step_4"))
     assert run.went_on() == "source/checkpoint_step_4"
 
@@ -139,7 +139,7 @@ def test_the_folder_of_the_run_and_its_own_newest_mean_latest(name: str, run: Fo
     assert run.went_on(words) == "run/checkpoint_step_12"  # the same command, called again
 
 
-def test_a_run_whose_own_steps_are_not_trusted_begins_where_it_began(source: Folder, run: Folder) -> None:
+def test_a_run_whose_own_steps_all_fail_verification_begins_where_it_began(source: Folder, run: Folder) -> None:
     words = from_path(source.path / "checkpoint_step_4")
     run.begin(words, saves=(5, 6))
     assert run.went_on(words, at_most=5) == "run/checkpoint_step_5"
@@ -150,7 +150,9 @@ def test_a_run_whose_own_steps_are_not_trusted_begins_where_it_began(source: Fol
     ]
 
 
-def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(source: Folder, run: Folder) -> None:
+def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_alternatives(
+    source: Folder, run: Folder
+) -> None:
     path = source.path / "checkpoint_step_4"
     run.begin(saves=(2, 6))
     for words in (from_path(path), "resume_from_checkpoint=null", from_path(run.path / "checkpoint_step_2")):
@@ -164,7 +166,7 @@ def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(s
     run.refusal("resume_from_checkpoint=null")
 
 
-def test_a_folder_without_a_record_goes_on_as_it_did(source: Folder, run: Folder) -> None:
+def test_a_folder_without_a_record_resumes_as_before(source: Folder, run: Folder) -> None:
     run.begin(saves=(2, 6))
     (run.path / BEGINNING).unlink()
     assert "a fresh start is wanted" in run.refusal("resume_from_checkpoint=null").what
@@ -176,7 +178,7 @@ def test_a_folder_without_a_record_goes_on_as_it_did(source: Folder, run: Folder
     assert run.went_on(words) == "run/checkpoint_step_7"
 
 
-def test_latest_goes_on_where_the_record_is_damaged(run: Folder) -> None:
+def test_latest_resumes_where_the_record_is_damaged(run: Folder) -> None:
     run.begin(saves=(2, 6))
     record = read_beginning(run.path)
     (run.path / BEGINNING).write_bytes(b"\x00" + (run.path / BEGINNING).read_bytes()[1:])
@@ -186,7 +188,7 @@ def test_latest_goes_on_where_the_record_is_damaged(run: Folder) -> None:
 
 
 @pytest.mark.parametrize("words", [["resume_from_checkpoint=null"], ["restart_from=2"], ["overwrite_output_dir=true"]])
-def test_what_depends_on_a_damaged_record_is_refused(words: list[str], run: Folder) -> None:
+def test_calls_that_need_a_damaged_record_are_refused(words: list[str], run: Folder) -> None:
     run.begin(saves=(2, 6))
     (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -274,7 +276,7 @@ def test_overwriting_moves_the_run_aside_once_and_leaves_other_files(source: Fol
     assert run.went_on(*words) == "run/checkpoint_step_5"
 
 
-def test_overwriting_is_about_one_run_and_acts_again_for_another(source: Folder, run: Folder) -> None:
+def test_overwriting_acts_once_per_run_and_again_for_another_run(source: Folder, run: Folder) -> None:
     assert run.went_on("overwrite_output_dir=true") is None
     run.begin("overwrite_output_dir=true", saves=(3,))
     assert run.went_on("overwrite_output_dir=true", "max_train_steps=9") == "run/checkpoint_step_3"
@@ -317,7 +319,7 @@ def test_a_disk_that_refuses_a_move_leaves_everything_where_it_was(run: Folder) 
     assert sorted(path.name for path in aside.iterdir()) == [path.name for path in entries]
 
 
-def test_what_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:
+def test_a_run_that_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:
     run.begin(saves=(2, 6))
     dead = run.path / ".taken-over-9-x" / "token" / "overwritten" / "1"
     dead.mkdir(parents=True)
@@ -375,7 +377,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("key", ["resume_from_checkpoint", "restart_from"])
 @pytest.mark.parametrize(("make", "told"), OTHERS.items(), ids=lambda case: getattr(case, "__name__", ""))
-def test_what_is_no_checkpoint_of_a_run_is_one_message_with_the_way(make, told, key, run: Folder) -> None:  # type: ignore[no-untyped-def]
+def test_a_path_that_is_not_a_checkpoint_of_a_run_is_refused_with_one_message(make, told, key, run: Folder) -> None:  # type: ignore[no-untyped-def]
     given = make(run.path.parent / "given")
     with pytest.raises(BadInput) as caught:
         run.begin(f"{key}={given}")
@@ -387,7 +389,7 @@ def test_what_is_no_checkpoint_of_a_run_is_one_message_with_the_way(make, told, 
     assert not run.path.exists()
 
 
-def test_a_damaged_checkpoint_is_an_error_that_says_where_whole_ones_are(source: Folder, run: Folder) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_place_of_undamaged_ones(source: Folder, run: Folder) -> None:
     folder = source.path / "checkpoint_step_4"
     (folder / "optimizer.json").write_text("{}")
     with pytest.raises(DamagedCheckpoint) as caught:

@@ -43,7 +43,7 @@ def test_an_agent_that_learns_its_rows_by_heart_is_joined() -> None:
 
 @pytest.mark.slow
 @given(st.integers(2, 12), st.integers(2, 5000))
-def test_either_way_the_agents_take_the_steps_of_a_fixed_crowd(agents: int, steps: int) -> None:
+def test_with_either_decision_the_agents_take_the_steps_of_a_fixed_crowd(agents: int, steps: int) -> None:
     config = AUTO.model_copy(update={"num_agents": agents})
     first = Members.first(config, steps)
     assert first is not None
@@ -94,7 +94,7 @@ def test_the_decision_is_part_of_the_state_of_a_run() -> None:
     assert "choice" not in TrainState(skipped=(0,)).to_dict()  # as older checkpoints have it
 
 
-def test_what_an_earlier_version_decided_is_refused() -> None:
+def test_a_decision_of_an_earlier_version_is_refused() -> None:
     earlier = {"step": 9, "training": 0.2, "crowd": 0.1, "agent": 2}
     with pytest.raises(CheckpointError, match="an earlier version decided"):
         TrainState.from_dict({**TrainState(skipped=(0,)).to_dict(), "choice": earlier})
@@ -113,7 +113,7 @@ def test_what_an_earlier_version_decided_is_refused() -> None:
         ({"max_train_steps": 1}, "one step leaves nothing"),
     ],
 )
-def test_what_leaves_nothing_to_decide(keys: dict[str, object], says: str) -> None:
+def test_settings_that_leave_nothing_to_decide_are_refused(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config(crowd="auto", **keys)
 
@@ -186,7 +186,7 @@ class TestRuns:
         (decided,) = [line for line in metrics(alone) if TRAINING_NLL in line]
         assert decided[TRAINING_NLL] >= BY_HEART * decided["eval/agent0/nll"]
 
-    def test_it_has_the_bits_of_one_agent_from_the_start(
+    def test_an_agent_that_stays_alone_has_the_bits_of_a_run_of_one_agent(
         self, trials: Trials, stays: dict[str, Any], alone: Path
     ) -> None:
         rate = 4e-3 / math.sqrt(3)  # of the configuration of a trial
@@ -231,7 +231,7 @@ class TestRuns:
         assert trials.train(CELL, folder, **stays) == [0], (folder / "log").read_text()
         assert not differences(account(alone), account(folder))
 
-    def test_what_was_decided_is_done_again_from_an_older_checkpoint(
+    def test_a_recorded_decision_is_repeated_from_an_older_checkpoint(
         self, trials: Trials, stays: dict[str, Any]
     ) -> None:
         """Whatever the evaluation says the second time: the record does."""
@@ -249,7 +249,7 @@ class TestRuns:
     def test_loader_workers_prepare_the_rows_of_both(self, trials: Trials, joined: Path) -> None:
         assert not differences(account(joined), account(complete(trials, Cell(workers=2), **JOINS)))
 
-    def test_two_processes_agree_and_repeat_it(self, trials: Trials) -> None:
+    def test_two_processes_agree_on_the_decision_and_repeat_it(self, trials: Trials) -> None:
         cell = Cell(ranks=2)
         undisturbed = complete(trials, cell, **JOINS)
         assert read(undisturbed, "evaluation.json")["last_step"] == JOINED

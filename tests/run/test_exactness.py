@@ -70,7 +70,7 @@ def test_two_processes_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
 
-def test_dying_again_and_again(trials: Trials) -> None:
+def test_a_run_that_dies_five_times_ends_with_the_same_bits(trials: Trials) -> None:
     """Five attempts, each of which saves after two steps and dies after three; the sixth gets to the end."""
     cell = Cell(accumulation=4, dropout=0.1)
     folder = trials.new_folder()

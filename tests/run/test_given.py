@@ -88,7 +88,7 @@ def test_rows_of_each_kind_are_those_of_a_file(kind: str, tmp_path: Path) -> Non
         assert (found.fingerprint, found.numbers) == (wanted.fingerprint, wanted.numbers)
 
 
-def test_the_same_rows_have_the_same_name_and_others_another() -> None:
+def test_equal_rows_have_equal_names_and_other_rows_have_other_names() -> None:
     first = kept_rows(ROWS, "dataset")
     written = Path(first).stat().st_mtime_ns
     assert kept_rows(iter(ROWS), "dataset") == first
@@ -381,7 +381,7 @@ def test_a_quiet_call_prints_nothing_but_warnings_and_a_handler_gets_everything(
         ({"dataset": ROWS, "max_seq_length": 99999}, r"max_seq_length=99999(.|\n)*max_seq_length=\d+", "--"),
     ],
 )
-def test_messages_speak_of_arguments(
+def test_messages_name_arguments_of_the_call(
     keys: dict[str, Any], said: str, unsaid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

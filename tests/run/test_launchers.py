@@ -82,7 +82,9 @@ def stop(child: Child, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[:5:2]), ids=", ".join)
-def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> None:
+def test_a_launcher_asked_to_end_before_or_after_training_leaves_no_process(
+    case: tuple[str, str], tmp_path: Path
+) -> None:
     launcher, when = case
     seen, place, keys, step = MOMENTS[when]
     with launch(launcher, tmp_path, hold_at(place), **keys) as child:
@@ -96,7 +98,9 @@ def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "launcher", sampled([*LAUNCHERS], [one for one in LAUNCHERS if one != "accelerate, 2 processes"])
 )
-def test_in_training(launcher: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_launcher_asked_to_end_in_training_saves_and_leaves_no_process(
+    launcher: str, server: ForkServer, tmp_path: Path
+) -> None:
     """A launcher whose run resumes is tested under the supervisor and on SLURM: here only the run does."""
     with launch(launcher, tmp_path, {}, **LONG) as child:
         child.read_until("step 1/")

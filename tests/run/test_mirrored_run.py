@@ -44,7 +44,7 @@ def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials
     assert odd == [], (odd, (folder / "log").read_text())
 
 
-def test_a_fresh_node_continues_one_story(trials: Trials) -> None:
+def test_a_fresh_node_resumes_from_the_mirror_of_an_interrupted_run(trials: Trials) -> None:
     """Interrupted by a signal, which sends the newest step within the grace; then another disk, and a complete run."""
     cell = Cell()
     folder = trials.new_folder()

@@ -73,7 +73,7 @@ def layer_of(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("emulation", sampled(EMULATIONS, ("MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default")))
-def test_where_another_processor_gives_other_bits_the_digest_is_another_one(
+def test_the_digest_differs_where_another_processor_computes_other_bits(
     emulation: str, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     """And the run says what is different, in its log and in its status, also where all bits are the same."""

@@ -30,7 +30,7 @@ SPARE_BYTES = {True: 33 << 20, False: 100 << 20}
 
 @pytest.mark.parametrize("pass_per_agent", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_out_of_memory_by_the_kernel_changes_no_rows(
+def test_a_step_for_which_the_kernel_refuses_memory_keeps_its_rows(
     ranks: int, pass_per_agent: bool, server: ForkServer, tmp_path: Path
 ) -> None:
     """The kernel refuses from the second step on what the first one had; on one process of two."""
@@ -69,7 +69,7 @@ def test_all_processes_repeat_the_step_and_checkpoints_hold_the_smaller_batch(
     assert metrics(tmp_path)[-1]["tokens_per_s"] > 0
 
 
-def test_at_one_row_layers_are_recomputed_and_then_it_gives_up(server: ForkServer, tmp_path: Path) -> None:
+def test_with_one_row_left_layers_are_recomputed_and_then_the_attempt_ends(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), amount=0)
     assert train(server, tmp_path, fault, batch_size=2) == [1]
     assert len(fired(tmp_path)) == 3  # two rows, one row, one row with recomputed layers
@@ -140,7 +140,7 @@ def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice
     assert train(server, tmp_path, max_train_steps=6) == [0], said(tmp_path)
 
 
-def test_a_resumed_run_goes_on_recomputing(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_recomputing_layers(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), times=1)
     keys = {"batch_size": 1, "save_steps": 4, "max_train_steps": 6}
     assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), **keys) == [-9]
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_recomputing(server: ForkServer, tmp_path: Path) -
     assert "recovery: layers are recomputed in the backward pass" in said(tmp_path)
 
 
-def test_a_resumed_run_keeps_a_pass_per_agent(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_pass_per_agent(server: ForkServer, tmp_path: Path) -> None:
     """The bits of the run whose memory was short are those of one that is resumed in the middle of it."""
     short = Fault("out of memory", steps=(2,), times=1)
     keys = {"pass_per_agent": False, "save_steps": 4, "max_train_steps": 6}
@@ -161,7 +161,7 @@ def test_a_resumed_run_keeps_a_pass_per_agent(server: ForkServer, tmp_path: Path
     assert weights(tmp_path / "killed", range(2)) == weights(tmp_path / "straight", range(2))
 
 
-def test_parts_hold_the_same_rows_in_the_same_order() -> None:
+def test_parts_of_a_micro_batch_hold_its_rows_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
     tokenized: Any = rows
@@ -171,7 +171,7 @@ def test_parts_hold_the_same_rows_in_the_same_order() -> None:
     assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
 
 
-def test_parts_of_agents_hold_the_rows_of_each_in_their_order() -> None:
+def test_parts_with_rows_per_agent_hold_them_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2], [1])]
     tokenized: Any = rows
@@ -218,7 +218,7 @@ def test_the_cause_is_the_process_that_failed_first(server: ForkServer, tmp_path
         RuntimeError("CUDA error: out of memory"),
     ],
 )
-def test_out_of_memory_in_its_forms(error: Exception) -> None:
+def test_every_form_of_out_of_memory_is_recognised(error: Exception) -> None:
     def fail() -> None:
         raise error
 
@@ -226,7 +226,7 @@ def test_out_of_memory_in_its_forms(error: Exception) -> None:
     assert unless_out_of_memory(fail) == (None, str(error) or "out of memory")
 
 
-def test_other_errors_go_on() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         unless_out_of_memory(lambda: 1 // 0)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -86,7 +86,7 @@ def assert_same_bits(run: Path, final: Path) -> None:
     assert [one for one in found.differences if one.counts] == []  # config.yaml names another output_dir
 
 
-def test_four_processes_are_those_of_torchrun(base: Path, tmp_path: Path) -> None:
+def test_four_processes_by_accelerate_equal_those_of_torchrun(base: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "torchrun"
     for folder, launcher in ((tmp_path / "typed", TYPED), (theirs, ["torchrun", "--standalone", "--nproc-per-node=4"])):
         folder.mkdir()
@@ -113,7 +113,7 @@ def act(number):
 """
 
 
-def test_ctrl_c_and_the_same_command_again(base: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_by_ctrl_c_resumes_by_the_same_command(base: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches all that the terminal knows: Accelerate, which ends, and the process that it has started."""
     run = tmp_path / "run"
     with launch(tmp_path, ON_CPU, words(base, run), CTRL_C) as child:
@@ -137,7 +137,7 @@ def act(number):
 """
 
 
-def test_the_death_of_one_process_ends_all_and_the_next_attempt_goes_on(
+def test_the_death_of_one_process_ends_all_and_the_next_attempt_resumes(
     server: ForkServer, base: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     keys = words(base, run := tmp_path / "run")
@@ -203,7 +203,7 @@ def act(number):
 """
 
 
-def test_without_torchrun_s_agent_the_processes_save_and_end(base: Path, tmp_path: Path) -> None:
+def test_processes_save_and_end_when_torchruns_agent_is_killed(base: Path, tmp_path: Path) -> None:
     """Also where nothing was saved before: the store of the agent, at which processes meet, is gone with it."""
     keys = words(base, run := tmp_path / "run", save_steps="null")
     with launch(tmp_path, PLAIN, ["--distributed=2", *keys], AGENT_DIES) as child:

@@ -49,7 +49,7 @@ def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] 
         ([], 50, 50, "step 50 is saved"),  # it resumed from a checkpoint elsewhere, and will do so again
     ],
 )
-def test_the_step_of_an_interruption_is_the_one_that_is_saved(
+def test_an_interruption_reports_the_step_that_is_saved(
     steps: list[int], began_at: int, step: int, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps that were trained and not saved, because of a second Ctrl-C or a full disk, will be trained again."""
@@ -59,7 +59,9 @@ def test_the_step_of_an_interruption_is_the_one_that_is_saved(
     assert f"interrupted (signal:SIGINT): {where}; resume with: " in caplog.messages[0]
 
 
-def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_no_checkpoint_holds_do_not_count_as_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
     for attempt in (1, 2):
@@ -115,7 +117,7 @@ PATH = {"python": "/usr/bin/python", "python3": "/usr/bin/python3", "torchrun": 
         ([], "python train.py"),  # no launcher was found
     ],
 )
-def test_the_command_that_goes_on_is_the_launcher_s(
+def test_the_command_that_resumes_is_that_of_the_launcher(
     command: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py"])
@@ -131,14 +133,14 @@ def test_the_command_of_ci_llm_is_shown_by_its_name(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("program", [".venv/bin/python", "/venv/bin/python", "/usr/bin/python3.12"])
-def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_outside_the_path_is_shown_with_its_full_path(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make train` starts one that is not on the path: its bare name would be another interpreter, or none."""
     monkeypatch.setattr(sys, "orig_argv", [program, "train.py"])
     monkeypatch.setattr(shutil, "which", PATH.get)
     assert shutdown.command_line(launch("python")) == f"{program} train.py"
 
 
-def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how to resume."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
     monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: command)
@@ -185,7 +187,7 @@ def test_a_run_like_this_one_names_each_key_once(
         ("signal:SIGTERM", "max_runtime", 5.0, True),
     ],
 )
-def test_an_end_that_the_caller_has_asked_for_kills_no_interpreter(
+def test_a_stop_requested_by_the_caller_never_ends_the_interpreter(
     reason: str, source: str | None, called_at: float | None, kills: bool
 ) -> None:
     """A step that was longer than the grace ended the process of the caller, with exit code 0."""

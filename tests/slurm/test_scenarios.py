@@ -125,7 +125,7 @@ def test_a_fresh_start_is_asked_for_once_and_survives_a_preemption(story: Storie
     assert told["weights"] == reference
 
 
-def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_goes_on(story: Stories) -> None:
+def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_resumes(story: Stories) -> None:
     told = story(scenarios.out_of_time)
     first = told["first"]
     assert first.reason == "walltime"
@@ -135,14 +135,14 @@ def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_goes_on(story: S
     assert told["status"].step == resumed_at(told["log"])[-1] + 5
 
 
-def test_a_job_that_is_put_back_by_hand_goes_on_with_the_same_bits(story: Stories, reference: dict[str, str]) -> None:
+def test_a_job_that_is_requeued_by_hand_resumes_with_the_same_bits(story: Stories, reference: dict[str, str]) -> None:
     told = story(scenarios.put_back)
     assert how_it_ended(told) == ("COMPLETED", "1", "completed")
     assert "somebody has cancelled it or put it back already" in told["log"]
     assert told["weights"] == reference
 
 
-def test_a_cancelled_job_saves_leaves_nothing_behind_and_goes_on_when_submitted_again(
+def test_a_cancelled_job_saves_leaves_nothing_behind_and_resumes_when_submitted_again(
     story: Stories, reference: dict[str, str]
 ) -> None:
     told = story(scenarios.cancelled)
@@ -167,7 +167,7 @@ def test_two_nodes_under_torchrun_stop_together_and_end_with_the_same_bits(story
     assert told["weights"] == undisturbed["weights"]
 
 
-def test_after_a_node_has_died_the_run_goes_on_from_the_last_checkpoint(
+def test_after_a_node_has_died_the_run_resumes_from_the_last_checkpoint(
     story: Stories, reference: dict[str, str]
 ) -> None:
     told = story(scenarios.node_died)

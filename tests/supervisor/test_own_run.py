@@ -132,7 +132,7 @@ def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", sampled([[], ACCELERATE], [ACCELERATE]))
-def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: list[str]) -> None:
+def test_the_real_trainer_is_interrupted_and_resumes(tmp_path: Path, launcher: list[str]) -> None:
     """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
     (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
     words = ["num_agents=1", "max_train_samples=40", "batch_size=2", "num_workers=0", "lr_scheduler_type=constant"]
@@ -232,7 +232,7 @@ def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pyte
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
 
 
-def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
+def test_a_run_that_resumes_from_elsewhere_loses_nothing_by_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its status names the step from which the same command resumes, and no checkpoint of its own holds that."""

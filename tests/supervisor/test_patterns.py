@@ -370,7 +370,7 @@ def test_the_first_sign_and_the_last_lines_are_kept() -> None:
     assert evidence.num_lines == 100
 
 
-def test_a_script_that_goes_on_after_out_of_memory_has_recovered() -> None:
+def test_a_script_that_continues_after_out_of_memory_has_recovered() -> None:
     evidence = Evidence()
     evidence.note("CUDA out of memory")
     assert evidence.ended_out_of_memory(failed=False)

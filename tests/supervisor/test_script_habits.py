@@ -185,7 +185,7 @@ def begins(told: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_words_for_the_second_attempt_let_a_script_resume_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "faults").write_text("25 33")
     (tmp_path / "gpt.py").write_text("max_iters = 50\n")
     told = run(tmp_path, "--on-retry", "--init_from=resume", "--", *GPT, "gpt.py")
@@ -197,7 +197,7 @@ def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp
 
 
 @pytest.mark.slow
-def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_path: Path) -> None:
+def test_before_there_is_a_checkpoint_a_script_is_not_told_to_resume_from_it(tmp_path: Path) -> None:
     (tmp_path / "faults").write_text("0 25")
     words = ["--on-retry", "--init_from=resume", "--goes-on-from", "out/ck*"]
     told = run(tmp_path, *words, "--", *GPT)

@@ -61,7 +61,7 @@ def test_only_runs_of_failed_attempts_are_deleted() -> None:
     assert run_task.asked == ["team/project/one", "team/project/two"]
 
 
-def test_a_run_that_goes_on_stays() -> None:
+def test_a_run_that_is_resumed_stays() -> None:
     run_task = FakeTask()
     runs = WandbCleanup({}, run_task)
     runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)

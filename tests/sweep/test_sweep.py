@@ -152,7 +152,7 @@ def test_the_base_is_loaded_once_for_all_segments(undisturbed: Path) -> None:
     assert len((undisturbed / LOADED).read_text().splitlines()) == 1
 
 
-def test_the_second_rung_goes_on_from_the_first_to_the_bit(undisturbed: Path) -> None:
+def test_the_second_rung_continues_the_first_bit_for_bit(undisturbed: Path) -> None:
     logs = [path.read_text() for path in (undisturbed / "run").glob("segments/*/training.log")]
     assert len(logs) == 3
     assert all("exactness: bitwise" in log for log in logs if "resume    step 4 of 8" in log)
@@ -220,7 +220,7 @@ def test_killed_between_segments(
     ]
 
 
-def test_what_trials_go_on_from_is_verified_and_there_twice(
+def test_the_checkpoint_that_trials_continue_from_is_verified_and_kept_twice(
     server: ForkServer, undisturbed: Path, new_folder: Folder
 ) -> None:
     folder = new_folder()

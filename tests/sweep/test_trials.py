@@ -50,7 +50,7 @@ def test_sixteen_four_one() -> None:
     assert [trial.score for trial in end.leaderboard[:5]] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_the_boundary_of_a_rung_is_between_who_goes_on_and_who_does_not() -> None:
+def test_the_boundary_of_a_rung_lies_between_trials_that_continue_and_trials_that_leave() -> None:
     end = played(Standings(plan()), lambda id, rung: float((id * 7) % 16))
     pairs = [end.boundary(rung) for rung in range(3)]
     found = [[trial.scores[rung] for trial in pair] if pair else [] for rung, pair in enumerate(pairs)]
