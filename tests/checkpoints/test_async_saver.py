@@ -1,4 +1,4 @@
-"""Saving behind the training: what is saved is the state at the call, whatever moves afterwards, and errors surface."""
+"""Asynchronous saves hold the state at the call, whatever changes afterwards, and their errors are raised."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Gate:
         monkeypatch.setattr(Copy, "finish", gated)
 
     def open_when_waited_for(self, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
-        """The copy in flight begins when somebody waits for it, or, if nobody does, when the optimizer has moved."""
+        """The copy begins when a caller waits for it, or else after the optimizer has changed the weights."""
         copied = manager._async_saver._copied
         wait = copied.wait
         copied.wait = lambda *limit: (self.opened.set(), wait(*limit))[1]
@@ -123,7 +123,7 @@ def test_an_optimizer_waits_for_the_copy_and_the_state_is_that_of_the_call(
 
 
 def test_what_is_not_an_optimizers_may_change_at_once(training: Training, tmp_path: Path, gate: Gate) -> None:
-    """Buffers, lists, arrays and numbers: copied at the call, while weights and moments are copied behind."""
+    """Buffers, lists, arrays and numbers are copied at the call; weights and moments are copied in the thread."""
     with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
         before = contents(training.state)
         manager.save(1, training.state)
@@ -244,7 +244,7 @@ def test_without_memory_for_a_copy_the_error_says_what_to_do(
 def test_a_save_whose_thread_does_not_start_is_not_written_later(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps such a job, and would run it before the next one: with the bytes of that, under the old step."""
+    """The pool keeps such a job and would run it with the next one: the new bytes under the old step."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -315,7 +315,7 @@ def test_bit_flips_in_asynchronous_saves_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_page_locked_block_is_freed_before_a_larger_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps such memory for later, and twice the state may be more than a machine has."""
+    """torch caches page-locked memory, and a machine may not hold the state twice."""
     freed: list[str] = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() > 0)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append("freed"), raising=False)
@@ -328,7 +328,7 @@ def test_a_page_locked_block_is_freed_before_a_larger_one_is_allocated(monkeypat
 def test_the_copy_of_a_gpu_waits_for_the_work_that_is_queued_and_is_whole_when_it_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU whose tensors say that they lie on a GPU; tests/accelerator has the real ones."""
+    """The tensors are on a CPU and claim to be on a GPU; tests/accelerator has real device tensors."""
     done: list[object] = []
 
     class Stream:

@@ -1,4 +1,4 @@
-"""What each process contributes to a save: votes that are counted once, and parts of the state of its own."""
+"""What each process contributes to a save: votes, which are counted once, and its own part of the state."""
 
 from __future__ import annotations
 

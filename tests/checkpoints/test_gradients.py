@@ -1,4 +1,4 @@
-"""Saved between two steps of the optimizer: the gradients that wait come back, and the run ends with the same bits."""
+"""Saves between two optimizer steps: accumulated gradients are restored, and the run ends with the same bits."""
 
 from __future__ import annotations
 

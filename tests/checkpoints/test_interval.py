@@ -64,7 +64,7 @@ def test_the_last_twenty_saves_count_and_a_shorter_interval_is_reported_too(said
 
 
 def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, finished: bool = False) -> FailureHistory:
-    """One attempt that saves one step after `lived_s` seconds; what it wrote about the failures so far."""
+    """Run an attempt that saves one step after `lived_s` seconds; returns what it wrote about failures so far."""
     now = [0.0]
     interrupts = Interrupts()
     options: dict[str, Any] = {"interrupts": interrupts, "clock": lambda: now[0], "save_interval_steps": None}

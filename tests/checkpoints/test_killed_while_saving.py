@@ -86,7 +86,7 @@ def undisturbed(trials: Trials) -> Path:
 def test_a_run_resumes_after_either_of_two_writers_was_killed(
     victim: int, server: ForkServer, trials: Trials, undisturbed: Path
 ) -> None:
-    """Whichever backend takes over from there."""
+    """The next attempt may use either backend."""
     keys = LARGE | {"checkpoint_backend": "distributed"}
     reference = account(undisturbed)
 

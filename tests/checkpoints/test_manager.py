@@ -639,7 +639,7 @@ def test_steps_of_a_run_that_was_set_aside_may_be_saved_again(managers: Any, tmp
 
 
 def test_a_process_that_lost_its_peer_takes_over_and_commits_its_last_step(managers: Any) -> None:
-    """The dead one has missed a heartbeat, and no other attempt may take over yet."""
+    """The dead writer has missed one heartbeat, which is too early for an attempt that lost no peer."""
     dead, survivor = managers(async_save=True), managers(async_save=True)
     for manager, number in ((dead, 1), (survivor, 2)):
         manager._store = CheckpointStore(manager.directory, disk=CachedDisk(), owner=Owner(f"node{number}", 4711))
@@ -811,7 +811,7 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkSer
 
 @pytest.mark.slow
 def test_the_documented_loop_of_orbax_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
-    """The documented loop in a process of its own: a real SIGTERM, an exit with a save in flight, a second life."""
+    """The documented loop gets a real SIGTERM, exits with a save in flight, and is started again."""
     directory = tmp_path / "run"
     first = live_and_be_terminated(directory)
     assert load_checkpoint(directory / f"checkpoint_step_{first}").state["steps"] == first + 1

@@ -1,4 +1,4 @@
-"""Orbax's way to speak to the manager: options, arguments, items, the best steps, and what is refused by name."""
+"""The manager takes Orbax's calls: options, arguments, items, the best steps; others are refused by name."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def loss(metrics: dict[str, float]) -> float:
 
 
 def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> RetentionPolicy:
-    """What knows the losses of these steps, which are in the folder."""
+    """The retention of a folder with these steps and their losses."""
     keep = RetentionPolicy(**{"most": 2, "period": None, "best_fn": None, "best_mode": "min", **options})
     for step, value in measured.items():
         (folder / f"checkpoint_step_{step}").mkdir()

@@ -531,7 +531,7 @@ def test_an_owner_that_cannot_be_read_is_judged_by_its_heartbeat(run: Run) -> No
 
 
 class Interposed(CachedDisk):
-    """Lets something happen before change number `moment`."""
+    """A disk that calls a function before change number `moment`."""
 
     def __init__(self, moment: int, happen: Callable[[], object]) -> None:
         self.moment, self.changes, self._happen = moment, 0, happen
@@ -559,7 +559,7 @@ class Interposed(CachedDisk):
 
 @pytest.mark.parametrize("sweeps", [False, True])
 def test_of_two_attempts_that_interleave_exactly_one_writes(sweeps: bool, tmp_path: Path) -> None:
-    """It has swept already what others left, the draft of this one included, or it has not."""
+    """The other attempt has already swept leftovers, the draft of this one included, or has not yet."""
     winners = []
     for moment in itertools.count(1):
         run = Run(tmp_path / str(moment), [])
@@ -590,7 +590,7 @@ def test_of_two_attempts_that_interleave_exactly_one_writes(sweeps: bool, tmp_pa
 
 @pytest.mark.parametrize("times", [1, 100])
 def test_an_attempt_that_read_the_same_state_gives_way_and_tries_again(times: int, run: Run) -> None:
-    """The other one has looked before this rename, and renames after it: to another number."""
+    """The other attempt reads before this rename and renames after it, to another number."""
 
     class Overtaken(CachedDisk):
         def rename(self, source: Path, target: Path) -> None:
@@ -708,7 +708,7 @@ except WriterBusy as refusal:
 
 
 def test_a_stopped_process_is_taken_over_and_can_write_nothing_when_it_wakes(run: Run) -> None:
-    """The same with a real process, a real SIGSTOP and its real heartbeat."""
+    """A real process with its real heartbeat is stopped by SIGSTOP and later continued."""
     command = [sys.executable, "-c", SLEEPER, str(run.directory)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as sleeper:  # type: ignore[call-overload]
@@ -911,7 +911,7 @@ def test_a_damaged_checkpoint_is_named_and_moved_and_the_one_before_is_taken(run
 
 
 def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something before the next manifest is read."""
+    """Call `act` before the next manifest is read."""
     real = manifest.read_exactly
 
     def read(path: Path, size: int) -> bytes:
@@ -968,7 +968,7 @@ def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
 @pytest.mark.parametrize("name", ["final_checkpoint", "checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_9"])
 @pytest.mark.parametrize("mark", ["beginning.json", "attempts/1/began.json"])
 def test_a_run_that_has_the_name_of_a_checkpoint_is_left_alone(name: str, mark: str, run: Run) -> None:
-    """It was moved to quarantine, or pruned, while it trained there."""
+    """Such a run was moved to quarantine, or pruned, while it was training."""
     record = run.directory / name / mark
     record.parent.mkdir(parents=True)
     record.write_text("{}")
@@ -1274,7 +1274,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Optimist(Filesystem):
-    """Says that there is always space, so that the kernel has to say no."""
+    """A disk that always reports free space, so that the kernel must refuse the write."""
 
     def free_bytes(self, path: Path) -> int:
         return 1 << 60

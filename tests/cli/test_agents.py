@@ -1,4 +1,4 @@
-"""`ci-llm agents`: what is asked of a run, and what it answers."""
+"""`ci-llm agents`: the requests that a run gets, and the answers that are printed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from tools.testbed.disks import Crash, FailingDisk, MortalDisk
 
 
 def state(step: int, **changes: Any) -> dict[str, Any]:
-    """One of each kind that a checkpoint holds."""
+    """A state with one value of each kind that a checkpoint holds."""
     return {
         "agent0/adapter_model": {"layer.lora_A.weight": torch.arange(6.0).reshape(2, 3) + step},
         "optimizer": {"agent0": {"exp_avg": torch.arange(4.0, dtype=torch.float64), "step": torch.tensor(float(step))}},
@@ -454,7 +454,7 @@ def peft_folders(place: Path, count: int, **changes: Any) -> list[Path]:
 
 
 class Original(nn.Module):
-    """The first CI-LLM's model, as far as its files go."""
+    """The files of a model of the first CI-LLM."""
 
     def __init__(self, agents: int, parallel: bool) -> None:
         super().__init__()
@@ -518,7 +518,7 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def bring_tokenizer(folder: Path, template: str) -> None:
-    """As TRL leaves an adapter."""
+    """Save a tokenizer beside an adapter, as TRL does."""
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -680,7 +680,7 @@ def test_a_crash_in_the_replacement_of_a_checkpoint_leaves_the_old_or_the_new_on
 
 
 class Plain(FailingDisk):
-    """Cannot exchange two names, as a network file system."""
+    """A disk that cannot exchange two names, like a network file system."""
 
     def exchange(self, one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -691,7 +691,7 @@ class Plain(FailingDisk):
 def test_a_disk_that_refuses_the_replacement_of_a_checkpoint_leaves_the_old_one(
     kind: type[FailingDisk], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A clean-up that is refused is no failure of what was committed before it."""
+    """A failed clean-up after the commit is not an error."""
     lone = tmp_path / "lone"
     committed = 0
     for lives in itertools.count():

@@ -1,4 +1,4 @@
-"""The doors of every command: who is told what, on which terminal, in which environment, and with which exit code."""
+"""What all commands share: help, errors, output that fails, the environment and exit codes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys
 def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside `--help` itself; in the case of train they are keys."""
+    """`--help` itself is not counted; for train the options are keys."""
     said = {}
     for which in ((), ("all",)):
         assert main.main([*words, "--help", *which]) == 0
@@ -254,7 +254,7 @@ def test_an_import_error_in_other_code_is_a_failure_of_the_run(monkeypatch: pyte
 def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project_s_and_named(
     command: str, module: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python /path/train.py` trained other values, without a word: those of no file at all."""
+    """`python /path/train.py` silently trained without any configuration file."""
     seen: list[Any] = []
 
     def job(config: Any, *_: Any, **named: Any) -> Any:

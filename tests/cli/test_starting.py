@@ -1,4 +1,4 @@
-"""How the commands that train start: a dry run heeds the signals of the run that it proves."""
+"""How the commands that train start: processes, launchers, signals, and those of a dry run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools.testbed.events import DEADLINE_S
 
 @pytest.fixture
 def harmless() -> Iterator[None]:
-    """SIGHUP does not end this process where the command does not heed it."""
+    """Ignores SIGHUP, so that it does not end this process where the command has no handler."""
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -102,7 +102,7 @@ def test_processes_that_do_not_come_up_are_ended_and_this_one_runs_alone(
 def test_a_stop_before_they_are_up_ends_them_and_leaves_a_status(
     alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This process leaves before the first step, which the folder of the run then says."""
+    """This process leaves before the first step, and the status in the run's folder says so."""
 
     def interrupted(*of: Any, wait: Any = starter._wait_until_up) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -192,7 +192,7 @@ def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`srun` in a step would take the size of that step for the size of the job."""
+    """Inside a step, `srun` would take the size of the step for that of the job."""
     asked: list[int] = []
 
     def start_again(number: int, *_: Any) -> int:

@@ -67,7 +67,7 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("words", "absent"), [(["status"], HEAVY | {"rich"}), (["status", "--json"], HEAVY), (["watch", "--once"], HEAVY)]
 )
 def test_nothing_heavy_is_loaded(words: list[str], absent: set[str], tmp_path: Path) -> None:
-    """A login node: no torch, and the first line at once."""
+    """On a login node torch must not be imported before the first line."""
     leave_run(tmp_path / "run", status="running")
     code = f"import sys; from ci_llm.cli.main import main; main({[*words, str(tmp_path / 'run')]}); "
     code += f"print([name for name in {sorted(absent)} if name in sys.modules], file=sys.stderr)"
@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_watching_a_long_run_takes_less_than_a_redraw_interval(tmp_path: Path) -> None:
-    """In processor time, which a busy machine does not lengthen: a reader of the whole file takes ten times as long."""
+    """It is measured in processor time. A reader of the whole file would take ten times as long."""
     line = json.dumps(metrics(1, 16)[0]).replace('"step": 1,', '"step": %d,')
     path, count = tmp_path / "metrics.jsonl", 30_000
     path.write_text("".join(line % step + "\n" for step in range(count)))

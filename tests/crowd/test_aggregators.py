@@ -29,7 +29,7 @@ def crowd() -> Crowd:
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_the_mean_of_an_aggregator_is_the_plain_mean(name: str) -> None:
-    """Else how sure the crowd is would be told of another distribution, or the mean be computed twice."""
+    """Otherwise confidence would be that of another distribution, or the mean would be computed twice."""
     log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     found = aggregate(log_probs, name, Learned((0.5, 0.3, 0.2), 0.8))
     assert is_mean(name) == torch.allclose(found, log_probs.exp().mean(0).log(), atol=1e-6)
@@ -82,7 +82,7 @@ def test_a_confident_agent_weighs_more() -> None:
 def test_a_vote_on_answers_known_by_hand(
     name: str, answers: list[str], probabilities: list[float], wins: int, rest: float
 ) -> None:
-    """Also if all texts are so long that their probabilities are 0 as floats."""
+    """This holds also for texts so long that their probabilities are 0 as floats."""
     vote = find_vote(name)
     assert vote is not None
     assert vote.winner(answers, [math.log(each) + rest for each in probabilities]) == wins
@@ -111,7 +111,7 @@ def test_four_aggregators_vote_and_self_consistency_draws_samples() -> None:
 
 @torch.no_grad()
 def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
-    """Of a text under the mean of the agents, by K full passes without neighbours."""
+    """The log-probability of a text under the mean of the agents, by K full passes over this text alone."""
     each = []
     for k in range(K):
         with crowd.active_agent(k) as model:

@@ -119,7 +119,7 @@ def test_record_pairs_the_gains_over_rows() -> None:
 
 
 def test_the_best_agent_is_chosen_on_the_rows_that_the_gains_are_over() -> None:
-    """The one of fewer and easier rows is no better: all agents answer all rows."""
+    """An agent trained on fewer and easier rows is not better: all agents answer all rows."""
     right = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
     sets = [AnswerScores(right[:, :1]), AnswerScores(right[:, 1:])]
     exact = AnswerScores.of_sets(sets, of_agent=[0, 1]).record()["exact_match"]
@@ -170,7 +170,7 @@ def test_the_table_names_its_rows_and_shows_only_intervals_that_exist(
 
 
 def test_the_table_says_by_which_rows_agents_with_data_of_their_own_are_scored() -> None:
-    """Below a mean of 0.725 and a crowd of 0.550 stood a gain over that mean of +0.163."""
+    """The table showed a mean of 0.725, a crowd of 0.550, and yet a gain over the mean of +0.163."""
     gain = {"value": 0.163, "interval95": None}
     exact = {"agents": [0.45, 1.0], "crowd": 0.55, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {"n": 9, "rows_trained_on": "none", "measured_by": "generation", "exact_match": exact, "sets": [{}, {}]}

@@ -56,7 +56,7 @@ def test_details_change_no_answer_and_hold_the_answer_of_each_agent(crowd: Crowd
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"aggregator": "logit"}, {"do_sample": True, "temperature": 2.0, "seed": 4}])
 def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, choices: dict[str, Any]) -> None:
-    """Every token, against full passes without cache, padding or neighbours, by formulas written again here."""
+    """Every token is compared with full passes over one prompt, by formulas that are written again here."""
     folder = save_crowd(crowd, tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
     agents = [peft.PeftModel.from_pretrained(plain, folder / "agent0", adapter_name="agent0").eval()]
@@ -200,7 +200,7 @@ def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
 
 
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each token of the base's own list, and at a stop string that is a special token, which no text shows."""
+    """It ends at each token of the base's list, and at a stop string that is a special token hidden in the text."""
     pad = crowd.pad_id
     settings, prompter = crowd.model.generation_config, prompter_of(crowd)
     row = Encoder(prompter.tokenizer).encode(Completion("2+3=", "5"))
@@ -253,7 +253,7 @@ def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) 
 
 
 class Held:
-    """Counts the tokens of the crowd, and holds whoever chooses the fifth from `reached` until `go_on` is set."""
+    """Counts the crowd's tokens; the choice of the fifth sets `reached` and waits until `go_on` is set."""
 
     TOKENS = 5
 

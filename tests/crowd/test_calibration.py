@@ -54,7 +54,7 @@ def plain(crowd: Crowd) -> list[Answer]:
 
 
 def calibration_of(answers: list[Answer], **changes: Any) -> Calibration:
-    """One of which every second answer was right; agent 1 is asked first."""
+    """A calibration in which every second answer was right and agent 1 is asked first."""
     found = [signals(answer.tokens) for answer in answers]
     right = [number % 2 == 0 for number in range(len(found))]
     agents = [(found, [False] * len(found)), (found, right), (found, [False] * len(found))]

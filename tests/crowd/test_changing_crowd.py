@@ -1,4 +1,4 @@
-"""A crowd that changes: storage without the agents that left, the bits of those that stay, copies that are copies."""
+"""A crowd that changes: removed agents free their storage, the others keep their bits, and clones are equal."""
 
 from __future__ import annotations
 

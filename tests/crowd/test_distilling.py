@@ -82,7 +82,7 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
         return float(torch.stack(total).mean())
 
     def nats(model: peft.PeftModel) -> float:
-        """Of the control's texts."""
+        """The mean NLL of the control's texts, in nats."""
         total = []
         for row in whole.control:
             ids, targets = row.input_ids.tolist(), row.supervised[1:]

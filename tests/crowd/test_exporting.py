@@ -106,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crowd(place: Path) -> Crowd:
-    """On the embedded base, saved in `place/embedded/crowd`."""
+    """A crowd on the embedded base, saved in `place/embedded/crowd`."""
     return saved_crowd(place / "embedded", "embedded")
 
 
@@ -387,7 +387,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_crowd_opens_from_the_hubs_cache(
     crowd: Crowd, source: Path, hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the hub's client lays it out: a snapshot of links to blobs."""
+    """The cache has the layout of the hub's client: a snapshot of links to blobs."""
     repository, commit = hub / "models--someone--stories", "0" * 40
     snapshot = repository / "snapshots" / commit
     for number, file in enumerate(path for path in source.rglob("*") if path.is_file()):

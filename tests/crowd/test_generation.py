@@ -45,7 +45,7 @@ CONFIG = Path(__file__).parents[2] / "configs.yaml"
 
 @torch.no_grad()
 def next_log_probs(crowd: Crowd, agent: int, ids: list[int]) -> torch.Tensor:
-    """One full pass of one agent over one row, without cache, padding or neighbours."""
+    """One full pass of one agent over one row, without cache, padding or other rows."""
     with crowd.active_agent(agent) as model:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
 
 @pytest.mark.slow
 def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> None:
-    """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued in another way."""
+    """Pegasus counts pads as positions, so that padding would change the continuation of a short prompt."""
     shape = PegasusConfig(
         vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
     )
@@ -450,7 +450,7 @@ def test_an_integer_is_accepted_as_a_temperature(checkpoint: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"aggregator": "majority"}, {"aggregator": "self_consistency", "seed": 3}])
 def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) -> None:
-    """With as many places as prompts, and with fewer, so that each that ends makes place for the next one."""
+    """There are as many slots as prompts, or fewer, so that prompts wait for a slot that becomes free."""
     crowd = crowd_of(base("llama")).eval()
     with torch.no_grad():
         crowd.agents.weights.mul_(4)
@@ -555,7 +555,7 @@ def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["chat", "text"])
 def test_a_crowd_saved_by_a_users_own_loop_opens(tmp_path: Path, form: Any) -> None:
-    """The embedded base was elsewhere, in another precision; no tokenizer was saved; prompts are plain text."""
+    """Its base was at another path and in another precision, it has no tokenizer, and prompts are plain text."""
     loaded = load_base("embedded", "bf16")
     elsewhere = str(Path("/somewhere/else", *BASE_FOLDER.parts[-3:]))
     crowd = Crowd(loaded.model, LoraSettings(num_agents=2, target_modules=("q_proj", "v_proj")), elsewhere)

@@ -354,7 +354,7 @@ def test_rewards_are_of_answers(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> None:
-    """As Transformers pools before it."""
+    """Transformers pools the token before it."""
     crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
     crowd.model.config.pad_token_id = crowd.prompter.tokenizer.eos_token_id  # type: ignore[union-attr]
     ids = torch.tensor([crowd.prompter.row("2 + 2?\n", "4").input_ids]).long()  # type: ignore[union-attr]

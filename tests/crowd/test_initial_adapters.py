@@ -84,7 +84,7 @@ def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError]
     ],
 )
 def test_adapters_that_are_not_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
-    """Those of the first three have the names and shapes of plain LoRA; only their settings differ."""
+    """The first three adapters have the names and shapes of plain LoRA, and differ only in their settings."""
     save_adapter(base(dtype=torch.float32), tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         load_initial_adapters(crowd(), tmp_path)

@@ -44,7 +44,7 @@ def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], mo
 
 
 def test_a_loss_scale_that_fp16_cannot_hold_scales_gradients_that_it_can() -> None:
-    """65536 is infinite there, and the first step of every run in fp16 was lost."""
+    """65536 overflows in fp16, so that the first step of every run in fp16 was lost."""
     generator = torch.Generator().manual_seed(0)
     head = Head(torch.randn(11, 4, generator=generator).half() / 8, None)
     states = torch.randn(2, 3, 4, generator=generator).half().requires_grad_()

@@ -120,7 +120,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", first_fast(["gpt2", "qwen2", "gpt_neox", "gemma3"]))
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
-    """With biases, with layers that are no nn.Linear, with attention windows."""
+    """Families with biases, with layers that are not nn.Linear, and with attention windows."""
     model = base(family, dtype)
     for own in ({"rank": 3, "seed": 1}, {"rank": 4, "dropout": 0.2, "seed": 2}):
         (alone,) = train(model, [own])

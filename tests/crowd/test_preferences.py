@@ -182,7 +182,7 @@ def gradients_of(crowd: Crowd, agent: int) -> dict[str, Tensor]:
 
 
 def facts_of(crowd: Crowd, units: Sequence[Unit], mismatched: Sequence[Unit], batch: Batch) -> StepFacts:
-    """Of a step that is this micro-batch."""
+    """The facts of a step that consists of this micro-batch."""
     share = len(units) / sum(unit.num_learned for unit in units)
     return StepFacts((share,) * K, kl_of(crowd, mismatched))
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_without_a_card_and_another_place_are_refused(
 def test_an_interrupted_upload_is_reported(
     kind: type[Exception], run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its library has no type of its own for that."""
+    """The hub's library raises no exception of its own type for this."""
 
     def broken_off(*_: Any, **__: Any) -> Any:
         raise kind("LFS batch API returned errors")

@@ -15,7 +15,7 @@ from tests.data.test_encoder import byte_tokenizer
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2: some pieces, and a token for every byte, runs of which are decoded together."""
+    """A tokenizer like Llama 2's: some pieces, and a token for every byte; runs of bytes are decoded together."""
     pieces = ["<unk>", "▁", "a", "b", "▁ab", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
     core = Tokenizer(models.BPE(vocab={p: n for n, p in enumerate(pieces)}, merges=[], byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

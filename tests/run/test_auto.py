@@ -103,7 +103,7 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
 
 
 def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
-    """A call with another base does not inherit the numbers of the embedded one."""
+    """A later call with another base must resolve auto again and not inherit numbers of the embedded base."""
     given = Config(seed=3, learning_rate="auto")
     assert given.learning_rate == 8e-3
     found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
@@ -178,7 +178,7 @@ def test_auto_on_the_embedded_base_trains_the_same_bits_as_the_numbers(tmp_path:
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_values_that_it_began_with(own_base: Path, tmp_path: Path) -> None:
-    """Its file said numbers, and says auto now; or it says auto, and rows decided."""
+    """The file had numbers and has auto now; or it had auto, which was resolved by the rows."""
     rows = str(questions(tmp_path / "rows.jsonl", 31))
     common = QUICK | {"model_name": str(own_base), "dataset_name": rows, "batch_size": 8, "num_workers": 0}
     old = {"learning_rate": 8e-3, "lora_rank": 8, "lora_alpha": 16, "max_seq_length": 23, "held_out": "spread"}

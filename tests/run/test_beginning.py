@@ -22,7 +22,7 @@ from tools.testbed.disks import FailingDisk
 
 
 def state(origin: str, step: int) -> dict[str, object]:
-    """What a checkpoint of a run holds, in miniature; `origin` says which run has written it."""
+    """A small state with the files of a run's checkpoint; `origin` says which run has written it."""
     parts = {key: {"origin": origin} for key in ("ci_llm_meta_config", "optimizer", "rng")}
     return {**parts, "train_state": {"origin": origin, "step": step}, "config.yaml": b"seed: 42\n"}
 
@@ -114,7 +114,7 @@ def test_latest_means_the_recorded_beginning_until_the_run_has_saved_a_step(sour
 
 
 def test_before_anything_is_saved_the_value_given_last_counts(source: Folder, run: Folder) -> None:
-    """Nothing is lost by it: a wrong path is corrected by the next call."""
+    """A wrong path can still be corrected by the next call, because nothing was trained yet."""
     run.begin(from_path(source.path / "checkpoint_step_4"))
     assert run.went_on(from_path(source.path / "checkpoint_step_8")) == "source/checkpoint_step_8"
     assert run.went_on("resume_from_checkpoint=null") is None
@@ -196,7 +196,7 @@ def test_calls_that_need_a_damaged_record_are_refused(words: list[str], run: Fol
 
 
 def test_a_run_without_a_step_needs_its_record(run: Folder) -> None:
-    """It may have begun from another run's checkpoint."""
+    """Without the record nobody knows whether it began from another run's checkpoint."""
     run.begin()
     (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):

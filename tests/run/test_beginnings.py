@@ -91,7 +91,7 @@ LAUNCHERS = {
 def test_safe_train_over_a_killed_train_py_ends_with_the_same_bits(
     begin: str, ranks: int, beginnings: Mapping[int, Beginnings], tmp_path: Path
 ) -> None:
-    """safe_train.py over train.py, which is killed when it is about to commit the step after its first own one."""
+    """safe_train.py relaunches train.py, which is killed just before it commits its second own step."""
     runs = beginnings[ranks]
     undisturbed, newest = runs.undisturbed(begin), begins_at(begin) + 2
     (tmp_path / "die.py").write_text(DIE_ONCE)

@@ -179,7 +179,7 @@ def test_a_run_that_was_killed_finds_the_same_best_step_and_the_same_end(
 
 
 def test_a_resume_counts_an_evaluation_made_after_the_last_save(trials: Trials, undisturbed: Path) -> None:
-    """Killed right after the evaluation of a step whose checkpoint is older than it: the metrics remember."""
+    """The run is killed after an evaluation that no checkpoint holds yet; metrics.jsonl has its values."""
     folder = trials.new_folder()
     keys = {"save_steps": 4}
     assert spoilt(trials, folder, Fate("SIGKILL", steps=4, committed=4), **keys) == [-signal.SIGKILL]

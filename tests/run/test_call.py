@@ -60,7 +60,7 @@ KEYS: dict[str, Any] = {
 
 
 class Witness:
-    """Writes down what it is told, and does all that a callback should not do."""
+    """A callback that records every event, and disturbs generators and arguments as a careless one would."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
@@ -92,7 +92,7 @@ class Witness:
 
 
 class StopAt:
-    """Asks for a stop after a step, as a person or as a program."""
+    """A callback that stops the run after a step, by a signal or by the control."""
 
     def __init__(self, step: int, *, by_signal: bool = False) -> None:
         self.step, self.by_signal = step, by_signal
@@ -135,7 +135,7 @@ def test_callbacks_receive_every_event_and_change_no_bit(plain: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_whose_end_failed_after_its_scores_is_ended_by_the_next_call(tmp_path: Path) -> None:
-    """It was called complete; its mirror lacked the last step, and its status was "failed" for good."""
+    """Such a run was called complete, though its mirror lacked the last step and its status stayed "failed"."""
 
     class Fails:
         def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_stopped_run_is_saved_and_the_same_call_resumes_it(
 
 @pytest.mark.slow
 def test_an_interrupted_job_is_requeued_after_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM ends what is left of the job then. The lease is released after it, because training.log needs it."""
+    """SLURM kills the job when it is requeued. The lease is released even later, because training.log needs it."""
     acts: list[str] = []
 
     def noted(name: str, act: Callable[..., object]) -> Callable[..., object]:
@@ -301,7 +301,7 @@ def test_an_error_of_a_callback_ends_the_run_and_is_recorded(tmp_path: Path) -> 
 
 
 def two_runs(folder: str) -> int:
-    """On each of several processes: two runs in a row, and what they came to."""
+    """On each of several processes: trains two runs in a row and writes their results."""
     torch.set_num_threads(1)
     for name in ("one", "other"):
         result = ci_llm.train(KEYS, output_dir=Path(folder, name))
@@ -383,7 +383,7 @@ def test_bad_input_is_an_exception_that_says_what_and_where(
 
 
 def test_max_runtime_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook that is older than it, a call trained nothing and ended the interpreter."""
+    """A call in a notebook older than `max_runtime` trained nothing and ended the interpreter."""
     calls: list[Any] = []
     monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
     monkeypatch.setattr(job, "run_job", lambda *args, **_: calls.append(args))

@@ -173,7 +173,7 @@ PLAIN: Final = Cell()
 
 
 def own_facts(folder: Path, name: str) -> dict[str, Any]:
-    """Of one agent; a crowd that has changed tells the rate of each, another one that of all."""
+    """The facts of one agent, without the rate: a changed crowd logs one rate per agent, others a common one."""
     return {fact: value for fact, value in facts_of(folder, name).items() if "learning_rate" not in fact}
 
 
@@ -220,7 +220,7 @@ def test_what_a_run_leaves_of_a_stopped_agent(stopped: Path) -> None:
 def test_a_run_killed_after_a_stop_stops_the_agent_at_the_same_step_again(
     trials: Trials, server: ForkServer, stopped: Path
 ) -> None:
-    """From a checkpoint before the stop: the record in the folder says when it was."""
+    """It resumes from a checkpoint before the stop; the record in the folder has the step of the stop."""
     fate = vars(Fate("SIGKILL", 3, 0, committed=1))
     folder = asked(
         *(trials, server, PLAIN, (2, ["stop", "1"])), **THREE, save_steps=1, fate=fate, codes=[-signal.SIGKILL]
@@ -297,7 +297,7 @@ def own_rows(*entries: str) -> dict[str, Any]:
 
 
 def test_a_resume_without_the_entry_of_a_stopped_agent_is_refused(trials: Trials, server: ForkServer) -> None:
-    """It ended in an IndexError."""
+    """This ended in an IndexError."""
     keys, fate = own_rows(*OWN_ROWS), vars(Fate("SIGKILL", 4, 0, committed=3))
     folder = asked(trials, server, CELL, (2, ["stop", "0"]), **keys, save_steps=3, fate=fate, codes=[-signal.SIGKILL])
     fewer = {**keys, **own_rows(*OWN_ROWS[1:])}
@@ -309,7 +309,7 @@ def test_a_resume_without_the_entry_of_a_stopped_agent_is_refused(trials: Trials
 
 
 def test_clones_and_remaining_agents_keep_their_own_rows(trials: Trials, server: ForkServer) -> None:
-    """A stop while loader workers have prepared the rows of all, and a clone; killed and resumed."""
+    """An agent is stopped after loader workers have prepared the rows of all, another one is cloned."""
     cell, keys = Cell(accumulation=2, workers=2), own_rows(*OWN_ROWS)
     asks = (2, ["stop", "1"]), (4, ["clone", "0"])
     folder = asked(trials, server, cell, *asks, **keys)

@@ -147,7 +147,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def stays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a run of which one agent stays alone: it knows new rows as well, because they are its training rows."""
+    """Keys of a run whose first agent stays alone: its evaluation rows are its training rows, so it knows them."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, islice(rows("train"), 9))))
     return KEYS | {"dataset_name": file, "eval_dataset_name": file, "max_train_samples": 9, "eval_samples": 9}
@@ -165,7 +165,7 @@ def alone(trials: Trials, stays: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def joined(trials: Trials) -> Path:
-    """That of one in which the others join."""
+    """The folder of an undisturbed run in which the others join."""
     return complete(trials, **JOINS)
 
 
@@ -234,7 +234,7 @@ class TestRuns:
     def test_a_recorded_decision_is_repeated_from_an_older_checkpoint(
         self, trials: Trials, stays: dict[str, Any]
     ) -> None:
-        """Whatever the evaluation says the second time: the record does."""
+        """The recorded decision counts, also where the second evaluation would decide otherwise."""
         folder, fate = trials.new_folder(), Fate("SIGKILL", DECIDES + 3, committed=DECIDES + 2)
         often = {"save_steps": 1, "save_total_limit": 20}
         assert trials.train(CELL, folder, fate, **stays, **often) == [-signal.SIGKILL]

@@ -163,7 +163,7 @@ def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
 
 
 def test_a_process_without_rows_has_its_generators_restored(trials: Trials) -> None:
-    """The only step after the resume has one row: the second process draws nothing that would set them again."""
+    """The only step after the resume has one row, so the second process draws nothing that would reset them."""
     cell = Cell(dropout=0.1, ranks=2)
     undisturbed, folder = trials.new_folder(), trials.new_folder()
     assert trials.train(cell, undisturbed, max_train_steps=10) == [0, 0]

@@ -144,7 +144,7 @@ def test_rows_that_cannot_be_used_are_refused_and_nothing_is_made(kind: str, arg
 
 
 def until_step_two_and_killed(folder: str, cache: str) -> int:
-    """In a process of its own: a run that is killed after the checkpoint of step 2."""
+    """Trains in a process of its own and is killed after the checkpoint of step 2."""
     os.environ["CI_LLM_CACHE"] = cache
 
     class Kill:
@@ -158,7 +158,7 @@ def until_step_two_and_killed(folder: str, cache: str) -> int:
 
 
 def to_the_end(folder: str, cache: str) -> int:
-    """In a process of its own."""
+    """Trains to the end on rows in memory, in a process of its own."""
     os.environ["CI_LLM_CACHE"] = cache
     torch.set_num_threads(1)
     ci_llm.train(dataset=lambda: iter(ROWS), output_dir=folder, **SHORT)
@@ -166,7 +166,7 @@ def to_the_end(folder: str, cache: str) -> int:
 
 
 def of_a_file(folder: str, file: str) -> int:
-    """In a process of its own."""
+    """Trains on the rows of a file, in a process of its own."""
     torch.set_num_threads(1)
     ci_llm.train(dataset=file, output_dir=folder, **SHORT)
     return 0

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 
 def stacks(folder: Path) -> list[str]:
-    """What the log says of each process that stood still, in the order of their numbers."""
+    """The stacks that the log shows of each process without progress, in the order of their numbers."""
     log = (folder / "run" / "training.log").read_text()
     parts = log.split("stacks of process ")[1:]
     return sorted(parts)
@@ -122,7 +122,7 @@ def train_and_count(folder: str, words: list[str]) -> int:
         most[work] = max(most[work], since.total())
 
     class Counted(Decoder):
-        """The decoder of texts, and not that of the trial before the first of them."""
+        """Counts the steps of the decoder that writes texts, and not of the trial before the first text."""
 
         def step(self) -> list[Request]:
             count("generation")
@@ -138,7 +138,7 @@ def train_and_count(folder: str, words: list[str]) -> int:
 
 
 def test_every_micro_step_batch_and_token_is_a_sign_of_life(server: ForkServer, tmp_path: Path) -> None:
-    """Else a run that makes progress would be ended where its evaluation takes longer than its steps."""
+    """Otherwise a run whose evaluation takes longer than its steps would be ended although it makes progress."""
     keys = {"eval_steps": 4, "eval_samples": 60, "generation_eval_samples": 6, "max_new_tokens_eval": 8}
     words = [f"{key}={value}" for key, value in (KEYS | keys | {"max_train_steps": 6}).items()]
     codes = server.run(train_and_count, tmp_path / "log", folder=str(tmp_path), words=words)

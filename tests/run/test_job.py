@@ -67,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be mistreated."""
+    """A copy of a finished run, which a test may damage."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -175,7 +175,7 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 def test_with_another_optimizer_the_moments_begin_again(
     before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused, unless that is wanted."""
+    """Another optimizer is refused unless `allow_inexact_resume` is set."""
     assert train(tmp_path, *before, "max_train_steps=2") == 0
     assert train(tmp_path, *now, "max_train_steps=4") == 2
     assert "optimizer was" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_the_second_call_tries_a_push_again_that_failed(
 def test_a_push_that_was_interrupted_does_not_evaluate_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a job ends before its upload does, each attempt would have evaluated again."""
+    """Otherwise every attempt of a job that ends before its upload would evaluate again."""
 
     def broken_off(*_: object) -> None:
         raise KeyboardInterrupt
@@ -230,7 +230,7 @@ def test_a_push_that_was_interrupted_does_not_evaluate_again(
 def test_a_call_interrupted_in_its_last_cleanup_releases_folder_and_log(
     last: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a notebook the process lives on after a second Ctrl-C, and its next call takes the folder."""
+    """The process of a notebook survives a second Ctrl-C, and its next call must be able to take the folder."""
 
     def broken_off(*_: object) -> None:
         monkeypatch.undo()  # once
@@ -258,7 +258,7 @@ def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
 def test_files_of_a_run_are_drafted_in_the_work_folder_of_its_writer(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a takeover stops a write that has begun already."""
+    """A takeover removes that folder, which stops a write that has already begun."""
     begun, rename = dict[str, set[Path]](), Filesystem.rename
 
     def noted(disk: Filesystem, source: Path, target: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_run_that_would_not_be_the_same_is_refused(
 def test_a_resumed_run_keeps_the_number_of_threads_that_it_began_with(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other threads would add up in another order."""
+    """Another number of threads would sum in another order."""
     surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
     torch.set_num_threads(surroundings["threads"] + 1)
     assert train(run, "restart_from=4") == 0
@@ -614,7 +614,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
 def test_tokens_that_the_base_does_not_know_are_refused_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A token was added to the tokenizer, and the base was not resized."""
+    """A token was added to the tokenizer without resizing the embeddings of the base."""
     base = Path(shutil.copytree(BASE_FOLDER, tmp_path / "base"))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<new>"])
@@ -744,7 +744,7 @@ def test_a_disk_that_is_full_at_the_start_is_recorded_as_a_failure(run: Path, mo
 
 
 def test_the_loss_counts_labels_only_and_is_shifted_by_one() -> None:
-    """The original's two mistakes: paying for copies, and paying for the question."""
+    """The first CI-LLM had two mistakes: a loss for copying the input token, and a loss on the question."""
     example = Example(*(torch.tensor(x).numpy() for x in ([5, 6, 7, 8], [False, False, True, True])))
     packed = pack([example, example], [0, 1])
     assert packed.predict_from.tolist() == [1, 2, 5, 6]

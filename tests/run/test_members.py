@@ -1,4 +1,4 @@
-"""Who is in the crowd, as values: branches and their agent-steps, stops, clones, and what is asked for by files."""
+"""The members of a crowd as values: branches and their agent-steps, stops, clones, and requests by files."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials
 
 
 def test_a_fresh_node_resumes_from_the_mirror_of_an_interrupted_run(trials: Trials) -> None:
-    """Interrupted by a signal, which sends the newest step within the grace; then another disk, and a complete run."""
+    """A signal interrupts the run, which sends its newest step; on an empty disk the same command completes it."""
     cell = Cell()
     folder = trials.new_folder()
     mirror = {"mirror": f"file://{folder}/mirror"}

@@ -151,7 +151,7 @@ def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: Fork
 def test_in_an_elastic_job_a_process_whose_peer_is_gone_saves_the_last_boundary_alone(
     lost: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """Process 1 as well, which takes over from process 0. It happens in the fourth step; no save is due."""
+    """The peer dies in the fourth step, where no save is due; process 1 takes the folder over from process 0."""
     moment = Moment("ci_llm.run.loop.apply_gradients", 4)
     keys = {"save_steps": "null", "eval_steps": "null"}
     codes = train(server, tmp_path, moment, ranks=2, rank=lost, sent="SIGKILL", elastic=True, keys=keys)

@@ -57,7 +57,7 @@ WORDS = [
 def test_a_suggestion_is_a_command_that_the_trainer_takes(
     words: list[str], suggested: Callable[..., dict[str, list[str]]]
 ) -> None:
-    """`max_train_steps=... max_train_samples=null` behind a command that has them was `given twice`."""
+    """Suggested keys that the command already had were refused as `given twice`."""
     said = suggested(*words)
     assert set(said) == {"longer", "own data"}
     for command in said.values():
@@ -73,7 +73,7 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
 
 
 def test_a_run_called_from_python_suggests_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were command lines with `--config /dev/null`."""
+    """Suggestions after a call were command lines with `--config /dev/null`."""
     monkeypatch.chdir(ROOT)
     command = partial(command_line, replace(LAUNCH, called_at=1.0))
     own, toy = Config(model_name="there/base", dataset_name="there/rows"), Config()

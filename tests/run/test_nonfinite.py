@@ -44,7 +44,7 @@ def test_a_nonfinite_agent_changes_no_bit_of_the_others(server: ForkServer, undi
 
 
 def test_a_bad_row_costs_its_agent_no_more_than_in_a_run_alone(server: ForkServer, tmp_path: Path) -> None:
-    """Each reads the rows in an order of its own, so that one agent's bad batch is not the other's."""
+    """Each agent reads the rows in its own order, so that they meet the bad row in different batches."""
     one, other = "{seed: 1, data_seed: 3}", "{seed: 2, data_seed: 4}"
     fault = Fault("nan gradient", steps=(4,), agents=(0,))
     for name, agents in (("alone", [one]), ("beside", [one, other])):
@@ -96,7 +96,7 @@ def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
 
 
 def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
-    """Two steps before the checkpoint and one after it are three in a row, and the snapshot is the one of before."""
+    """Two steps before the checkpoint and one after it are three in a row; the rollback is to the older snapshot."""
     keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
     fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
@@ -120,7 +120,7 @@ def test_an_agent_with_no_rollback_left_ends_the_attempt(server: ForkServer, tmp
 def test_an_agent_with_no_rollback_left_is_dropped_on_request(
     server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Also by the attempt that follows a kill; and the evaluation names it."""
+    """The attempt after a kill drops it too, and evaluation.json names it."""
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
     keys = {"max_consecutive_nonfinite": 2, "drop_nonfinite_agents": "true", "save_steps": 9}
     assert train(server, tmp_path, fault, Fault("kill", steps=(10,), committed=9), **keys) == [-9]
@@ -144,7 +144,7 @@ def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
 
 
 def test_a_schedule_with_its_own_length_ends_there_and_keeps_the_last_rate() -> None:
-    """A run of three steps with it has the rates of the first three of eight; later ones keep the last."""
+    """Three steps with a schedule of eight have its first three rates; steps after its end keep the last rate."""
     whole = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
     part = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2, schedule_steps=8), 3)
     assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
@@ -169,7 +169,7 @@ def test_a_bad_batch_is_skipped_and_no_rate_is_cut(server: ForkServer, undisturb
 
 
 def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp_path: Path) -> None:
-    """Killed after the batch and before the next checkpoint; in the second attempt nothing is wrong with the batch."""
+    """The run is killed between the batch and the next checkpoint; the fault is gone in the second attempt."""
     fault, keys = Fault("nan output", steps=(4,), agents=(0, 1, 2)), {"pass_per_agent": False}  # it strikes in passes
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
     cut = tmp_path / "cut"

@@ -1,4 +1,4 @@
-"""The digest of a layer: the same whenever it is taken, another one where anything is computed otherwise, no trace."""
+"""The digest of a layer repeats, differs where any operation computes other bits, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def digest_of(crowd: Crowd, lengths: tuple[int, ...] = LENGTHS, *, own_rows: boo
 
 
 def everything(crowd: Crowd) -> dict[str, Any]:
-    """What a digest must leave as it was."""
+    """Everything that taking a digest must not change."""
     agents = crowd.agents
     return {
         "weights": agents.weights.clone(),

@@ -41,7 +41,7 @@ def train(folder: Path, model: Path, steps: int, *words: str) -> int:
 
 
 def train_as_on_a_gpu(folder: Path, model: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """All that a GPU decides about the precision of a base is the one function that is replaced here."""
+    """Trains with the precision of a GPU: the one function that asks the device is replaced."""
 
     def dtype(model_dtype: str | None, _: torch.device) -> torch.dtype | str:
         return load.DTYPES[model_dtype] if model_dtype else "auto"
@@ -132,7 +132,7 @@ def test_generators_of_missing_gpus_are_named_and_the_others_are_restored() -> N
 
 @pytest.mark.parametrize(("processes", "handed_on"), [(2, True), (1, False), (3, False)])
 def test_generators_are_restored_on_as_many_processes_and_seeded_on_others(processes: int, handed_on: bool) -> None:
-    """A callback that draws between the steps draws the same in every repetition of the resume, and not by chance."""
+    """A callback that draws between the steps draws the same numbers in every repetition of the resume."""
     kept = determinism.capture()
     draw = lambda: [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: E731
     saved = {}

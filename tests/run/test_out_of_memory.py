@@ -33,7 +33,7 @@ SPARE_BYTES = {True: 33 << 20, False: 100 << 20}
 def test_a_step_for_which_the_kernel_refuses_memory_keeps_its_rows(
     ranks: int, pass_per_agent: bool, server: ForkServer, tmp_path: Path
 ) -> None:
-    """The kernel refuses from the second step on what the first one had; on one process of two."""
+    """From the second step on, the kernel refuses memory that the first step had, to the last process."""
     keys = BIG | {"global_batch_size": ROWS * ranks, "pass_per_agent": pass_per_agent}
     fault = Fault("short memory", steps=(1,), process=ranks - 1, amount=SPARE_BYTES[pass_per_agent], times=1)
     for name, faults in (("ample", []), ("short", [fault])):
@@ -86,7 +86,7 @@ def test_with_one_row_left_layers_are_recomputed_and_then_the_attempt_ends(serve
 def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """On the way and at the end, teacher-forced and generated; no bit of the training hangs on it."""
+    """This holds for evaluations during the run and at its end, and changes no bit of the training."""
     keys = {"eval_steps": 4, "eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4}
     keys |= {"max_train_steps": 6}
     fault = Fault("out of memory in an evaluation", steps=(3, 5), process=ranks - 1, amount=2)
@@ -108,7 +108,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
 def test_after_a_kill_in_an_evaluation_the_next_attempt_evaluates_fewer_rows_at_a_time(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """The kernel gives no word: status.json has said before what is being done. The scores are those of one attempt."""
+    """A kill leaves no message: status.json tells the next attempt that it was in an evaluation."""
     keys = {"eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4, "max_train_steps": 6}
     assert train(server, tmp_path / "ample", ranks=ranks, **keys) == [0] * ranks, said(tmp_path / "ample")
     kill = Fault("kill in an evaluation", steps=(5, -1), amount=2)  # -1: the attempt trains no step
@@ -149,7 +149,7 @@ def test_a_resumed_run_keeps_recomputing_layers(server: ForkServer, tmp_path: Pa
 
 
 def test_a_resumed_run_keeps_its_pass_per_agent(server: ForkServer, tmp_path: Path) -> None:
-    """The bits of the run whose memory was short are those of one that is resumed in the middle of it."""
+    """The run that was short of memory ends with the same bits whether or not it is resumed in between."""
     short = Fault("out of memory", steps=(2,), times=1)
     keys = {"pass_per_agent": False, "save_steps": 4, "max_train_steps": 6}
     assert train(server, tmp_path / "straight", short, **keys) == [0]
@@ -194,7 +194,7 @@ def test_a_bug_does_not_count_as_out_of_memory(server: ForkServer, tmp_path: Pat
 
 
 def test_the_cause_is_the_process_that_failed_first(server: ForkServer, tmp_path: Path) -> None:
-    """Process 1 runs out of memory where it cannot vote; process 0 is told to stop for it, as launchers do."""
+    """Process 1 runs out of memory where it cannot vote; process 0 is then stopped, as launchers do."""
     faults = (
         Fault("out of memory in the optimizer", steps=(3,), process=1),
         Fault("terminated after another", steps=(4,), process=0),

@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ForkServer, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The final checkpoint of two processes that nothing befell."""
+    """The final checkpoint of an undisturbed run on two processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     keys = words(base, "run")
     codes = server.run(train_watched, folder / "log", ranks=2, folder=str(folder), arguments=keys, fate=None)
@@ -114,7 +114,7 @@ def act(number):
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_by_the_same_command(base: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Ctrl-C reaches all that the terminal knows: Accelerate, which ends, and the process that it has started."""
+    """Ctrl-C reaches the whole process group: Accelerate, which ends, and the process that it has started."""
     run = tmp_path / "run"
     with launch(tmp_path, ON_CPU, words(base, run), CTRL_C) as child:
         end(child, tmp_path)
@@ -204,7 +204,7 @@ def act(number):
 
 
 def test_processes_save_and_end_when_torchruns_agent_is_killed(base: Path, tmp_path: Path) -> None:
-    """Also where nothing was saved before: the store of the agent, at which processes meet, is gone with it."""
+    """This holds before the first save too, although the agent's rendezvous store died with it."""
     keys = words(base, run := tmp_path / "run", save_steps="null")
     with launch(tmp_path, PLAIN, ["--distributed=2", *keys], AGENT_DIES) as child:
         assert end(child, tmp_path) == 0, "\n".join(child.seen)

@@ -1,4 +1,4 @@
-"""Runs whose base is sharded over their processes: the bits of the run without shards, and nobody ever waits in vain.
+"""Runs whose base is sharded over processes have the bits of runs without shards, and no process waits for ever.
 
 Real processes, gloo, the real job, faults at named places of a pass.
 """

@@ -27,7 +27,7 @@ from tests.run.test_emergency_save import BrokenOnce
 
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> shutdown.Attempt:
-    """Of a run with checkpoints of these steps."""
+    """An attempt that is about to end, of a run with checkpoints of these steps."""
     config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
     processes: Any = SimpleNamespace(is_main_process=True, launch=launch("python"))
     manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True, wait_until_finished=lambda: None)
@@ -52,7 +52,7 @@ def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] 
 def test_an_interruption_reports_the_step_that_is_saved(
     steps: list[int], began_at: int, step: int, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps that were trained and not saved, because of a second Ctrl-C or a full disk, will be trained again."""
+    """Steps lost by a second Ctrl-C or a full disk are trained again, so they are not the reported step."""
     caplog.set_level(logging.INFO, "ci_llm")
     attempt_at_its_end(tmp_path, steps, began_at, trained=60).interrupted("signal:SIGINT")
     assert read_status(tmp_path).step == step
@@ -88,7 +88,7 @@ def test_a_full_disk_hides_no_interruption(
 
 
 def test_a_save_that_failed_hides_no_interruption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A second Ctrl-C ends a run whose save may just have failed; its error must not cost the run its status."""
+    """A second Ctrl-C may come after a save has failed; the status must still say that the run was interrupted."""
     with CheckpointManager(tmp_path) as manager:
         manager.acquire_lease()
         assert manager.save(3, {"w": torch.ones(3)})
@@ -134,7 +134,7 @@ def test_the_command_of_ci_llm_is_shown_by_its_name(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("program", [".venv/bin/python", "/venv/bin/python", "/usr/bin/python3.12"])
 def test_a_program_outside_the_path_is_shown_with_its_full_path(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make train` starts one that is not on the path: its bare name would be another interpreter, or none."""
+    """`make train` starts an interpreter outside the path: its bare name would start another one, or none."""
     monkeypatch.setattr(sys, "orig_argv", [program, "train.py"])
     monkeypatch.setattr(shutil, "which", PATH.get)
     assert shutdown.command_line(launch("python")) == f"{program} train.py"
@@ -190,7 +190,7 @@ def test_a_run_like_this_one_names_each_key_once(
 def test_a_stop_requested_by_the_caller_never_ends_the_interpreter(
     reason: str, source: str | None, called_at: float | None, kills: bool
 ) -> None:
-    """A step that was longer than the grace ended the process of the caller, with exit code 0."""
+    """A step longer than the grace ended the caller's process with exit code 0."""
     interrupts: Any = SimpleNamespace(stop_requested_at=time.monotonic(), stop_reason=reason)
     asked = replace(launch("torchrun"), kill_delay_s=30.0, called_at=called_at)
     deadline = Deadline(time.time() + 20, source) if source else None

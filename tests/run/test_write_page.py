@@ -1,4 +1,4 @@
-"""When a run writes its report by itself, and when it rather leaves. A real run shows the rest in tests/report/."""
+"""When a run writes its report by itself, and when it leaves it out. Tests of real reports are in tests/report/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.report.folders import leave_run
 def run(
     folder: Path, *, told_s_ago: float | None = None, is_main_process: bool = True, held: bool = True, **keys: Any
 ) -> Any:
-    """What `write_page` looks at."""
+    """The arguments of `write_page` for a run that stopped `told_s_ago` seconds ago."""
     told_at = None if told_s_ago is None else time.monotonic() - told_s_ago
     return (
         Config(output_dir=str(folder), **keys),

@@ -1,4 +1,4 @@
-"""What is answered over HTTP is what the crowd answers at home, whole or in pieces, alone or in company."""
+"""Answers over HTTP equal those of the crowd in process, whole or streamed, alone or beside other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be answered gets OpenAI's status and error, says which field, and harms nobody."""
+"""A bad request gets OpenAI's status and an error that names the field, and other requests are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that people have: openai, LangChain, curl, lm-evaluation-harness."""
+"""The server with the clients openai, LangChain, curl and lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def harness(served: Listening, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 
 def nats(crowd: Crowd, who: int, ids: Sequence[int], first: int) -> float:
-    """Log-likelihood of the tokens from `first` on: the crowd's own scores, in this process."""
+    """The log-likelihood of the tokens from `first` on, by the crowd in this process."""
     found = score(crowd, [pack([Continuation.after(ids[:first], ids[first:])], [0])], "probability")
     assert found is not None
     return -float(found.nll[who, 0])

@@ -1,4 +1,4 @@
-"""`--engine URL`: agents on another server vote here as they do at home, and an engine that cannot is refused."""
+"""`--engine URL`: agents on another server vote as agents in this process do; an engine that cannot is refused."""
 
 from __future__ import annotations
 

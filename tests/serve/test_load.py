@@ -116,7 +116,7 @@ def test_a_foreign_host_name_is_refused_without_a_key(wide: Listening, served: L
 
 
 def test_an_idle_connection_is_kept_for_longer_than_clients_keep_it() -> None:
-    """Whoever is the first to close must be the client: a request may be on its way when the server closes."""
+    """The client must close first: a request could be under way while the server closes the connection."""
     of_clients = {"openai": openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry, "aiohttp": 15.0, "nginx": 60.0}
     kept = server_of(of_run(disturbed_crowd(), Options())).config.timeout_keep_alive
     assert all(kept > (each or 0) for each in of_clients.values())

@@ -55,7 +55,7 @@ def press(browser: Browser, key: str, code: int, modifiers: int = 0) -> None:
 
 
 def ask(browser: Browser, text: str = QUESTION) -> None:
-    """By the keyboard alone: the field has the focus."""
+    """Type a question and send it by the keyboard alone: the field has the focus."""
     browser.ask("Input.insertText", text=text)
     press(browser, "Enter", 13)
 
