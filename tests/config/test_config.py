@@ -124,7 +124,7 @@ def complaint(path: Path | None, *arguments: str) -> str:
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """What was given, and not what keys that say auto become by it."""
+    """The keys that were given, without those that auto resolved."""
     return {change.key: change.new for change in Config().diff(config) if change.key not in config._reasons}
 
 

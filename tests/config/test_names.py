@@ -10,12 +10,8 @@ from ci_llm.config import Config, groups, load_config, parse_config, read_call
 from ci_llm.config.foreign import ALIASES, ALWAYS, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
+from tests.config.test_config import changed
 from tests.support.messages import Messages, require_typable
-
-
-def changed(config: Config) -> dict[str, Any]:
-    """What was given, and not what keys that say auto become by it."""
-    return {change.key: change.new for change in Config().diff(config) if change.key not in config._reasons}
 
 
 def refusal(*arguments: str) -> ConfigError:

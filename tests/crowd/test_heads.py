@@ -75,16 +75,6 @@ def plain_model(outputs: int, dtype: torch.dtype) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(BASE_FOLDER, num_labels=outputs, dtype=dtype)
 
 
-@pytest.fixture
-def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of the base compute in fp32 whatever it is; where two sides differ by 1e-16, that makes it 1e-8."""
-
-    def forward(self: Any, states: Tensor) -> Tensor:
-        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", forward)
-
-
 def lora_config() -> Any:
     from peft import LoraConfig
 

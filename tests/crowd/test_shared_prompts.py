@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ci_llm.config import Config, parse_config
 from ci_llm.crowd.crowd import Crowd
@@ -43,16 +42,6 @@ def pairs(learn_prompt: bool = False) -> list[Unit]:
         found.append(unit_of(branches, learn_prompt=learn_prompt))
     begin, own = drawn(11, 5), drawn(6, 15)
     return [*found, unit_of([example(begin, own), example(begin, own[:2])], learn_prompt=learn_prompt)]
-
-
-@pytest.fixture
-def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of the base compute in fp32 whatever it is; that would make 1e-16 of a difference 1e-8."""
-
-    def forward(self: Any, states: Tensor) -> Tensor:
-        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
 def step(crowd: Crowd, name: str, units: Sequence[Unit], cuts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,7 @@ def learned(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def talk(*turns: str, trained_from: int = 0) -> Chat:
+    """A chat of these turns, of user and assistant in alternation."""
     roles = ["user", "assistant"] * len(turns)
     return Chat(tuple(map(Message, roles, turns)), trained_from)
 

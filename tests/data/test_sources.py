@@ -25,6 +25,7 @@ from ci_llm.data.prompts import texts_of_rows
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message, Pair
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
+from tests.data.test_encoder import talk as chat
 from tests.support.messages import Messages
 
 ROWS = [
@@ -39,12 +40,6 @@ def _no_network_and_an_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-def chat(*turns: str, trained_from: int = 0) -> Chat:
-    """Turns by turns: user, assistant, user, ..."""
-    roles = ["user", "assistant"] * len(turns)
-    return Chat(tuple(map(Message, roles, turns)), trained_from)
 
 
 EXPECTED = [chat(row["question"], row["answer"]) for row in ROWS]
@@ -647,10 +642,8 @@ def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
 
 def test_a_full_disk_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*_: object, **__: object) -> None:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+        full = OSError(errno.ENOSPC, "No space left on device")
+        raise DatasetGenerationError("An error occurred while generating the dataset") from full
 
     monkeypatch.setattr(datasets, "load_dataset", is_full)
     (tmp_path / "a.csv").write_text("text\na\n")

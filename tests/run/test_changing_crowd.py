@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.crowd.crowd import Crowd
 from tests.support.agent_facts import facts_of
-from tests.support.asked import train_asked
+from tests.support.asked import complete, metrics, train_asked
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -29,12 +29,6 @@ def branched(trials: Trials) -> Path:
     return complete(trials, CELL, **BRANCHING)
 
 
-def complete(trials: Trials, cell: Cell, **keys: Any) -> Path:
-    folder = trials.new_folder()
-    assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
-    return folder
-
-
 def asked(
     trials: Trials, server: ForkServer, cell: Cell, *asks: Any, folder: Path | None = None, **options: Any
 ) -> Path:
@@ -48,10 +42,6 @@ def asked(
     )
     assert found == codes, (folder / "log").read_text()
     return folder
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
 # Branches

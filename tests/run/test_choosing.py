@@ -21,7 +21,7 @@ from ci_llm.run.crowd_changes import BY_HEART, TRAINING_NLL, change_of, choice_f
 from ci_llm.run.start.agent_settings import schedules
 from ci_llm.run.step.members import CrowdChange, Members, config_of
 from ci_llm.run.step.state import Choice, TrainState
-from tests.support.asked import train_asked
+from tests.support.asked import complete, metrics, train_asked
 from tests.support.crowds import bits_in_company
 from tests.support.faults import Fault, said, train
 from tools.testbed.forkserver import ForkServer
@@ -131,18 +131,8 @@ CELL: Final = Cell()
 in_trials = pytest.mark.slow
 
 
-def complete(trials: Trials, cell: Cell = CELL, **keys: Any) -> Path:
-    folder = trials.new_folder()
-    assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
-    return folder
-
-
 def read(folder: Path, name: str) -> Any:
     return json.loads((folder / "run" / name).read_text())
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -160,13 +150,13 @@ JOINS: Final = KEYS | {"max_train_samples": 2, "learning_rate": 2e-2, "num_warmu
 @pytest.fixture(scope="module")
 def alone(trials: Trials, stays: dict[str, Any]) -> Path:
     """The folder of an undisturbed run of which one agent stays alone."""
-    return complete(trials, **stays)
+    return complete(trials, CELL, **stays)
 
 
 @pytest.fixture(scope="module")
 def joined(trials: Trials) -> Path:
     """The folder of an undisturbed run in which the others join."""
-    return complete(trials, **JOINS)
+    return complete(trials, CELL, **JOINS)
 
 
 class TestRuns:
@@ -191,7 +181,7 @@ class TestRuns:
     ) -> None:
         rate = 4e-3 / math.sqrt(3)  # of the configuration of a trial
         single = stays | {"crowd": "fixed", "num_agents": 1, "max_train_steps": AGENT_STEPS, "learning_rate": rate}
-        ours, theirs = account(alone), account(complete(trials, **single))
+        ours, theirs = account(alone), account(complete(trials, CELL, **single))
         same = [name for name in theirs if "adapter_model" in name or "exp_avg" in name or "witnessed" in name]
         assert len(same) > 8
         assert [name for name in same if ours[name] != theirs[name]] == []

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from ci_llm.core.run_status import is_alive, read_status
-from tests.slurm.cluster import until
+from ci_llm.core.run_status import read_status
 from tests.support.campaign import sampled
-from tests.support.children import ROOT, SCRIPTS, Child, hold_at
+from tests.support.children import ROOT, SCRIPTS, Child, hold_at, processes_of
+from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import arguments, train_signalled
 
@@ -60,22 +59,10 @@ def launch(launcher: str, folder: Path, environment: Mapping[str, str], **keys: 
     return Child(SCRIPTS / name, *options, *port, ROOT / "train.py", *words, env={**ENVIRONMENT, **environment})
 
 
-def left(folder: Path) -> list[psutil.Process]:
-    """Every process that lives and has the run's folder on its command line: launcher, trainers, loader workers."""
-    return [one for one in psutil.process_iter() if is_alive(one.pid) and str(folder) in " ".join(_command(one))]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
-
-
 def stop(child: Child, folder: Path) -> list[str]:
-    """End the launcher and wait until everything below it has ended; what was said, no traceback of ours in it."""
+    """End the launcher, wait until every process of the run has ended, and return its output without a traceback."""
     child.signal(signal.SIGTERM)
-    until("nothing of it is left", lambda: not left(folder))
+    wait_until("every process of the run has ended", lambda: not processes_of(folder))
     child.wait()
     assert not [line for line in child.seen if 'File "' in line and "ci_llm" in line], child.seen
     return child.seen

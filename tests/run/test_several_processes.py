@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.core.run_status import is_alive, read_status
-from tests.support.children import ROOT, Child
+from ci_llm.core.run_status import read_status
+from tests.support.children import ROOT, Child, processes_of
 from tests.support.launched import launch, micro_steps
 from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
@@ -59,19 +58,8 @@ def words(base: Path, output_dir: Path | str, **keys: Any) -> list[str]:
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """Every process of the run has ended, also those whose launcher went first."""
-
-    def left() -> bool:
-        return any(str(folder) in " ".join(_command(one)) for one in psutil.process_iter() if is_alive(one.pid))
-
-    wait_until("nothing of it is left", lambda: not left())
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
+    """Wait until every process of the run has ended, also those whose launcher ended first."""
+    wait_until("every process of the run has ended", lambda: not processes_of(folder))
 
 
 def end(child: Child, folder: Path) -> int:

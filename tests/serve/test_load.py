@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import cycle
@@ -31,7 +30,7 @@ from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.children import Child
 from tests.support.crowds import disturbed_crowd
-from tools.testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -282,9 +281,9 @@ def test_a_log_on_a_full_disk_does_not_stop_answers(saved: Path) -> None:
         server = subprocess.Popen(command, stdout=full, stderr=full, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, trust_env=False) as http:
-            while not is_up(http):
-                assert server.poll() is None, "it has ended"
-                time.sleep(0.05)  # it has no words for us: nothing can be written
+            # Its first line cannot be written, so that only its port shows when it is ready.
+            wait_until("it answers or has ended", lambda: is_up(http) or server.poll() is not None)
+            assert server.poll() is None, "it has ended"
             for _ in range(3):
                 assert http.post("/v1/chat/completions", json=chat(max_tokens=4)).status_code == 200
         server.terminate()
