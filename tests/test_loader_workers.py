@@ -70,7 +70,7 @@ class Marked:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_loader_keeps_what_it_does_in_a_new_worker(passes: int) -> None:
+def test_a_loader_keeps_its_worker_init_fn(passes: int) -> None:
     sampler = StatefulSampler(Marked())
     loader: DataLoader[int] = DataLoader(
         Marked(), sampler=sampler, num_workers=1, worker_init_fn=begun.append, batch_size=1
@@ -79,7 +79,7 @@ def test_a_loader_keeps_what_it_does_in_a_new_worker(passes: int) -> None:
         assert [int(batch) for batch in StatefulSampler.batches(sampler, loader, epochs=sampler.epoch + 1)] == [1] * 4
 
 
-def test_a_loader_is_shielded_once_and_what_has_no_workers_stays_as_it_is() -> None:
+def test_a_loader_is_shielded_once_and_one_without_workers_is_left_alone() -> None:
     loader: DataLoader[int] = DataLoader(ROWS, num_workers=1)
     alone: DataLoader[int] = DataLoader(ROWS)
     batches = [[1], [2]]

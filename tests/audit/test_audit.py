@@ -78,7 +78,7 @@ def test_the_zoo(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_with_its_line_and_its_cause(tmp_path: Path, server: ForkServer) -> None:
+def test_a_mistake_is_reported_with_its_line_and_its_cause(tmp_path: Path, server: ForkServer) -> None:
     [case] = [case for case in cases() if case.name == "torch, no-moments"]
     said = io.StringIO()
     show(examine_warm(case, tmp_path, server), Console(file=said, width=120))
@@ -109,7 +109,9 @@ def test_a_script_that_refuses_to_resume_is_not_said_to_count_its_steps_wrong(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_cannot_be_audited_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for code, seconds, message in (
         ("raise SystemExit('no data')", 900, "the script failed by itself, with exit code 1"),
         ("print('nothing to do')", 900, "no optimizer step of torch was seen"),
@@ -122,7 +124,9 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_before_the_signal_is_not_a_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ended in a traceback, with the exit code of a script that diverges."""
     work = tmp_path / "work"  # each run works in a copy of the current folder
     work.mkdir()
@@ -134,7 +138,7 @@ def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path, m
         run_audit(Plan([sys.executable, "-c", third + train], steps=4), tmp_path / "scratch")
 
 
-def test_a_wrong_call_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--steps", "2", "--kill-at", "9"]) == 2
     said = capsys.readouterr().err
     assert "there is no command" in said

@@ -114,7 +114,7 @@ def test_when_a_job_that_was_told_to_end_is_killed() -> None:
     assert kill_time(JOB, Cluster(end="Unknown"), now=END_S - 60) is None
 
 
-def test_a_command_that_is_missing_or_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_missing_or_fails_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for name, body in {"squeue": "echo $SLURM_TIME_FORMAT; echo $1", "scontrol": "exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

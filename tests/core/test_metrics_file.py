@@ -32,6 +32,6 @@ def test_the_words_of_json_are_numbers() -> None:
     assert all(math.isnan(number(value)) for value in ("nan", None, "?", [1]))
 
 
-def test_finite_numbers_are_told_from_words() -> None:
+def test_finite_numbers_are_distinguished_from_words() -> None:
     record = {"step": 1, "loss": 0.5, "norm": math.inf, "word": "nan", "none": None}
     assert dict(finite_numbers(record)) == {"step": 1, "loss": 0.5}

@@ -107,7 +107,7 @@ def test_the_answers_of_any_chat_are_found(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])
-def test_what_is_given_is_not_learned(template: str | None) -> None:
+def test_tokens_of_the_prompt_are_not_learned(template: str | None) -> None:
     tokenizer = byte_tokenizer(template)
     end = "<|im_end|>" if template else "</s>"
     example = Encoder(tokenizer).encode(talk("q1", "a1", "q2", "a2", trained_from=2))

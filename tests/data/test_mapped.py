@@ -57,7 +57,7 @@ def test_a_part_of_files_and_rows_in_memory_stay_as_they_are(saved: Dataset) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_stretches")
-def test_what_was_read_does_not_stay_resident(saved: Dataset) -> None:
+def test_pages_that_were_read_do_not_stay_resident(saved: Dataset) -> None:
     rows = mapped(saved)
     files = [Path(file["filename"]) for file in saved.cache_files]
     assert sum(file.stat().st_size for file in files) > 20 * MEGABYTE

@@ -102,7 +102,7 @@ def test_every_form_of_row_is_recognised(name: str) -> None:
     assert rows[1] == expected
 
 
-def test_what_is_asked() -> None:
+def test_the_question_of_a_row_is_the_turn_before_the_last_learned_answer() -> None:
     """Before the last answer that is learned."""
     assert chat("a", "b", "c", "d").question == "c"
     assert chat("a", "b", "c").question == "a"
@@ -375,7 +375,7 @@ def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: 
 
 
 @pytest.mark.slow
-def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> None:
+def test_the_held_out_rows_do_not_depend_on_limits_and_seed(tmp_path: Path) -> None:
     name = _numbered(50, tmp_path)
     usual = _questions(Config(dataset_name=name), "train")
     assert _questions(Config(dataset_name=name, eval_samples=2), "train") == usual
@@ -451,7 +451,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
         ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
     ],
 )
-def test_rows_that_are_trained_on_are_told_from_those_held_out(
+def test_rows_that_are_trained_on_are_distinguished_from_held_out_rows(
     settings: dict[str, Any], count: int, word: str, tmp_path: Path
 ) -> None:
     config = Config(**{"dataset_name": _numbered(40, tmp_path), **settings})

@@ -101,7 +101,7 @@ def test_killed_inside_an_epoch_a_plain_loop_ends_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_place_that_nobody_counted_is_not_guessed(workers: int, server: ForkServer, tmp_path: Path) -> None:
+def test_a_position_that_was_not_counted_is_not_guessed(workers: int, server: ForkServer, tmp_path: Path) -> None:
     how = {"folder": str(tmp_path), "workers": workers, "counted": False}
     assert server.run(loop, tmp_path / "log", kill_at=2, **how) == [-signal.SIGKILL]
     assert server.run(loop, tmp_path / "log", **how) == [1]
@@ -170,7 +170,7 @@ def test_the_loop_may_say_where_a_pass_starts(state: dict[str, Any]) -> None:
     assert sorted(sampler) == list(range(50)), "another epoch begins at its beginning"
 
 
-def test_what_cannot_be_counted_is_refused() -> None:
+def test_loaders_that_cannot_be_counted_are_refused() -> None:
     sampler = StatefulSampler(Rows(), seed=1)
     prepared: Any = Accelerator(cpu=True).prepare(loader_of(sampler))
     another = loader_of(StatefulSampler(Rows()))

@@ -147,7 +147,7 @@ def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path
     assert "one process shares the base with nobody" in alone.text
 
 
-def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
+def test_a_check_that_fails_on_one_process_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     codes = server.run(dry_run_with_a_bad_disk_on_one, log, ranks=2, folder=str(tmp_path), words=[])
     text = log.read_text()
@@ -206,14 +206,14 @@ def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
     assert {"storage", "time"} <= set(found.of("ok")), "estimates need no batch that fits"
 
 
-def test_missing_data_fail_the_check_of_the_data_and_the_estimates_are_told(server: ForkServer, tmp_path: Path) -> None:
+def test_missing_data_fail_their_check_and_estimates_are_still_printed(server: ForkServer, tmp_path: Path) -> None:
     found = told(server, tmp_path, FEW_AGENTS, "dataset_name=nowhere.jsonl", "max_train_steps=10")
     assert found.codes == [1]
     assert found.of("FAILED") == ["data"]
     assert "at most" in found.lines["time"]
 
 
-def test_a_folder_without_weights_fails_the_check_of_the_model_and_the_estimates_are_told(
+def test_a_folder_without_weights_fails_the_check_of_the_model_and_estimates_are_still_printed(
     server: ForkServer, tmp_path: Path
 ) -> None:
     shutil.copytree(BASE_FOLDER, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -341,7 +341,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
 # Without a run
 
 
-def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
+def test_checks_that_depend_on_a_failed_one_are_reported_as_skipped() -> None:
     def wrong(_: None) -> str:
         raise ConfigError("what", where="where", hint="hint")
 

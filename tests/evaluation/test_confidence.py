@@ -77,7 +77,7 @@ def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool
     assert ("no AUROC below 10 of each" in line) != shown
 
 
-def test_long_answers_are_ranked_by_what_their_confidence_no_longer_shows() -> None:
+def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -> None:
     """The confidence of each is 0 as it was written; the surest were simply the first of the file."""
     wrong = [row(0.0, False, [False], signal=-30.0 - number) for number in range(3)]
     right = [row(0.0, True, [True], signal=-20.0 - number) for number in range(7)]

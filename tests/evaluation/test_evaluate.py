@@ -286,7 +286,7 @@ def test_rows_that_leave_no_place_are_counted_and_not_asked(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "kind"), [(0, "none"), (1, "some"), (2, "all")])
-def test_copies_of_training_rows_are_no_held_out_rows(
+def test_copies_of_training_rows_do_not_count_as_held_out(
     copies: int, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [*embedded_rows("train")[:copies], *embedded_rows("test")[: 2 - copies]]
@@ -407,7 +407,7 @@ def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, caps
     assert "--split" in said
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refusal(capsys, tmp_path)
     assert "there is no checkpoint at this path" in told
     assert "evaluate, generate and chat also take a base" in told

@@ -210,7 +210,7 @@ def test_saving_again_replaces_the_folder(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_restored_is_named() -> None:
+def test_objects_that_are_not_restored_are_named() -> None:
     assert Loop().said == []
     said = Loop(sampler=torch.utils.data.RandomSampler(range(19))).said
     assert len(said) == 1

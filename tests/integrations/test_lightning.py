@@ -192,7 +192,7 @@ def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
     assert isinstance(trainer.train_dataloader, DataLoader)
 
 
-def test_without_lightning_one_line_says_so() -> None:
+def test_without_lightning_the_error_is_one_line() -> None:
     code = "import sys; sys.modules['lightning'] = None; import ci_llm; ci_llm.LightningCheckpoints"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert "Lightning is not installed" in done.stderr

@@ -181,7 +181,7 @@ def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"auto_find_batch_size": True}, {"ignore_data_skip": True}])
-def test_what_cannot_be_exact_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_that_cannot_resume_exactly_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match=next(iter(changes))):
         checkpoints.resume(trainer(tmp_path, [checkpoints], **changes))

@@ -144,7 +144,7 @@ def test_a_value_that_a_gpu_does_not_report_is_null(monkeypatch: pytest.MonkeyPa
     assert set(reading.values()) == {None}
 
 
-def test_the_file_has_what_the_driver_tells_and_its_peaks(
+def test_the_file_has_the_values_of_the_driver_and_their_peaks(
     tmp_path: Path, written: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads, closed = iter([20, 90]), []

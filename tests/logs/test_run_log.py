@@ -317,7 +317,7 @@ def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
     assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
 
 
-def test_truncation_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
+def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     log.truncate_metrics(5)
     for step in (1, 2, 2, 3, 10):

@@ -122,7 +122,7 @@ def test_an_area_that_cannot_be_drawn_costs_no_line(
     terminal.wait_for("the line", shows("saved     step 1"))
 
 
-def test_what_other_processes_write_is_kept_above_the_area(
+def test_output_of_other_processes_is_kept_above_the_area(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog]
 ) -> None:
     log = open_log(terminal)
@@ -135,7 +135,7 @@ def test_what_other_processes_write_is_kept_above_the_area(
     assert screen[2].startswith("step  2/4000")
 
 
-def test_what_other_code_prints_is_kept_whole_above_the_area(
+def test_output_of_other_code_is_kept_whole_above_the_area(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", terminal.file)

@@ -201,7 +201,7 @@ def test_three_optimizer_steps_equal_peft() -> None:
             )
 
 
-def test_peft_opens_what_is_exported_with_the_same_logits(tmp_path: Path) -> None:
+def test_peft_opens_exported_agents_with_the_same_logits(tmp_path: Path) -> None:
     model = base(dtype=torch.float32)
     crowd = crowd_of(copy.deepcopy(model), target_modules=("q_proj", "down_proj")).eval()
     packed = batch((12,))

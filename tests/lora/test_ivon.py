@@ -166,7 +166,7 @@ def gradient_at_rest(crowd: Crowd) -> Tensor:
     return still.agents.gradients
 
 
-def test_a_step_without_a_draw_says_what_is_missing() -> None:
+def test_a_step_without_a_draw_is_an_error_that_names_it() -> None:
     crowd = crowd_of(AGENT)
     with pytest.raises(RuntimeError, match="call it first"):
         ivon_of(crowd).step()

@@ -207,7 +207,7 @@ def test_recomputed_layers_give_the_same_gradients_by_fast_kernels() -> None:
     [({"dropout": 0.2}, False), ({"agents": ({"rank": 2}, {"rank": 3}, {"rank": 2})}, False), ({}, True)],
     ids=["dropout", "shapes", "rows of its own"],
 )
-def test_what_cannot_be_joined_stays_with_the_layers(settings: dict[str, Any], own_rows: bool) -> None:
+def test_layers_that_cannot_be_joined_compute_alone(settings: dict[str, Any], own_rows: bool) -> None:
     rows = AgentBatches((batch((5, 8)), batch((4,)), batch((3, 6)))) if own_rows else None
     found = [learned(crowd_of(base(dtype=torch.float32), parts, **settings), rows) for parts in ((), ("joined",))]
     assert torch.equal(found[0][1], found[1][1])

@@ -236,7 +236,7 @@ def test_rows_of_each_agents_own_go_through_the_trunk_without_a_gradient() -> No
 
 
 @pytest.mark.slow
-def test_the_crowd_generates_what_its_passes_say() -> None:
+def test_the_crowd_generates_the_texts_of_its_full_passes() -> None:
     """The cache of keys and values holds those of the trunk for every agent."""
     crowd = crowd_on(base(layers=LAYERS)).eval()
     prompts = [[5, 6, 7, 8], [9, 10]]
@@ -279,7 +279,7 @@ def embedded(settings: LoraSettings) -> Crowd:
 
 
 @pytest.mark.slow
-def test_peft_and_from_pretrained_open_what_is_saved(tmp_path: Path) -> None:
+def test_peft_and_from_pretrained_open_saved_agents(tmp_path: Path) -> None:
     own = ({"layers": "upper_half"}, {"layers": (1,), "target_modules": ("q_proj", "v_proj"), "seed": 5}, {})
     crowd = embedded(LoraSettings(rank=4, alpha=8, agents=own))
     last = len(crowd.model.model.layers)

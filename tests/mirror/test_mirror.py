@@ -53,7 +53,7 @@ def test_an_empty_disk_gets_the_newest_step_its_logs_and_its_count_of_attempts(n
     assert again.line == ["checkpoint_step_4", "checkpoint_step_3"]  # the limit counts what the mirror has
 
 
-def test_what_is_there_is_not_sent_again(node: Nodes, refusing: list[Refusing]) -> None:
+def test_blocks_that_are_there_are_not_sent_again(node: Nodes, refusing: list[Refusing]) -> None:
     one = node("disk")
     one.begin()
     one.save(1)
@@ -73,7 +73,7 @@ def version_of(path: Path) -> int:
     return int(json.loads(path.read_text())["format_version"])
 
 
-def test_what_shrinks_is_stored_compressed_and_comes_back_with_its_bytes(node: Nodes) -> None:
+def test_blocks_that_shrink_are_compressed_and_restored_with_their_bytes(node: Nodes) -> None:
     one = node("one", compression="auto")
     one.begin()
     one.save(1, 2)
@@ -127,7 +127,7 @@ def test_a_pruned_step_takes_its_blocks_with_it_and_no_others(node: Nodes) -> No
     assert len(objects_of(again, "records")) == 2
 
 
-def test_of_two_writers_the_last_to_claim_wins_and_nothing_mixes(node: Nodes, said: list[str]) -> None:
+def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nodes, said: list[str]) -> None:
     one = node("one")
     one.begin()
     one.save(1, 2)
@@ -181,7 +181,7 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
 
 
-def test_what_a_loser_removes_the_winner_does_not_need(node: Nodes) -> None:
+def test_the_loser_of_a_claim_removes_no_block_of_the_winner(node: Nodes) -> None:
     """Both send the same bytes: the loser's leftovers go, the winner's blocks are its own."""
     one = node("one")
     one.begin()
@@ -407,7 +407,7 @@ def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Ref
     assert one.mirror.sending == frozenset()
 
 
-def test_an_empty_disk_does_not_start_from_scratch_while_nobody_knows_what_the_mirror_holds(
+def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_read(
     node: Nodes, refusing: list[Refusing], said: list[str]
 ) -> None:
     one = node("one")
@@ -486,9 +486,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
 
 
 @pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
-def test_where_nobody_knows_the_best_step_all_of_them_come_back(
-    text: str | None, steps: list[int], node: Nodes
-) -> None:
+def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, steps: list[int], node: Nodes) -> None:
     one = node("one", keep=None)
     one.begin()
     one.save(1, 2, 3)
@@ -533,7 +531,7 @@ def test_without_a_claim_there_is_nothing_to_wait_for_and_nothing_to_tell(node: 
     assert one.mirror.metrics() == {"mirror/behind_s": 0, "mirror/sent_bytes": one.mirror.state.sent_bytes}
 
 
-def test_who_listens_late_is_told_the_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_listener_gets_the_current_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "_POLL_S", 0.01)
     told: queue.Queue[MirrorState] = queue.Queue()
     one = node("one")
@@ -597,7 +595,7 @@ def test_files_that_are_too_large_or_have_no_name_of_ours_do_not_follow(
     assert {*one.head.files} == {"small.log"}
 
 
-def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
+def test_a_bug_of_the_mirror_is_reported_and_does_not_end_the_run(
     node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     one = node("one")

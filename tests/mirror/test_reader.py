@@ -108,7 +108,7 @@ def test_a_mirror_of_which_nothing_verifies_gives_nothing(
 
 
 @pytest.mark.parametrize("read_all", [True, False])
-def test_a_list_shows_the_line_and_what_was_set_aside(read_all: bool, one: Node) -> None:
+def test_a_list_shows_the_steps_and_those_set_aside(read_all: bool, one: Node) -> None:
     first, second = one.head.line[::-1]
     flip(stored(one, one.mirror.reader.record(first)[0].blocks["optimizer.safetensors"][0].key), bit=900)
     stored(one, second.record).unlink()
@@ -139,7 +139,7 @@ def test_a_head_without_one_of_its_fields_is_none(one: Node) -> None:
             Head.parse(sealed({name: value for name, value in body.items() if name != field}))
 
 
-def test_a_step_that_cannot_be_is_no_entry(one: Node) -> None:
+def test_an_impossible_step_is_not_listed(one: Node) -> None:
     body = body_of(one, HEAD)
     for change in ({"name": "checkpoint_step_01"}, {"record": "records/g1/a.json"}, {"step": "2"}):
         with pytest.raises(ValueError, match="the head names a step that cannot be"):
@@ -154,7 +154,7 @@ def test_a_record_without_one_of_its_fields_is_none(one: Node) -> None:
             Record.parse(sealed({name: value for name, value in body.items() if name != field}))
 
 
-def test_of_two_generations_a_rebuilt_head_takes_the_later_one(node: Nodes) -> None:
+def test_a_rebuilt_head_takes_the_later_of_two_generations(node: Nodes) -> None:
     """What the earlier one had from the first step of the later one on is superseded."""
     one = node("one", keep=None)
     one.begin()

@@ -153,9 +153,7 @@ def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) 
     assert [run["scores"][-1]["exact_match"] for run in told["runs"]] == [0.5, 0.75]
 
 
-def test_agents_have_the_names_that_they_were_given_above_what_is_about_all(
-    two: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_agents_are_shown_above_the_common_curves(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(two[1], "evaluation.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["easy", "rev"]}))
     assert main(["compare", *two]) == 0

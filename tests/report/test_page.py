@@ -130,7 +130,7 @@ def test_answers_of_the_best_step_are_those_of_the_result(tmp_path: Path) -> Non
         ("failed", "Failed after step 20, in 1 attempt."),
     ],
 )
-def test_a_run_that_is_not_over_says_so(status: str, told: str, tmp_path: Path) -> None:
+def test_the_page_of_an_unfinished_run_says_its_state(status: str, told: str, tmp_path: Path) -> None:
     page = text_of(write_report(leave_run(tmp_path / "run", status=status)))
     assert told in page
     assert "Agents and crowd are evaluated after the last step, which this run has not taken yet." in page
@@ -216,7 +216,7 @@ def test_a_damaged_file_is_named(
     assert not (run / "report.html").exists()
 
 
-def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", predictions=[{"prompt": ["a"], "answer": 1, "correct": 0, "confidence": "?"}])
     (run / "gpu_stats.json").write_text('{"peaks": {"host/memory_used_bytes": null, "gpu0/memory_used_bytes": 1e9}}')
     (run / "attempts/1").mkdir(parents=True)
@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
         ("s3://b/run", "a disk"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused(
+def test_a_folder_that_is_not_a_run_is_refused(
     path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2

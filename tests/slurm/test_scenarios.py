@@ -81,7 +81,7 @@ def how_it_ended(told: dict[str, Any]) -> tuple[str, str, str]:
     return told["shown"]["JobState"], told["shown"]["Restarts"], told["status"].status
 
 
-def test_a_job_that_nobody_disturbs_is_completed_and_published_once(story: Stories) -> None:
+def test_an_undisturbed_job_is_completed_and_published_once(story: Stories) -> None:
     told = story(scenarios.undisturbed)
     assert how_it_ended(told) == ("COMPLETED", "0", "completed")
     assert told["published"] == 1
@@ -239,7 +239,7 @@ def test_a_cancelled_supervisor_leaves_nothing_behind(story: Stories) -> None:
     assert "is not put back into the queue" in told["story"]
 
 
-def test_a_script_of_somebody_else_is_supervised_as_well(story: Stories) -> None:
+def test_a_users_script_is_supervised_too(story: Stories) -> None:
     told = story(scenarios.foreign)
     assert (told["shown"]["JobState"], told["published"]) == ("COMPLETED", 1), told["output"]
     assert "lr: 0.15 -> 0.1" in told["story"]

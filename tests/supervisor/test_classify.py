@@ -238,6 +238,6 @@ def test_an_own_run_is_classified_by_what_it_wrote(
     assert words.startswith(detail)
 
 
-def test_a_refusal_after_a_good_beginning_is_no_bad_call() -> None:
+def test_a_refusal_after_a_good_beginning_is_not_a_bad_call() -> None:
     """Another writer holds the folder for a minute after its machine has died, for instance."""
     assert classify_by_status(result("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"

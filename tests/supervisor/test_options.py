@@ -19,7 +19,7 @@ def test_the_defaults() -> None:
     assert parse_options([]) == Options(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
 
 
-def test_everything_that_is_no_option_is_passed_on_in_its_order() -> None:
+def test_words_that_are_not_options_are_passed_on_in_order() -> None:
     call = parse_options(
         ["a.b=1", "--max-retries", "3", "--num_agents", "8", "+c=2", "--flag", "--min-lr=1e-5", "-m", "~d"]
     )

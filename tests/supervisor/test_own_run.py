@@ -226,7 +226,9 @@ def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeyp
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").request_save()
 
 
-def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_save_is_not_sent_to_another_process_with_the_trainers_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that is not below the supervisor has come by the number of a trainer that is gone."""
     monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
@@ -250,7 +252,7 @@ def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
 
 
-def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_from_before_a_rollback_are_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt that was asked to go back ended before it had set the newer ones aside."""
     (tmp_path / "run").mkdir()
     checkpoint(tmp_path, 2, 4, 6)
@@ -264,7 +266,7 @@ def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monk
     assert run.classify(AttemptResult(Evidence(), returncode=1)).progress
 
 
-def test_the_same_nan_after_a_rollback_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_nan_after_a_rollback_is_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt writes its first checkpoints again: the learning rate was never divided by 10."""
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -319,7 +321,7 @@ def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytes
     assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
-def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, started, now = run_in(tmp_path, monkeypatch), time.monotonic(), time.time()
     for look in range(3):
         tell(tmp_path, heartbeat=now + 100 * look)
@@ -336,7 +338,7 @@ def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypat
     assert "no training on this machine" in run.request_save()
 
 
-def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_that_cannot_be_read_is_not_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").write_text("{")
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
@@ -407,7 +409,7 @@ sys.exit(run_guarded(main, debug=False))
 
 
 @pytest.mark.slow
-def test_of_two_supervisors_on_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+def test_a_second_supervisor_on_one_folder_is_refused(tmp_path: Path) -> None:
     """As where a step of a SLURM job comes up late, and the batch script has gone on without it."""
     (tmp_path / "train.py").write_text(HOLDER)
     arguments = ("--train-script", "train.py", "--max-retries", "2")

@@ -32,5 +32,5 @@ def test_an_orphan_whose_parent_ends_during_the_look_may_save(tmp_path: Path, or
 
 
 @pytest.mark.slow
-def test_what_is_started_after_the_term_may_save(tmp_path: Path) -> None:
+def test_a_process_started_after_sigterm_may_save(tmp_path: Path) -> None:
     assert end_of(tmp_path, "saves_by_a_child.py") == "killed [], saved True\n"

@@ -144,7 +144,7 @@ def test_a_cut_of_a_rate_that_hydra_sweeps_acts(tmp_path: Path, config: str, wor
 
 
 @pytest.mark.slow
-def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -> None:
+def test_a_list_of_rates_is_not_taken_for_the_rate_to_cut(tmp_path: Path) -> None:
     hydra_folder(tmp_path, SWEPT.replace("2e-4", "'2e-4,1e-4'"))
     words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "--lr-key", "training.learning_rate"]
     told = run(tmp_path, *words, "-m", code=2)

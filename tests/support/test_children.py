@@ -14,7 +14,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_child_has_started_goes_with_it() -> None:
+def test_processes_started_by_a_child_end_with_it() -> None:
     with Child.python(LAUNCHER) as launcher:
         workers = [psutil.Process(int(pid)) for pid in launcher.read_until("started").split()[1:]]
     assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []

@@ -117,7 +117,7 @@ def test_a_job_is_put_back_although_its_folder_cannot_be_closed(
     assert said == ["SLURM job 7 is put back into the queue"]
 
 
-def test_what_a_sweep_leaves(undisturbed: Path) -> None:
+def test_a_sweep_leaves_the_documented_files(undisturbed: Path) -> None:
     told, run = record(undisturbed), undisturbed / "run"
     assert told["complete"]
     assert [(s["rung"], len(s["trials"])) for s in told["segments"]] == [(0, 3), (0, 1), (1, 2)]
@@ -337,7 +337,7 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     assert not (folder / LOADED).exists()
 
 
-def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturbed: Path) -> None:
+def test_a_second_call_says_that_the_sweep_is_complete(server: ForkServer, undisturbed: Path) -> None:
     complete(server, undisturbed)
     assert "This sweep is complete" in (undisturbed / "log").read_text()
 

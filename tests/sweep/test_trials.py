@@ -79,7 +79,7 @@ def test_rows_tell_trials_apart_or_it_is_said_that_they_do_not() -> None:
         describe_boundary(0, one, two, ([1.0], [1.0, 2.0]), "nll")
 
 
-def test_more_is_better_where_the_metric_says_so() -> None:
+def test_a_metric_decides_whether_more_is_better() -> None:
     end = played(Standings(plan(metric="exact_match")), lambda id, rung: float(id))
     assert end.best is not None
     assert end.best.id == 15
