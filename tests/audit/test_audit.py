@@ -1,4 +1,4 @@
-"""The audit on real scripts: exact ones pass, a planted mistake is named, and what cannot be audited is said."""
+"""The audit on real scripts: exact ones pass, a planted mistake is named, others are refused."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_script_that_cannot_be_audited_is_refused_with_the_reason(
 def test_a_run_that_fails_before_the_signal_is_not_a_divergence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended in a traceback, with the exit code of a script that diverges."""
+    """This ended in a traceback with the exit code of a divergence."""
     work = tmp_path / "work"  # each run works in a copy of the current folder
     work.mkdir()
     monkeypatch.chdir(work)
@@ -159,7 +159,7 @@ def test_a_folder_too_large_to_copy_is_refused(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_library_that_only_asks_whether_there_is_a_torch_hides_nothing(tmp_path: Path) -> None:
-    """As datasets does when it is imported before torch."""
+    """datasets looks for torch in this way when it is imported first."""
     script = "import importlib.util, sys; importlib.util.find_spec('torch'); import torch; print(*sys.modules)"
     inside = Path(inspect.getfile(Plan)).parent / "inside"
     environment = {**os.environ, "PYTHONPATH": str(inside), "CI_LLM_AUDIT_RECORD": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The name of a divergence from what the probe saw: every name, and no alarm where nothing differs that matters."""
+"""How a divergence is named from the probe's records: every name, and no false alarm."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def test_digits_are_cut_as_llama_cpp_cuts_them_for_this_vocabulary(tmp_path: Path) -> None:
-    """Where digits are cut out first, two spaces before one are a piece; the regex of GPT-2 parts them."""
+    """If digits are split off first, two spaces before a digit stay one piece; GPT-2's regex separates them."""
     write_gguf(file := tmp_path / "tiny.gguf")
     split = load_base(str(file)).tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
     assert [piece for piece, _ in split] == ["a", "ĠĠ", "1", "2"]

@@ -1,4 +1,4 @@
-"""What a process says to its elastic agent, and what it reads of its round."""
+"""The exit codes that a process gives its elastic agent, and the name of its round."""
 
 from __future__ import annotations
 

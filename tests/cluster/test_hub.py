@@ -19,7 +19,7 @@ from tools.testbed.forkserver import free_port
 
 
 class Grumpy(BaseHTTPRequestHandler):
-    """Answers every question with an error: it is there all the same."""
+    """A hub that answers every request with an error, and so is reachable."""
 
     def do_HEAD(self) -> None:
         self.send_response(503)

@@ -224,7 +224,7 @@ while :; do sleep 0.05; done
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_the_batch_shell_is_forwarded_to_the_step(number: int, tmp_path: Path) -> None:
-    """By `--signal=B:USR1@600`; srun hands it on in its turn, as its manual says. The shell would have died of it."""
+    """`--signal=B:USR1@600` signals the shell, which would die of it; srun forwards the signal to its step."""
     for name, text in (("srun", SRUN), ("scontrol", f"#!/bin/sh\necho Command={ROOT}/slurm/train.sbatch\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""How many processes a command asks for that nobody has started; what those that are started know and tell."""
+"""How many processes a command starts by itself, and what these know and report."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_number_in_the_file_of_accelerate(name: str, text: str, tmp_path: Path
 
 
 def test_a_started_process_knows_the_launchers_command(tmp_path: Path) -> None:
-    """Its own parent is torchrun's agent, and a person has typed another command."""
+    """Its own parent is torchrun's agent, which is not the command that was typed."""
     typed = [*ACCELERATE, "--num_processes=2", "--gradient_accumulation_steps=3", "train.py", "a b=1"]
     mark = {STARTED: started_by(str(tmp_path), read_launch({}, typed))}
     rank = {"RANK": "1", "WORLD_SIZE": "2", **ASKED, "MASTER_PORT": "1", **mark}
@@ -187,7 +187,7 @@ def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:
 
 
 def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that each look moves on by 10 s; for 100 s a busy machine lets the processes come along slowly."""
+    """Each look moves the clock by 10 s; for 100 s the processes still use processor time."""
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
     used = iter([*range(10), *[9] * 90])
@@ -198,7 +198,7 @@ def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monke
 
 
 def test_a_step_counts_with_its_own_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no descendant of srun: here it loads for 100 s, and srun waits."""
+    """The step is not a descendant of srun: it loads for 100 s while srun waits."""
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
     loads = iter([*range(10), *[9] * 90])

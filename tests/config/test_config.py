@@ -373,7 +373,7 @@ def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.M
     ],
 )
 def test_the_command_line_overrides_keys_of_the_file_that_mean_the_same(strong: str, weak: str, file: Path) -> None:
-    """`--epochs 7` did nothing, because the file that is shipped has `max_train_steps`."""
+    """`--epochs 7` had no effect, because the shipped file has `max_train_steps`."""
     file.write_text(f"seed: 1\n{strong}\n", encoding="utf-8")
     read = read_config(file, [weak])
     key, value = strong.split(": ")
@@ -657,7 +657,7 @@ LOOSE: dict[type, list[tuple[str, bool]]] = {
 
 
 def test_no_key_converts_values_of_another_type() -> None:
-    """A switch or a number that was meant as something else changes a run without a word."""
+    """A converted switch or number would silently change a run."""
     seen = set()
     for field in Config.model_fields.values():
         kinds = {kind.type for kind in kinds_of(field)}
@@ -703,7 +703,7 @@ def test_a_slice_is_not_a_split(file: Path) -> None:
 
 
 def test_a_run_of_an_older_release_with_a_slice_stays_readable() -> None:
-    """It took the slice as the name of the only split."""
+    """The older release took the slice as the name of the only split."""
     with pytest.raises(ConfigError, match="is a slice"):
         Config(dataset_split="train[:10]")
     assert parse_config('dataset_split: "train[:10]"', "config.yaml").dataset_split == "train[:10]"

@@ -171,7 +171,7 @@ def test_the_tables_of_names_do_not_overlap() -> None:
 
 
 def test_every_name_means_what_it_has_always_meant(messages: Messages) -> None:
-    """Every name of others, with every value that means something."""
+    """Every name of other trainers is read with every value that has a meaning."""
     names = [f"{name} is {key}" for name, key in ALIASES.items()]
     values = [f"{key}={word} is {value}" for key, words in VALUE_ALIASES.items() for word, value in words.items()]
     meant = [f"{name}={word} is {means}" for name, words in TRANSLATIONS.items() for word, means in words.items()]

@@ -12,7 +12,7 @@ from ci_llm.core import determinism
 
 
 def draw() -> tuple[object, ...]:
-    """From every global generator; the second normal number of each comes from what the first one has left over."""
+    """Draw from every global generator; the second normal number of each uses the cached half of the first."""
     numbers = (random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()))
     return *numbers, *torch.rand(2).tolist(), float(torch.randn(()))
 
@@ -39,7 +39,7 @@ def test_a_key_sets_every_generator_and_each_part_of_it_counts() -> None:
 
 
 def test_keys_are_pinned() -> None:
-    """Another key would change the start, the dropout and the order of runs that are under way."""
+    """Another key would change the start, the dropout and the data order of runs that resume."""
     assert determinism.derive_seed(42, "adapter", 0) == 5490992225335850112
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl as every program reads it: whole records only, and words for the numbers that JSON does not have."""
+"""metrics.jsonl as every program reads it: whole records only, with strings for numbers that JSON does not have."""
 
 from __future__ import annotations
 

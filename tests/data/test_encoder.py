@@ -96,7 +96,7 @@ def test_every_answer_and_its_end_is_learned(template: str | None, expected: lis
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("template", [CHATML, WORDS])
 def test_the_answers_of_any_chat_are_found(template: str) -> None:
-    """Also of turns that begin or end alike, of empty ones, and of one character that takes several tokens."""
+    """Turns may begin or end alike, be empty, or hold a character of several tokens."""
     tokenizer, chance = byte_tokenizer(template), random.Random(0)
     encoder = Encoder(tokenizer)
     for _ in range(50):
@@ -127,7 +127,7 @@ def test_a_marked_answer_is_not_learned(template: str | None) -> None:
 
 
 def test_thoughts_that_the_template_shows_until_the_answer_follows() -> None:
-    """As gpt-oss: what was thought before a call of a tool is shown until the final answer is there."""
+    """Templates such as that of gpt-oss show the thoughts before a tool call until the final answer exists."""
     thoughts = "{% if m.thinking and loop.last or m.thinking and not messages[-1].role == 'assistant' %}"
     shown = TURN.replace(
         "{{ m.content }}", f"{thoughts}<think>{{{{ m.thinking }}}}</think>{{% endif %}}{{{{ m.content }}}}"

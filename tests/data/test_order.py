@@ -35,7 +35,7 @@ def test_huge_data_sets_stay_inside(num_rows: int, seed: int, share_of_rows: flo
 
 
 def test_the_order_is_pinned() -> None:
-    """A change of these numbers changes the order of every run that is under way: checkpoints would lie."""
+    """Other numbers would change the data order of every run that resumes."""
     assert [permute(at, 10, seed=42, epoch=0) for at in range(10)] == [0, 4, 9, 3, 6, 2, 8, 7, 5, 1]
     assert [permute(at, 10, seed=42, epoch=1) for at in range(10)] == [6, 7, 2, 5, 8, 0, 4, 1, 3, 9]
     assert [permute(at, 8, seed=42, epoch=0) for at in range(8)] == [3, 5, 6, 4, 7, 0, 1, 2]
@@ -125,7 +125,7 @@ def test_more_processes_than_rows() -> None:
 
 
 def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much work for a process of ten thousand as for one alone."""
+    """One of ten thousand processes does as much work as a single process."""
     found: list[int] = []
 
     def counted(position: int, num_rows: int, *, seed: int, epoch: int) -> int:

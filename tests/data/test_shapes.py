@@ -62,7 +62,7 @@ def user(text: str) -> str:
 
 
 def jsonl(*rows: Json) -> Write:
-    """The rows twice, so that one can be left out of training and one is left."""
+    """A file with the rows twice, so that one copy can be held out of training."""
 
     def write(folder: Path) -> str:
         text = "".join(json.dumps(row) + "\n" for row in [*rows, *rows, *rows])

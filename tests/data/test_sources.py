@@ -103,7 +103,7 @@ def test_every_form_of_row_is_recognised(name: str) -> None:
 
 
 def test_the_question_of_a_row_is_the_turn_before_the_last_learned_answer() -> None:
-    """Before the last answer that is learned."""
+    """Answers that are not learned do not count."""
     assert chat("a", "b", "c", "d").question == "c"
     assert chat("a", "b", "c").question == "a"
     marked = Message("assistant", "d", learned=False)
@@ -274,7 +274,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", ["lines", "one file each", "list", "splits", "objects over several lines"])
 def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another one stands in a file before, or in a block that was written before."""
+    """An earlier file, or an earlier block, may hold a value of another type."""
     monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 100)
     rows = [f'{{"question": "q", "answer": {value}}}' for value in VALUES for _ in range(3)]
     name = "*.jsonl" if kind == "one file each" else "rows.json"
@@ -469,7 +469,7 @@ def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_to_evaluate_on_are_drawn_by_the_seed(tmp_path: Path) -> None:
-    """Every tenth row is of another kind: evenly spread rows are all of it, or none."""
+    """Every tenth row is of another kind, so that evenly spread rows would be all of that kind or none."""
     name = _numbered(400, tmp_path)
     for keys in ({}, {"eval_split": "train", "eval_samples": 40}):
         drawn = [_questions(Config(dataset_name=name, seed=seed, **keys), "eval") for seed in (1, 2, 1)]
@@ -617,7 +617,7 @@ def test_bad_input_is_one_clear_message(
 
 def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
     class DroppedError(Exception):
-        """As the hub's client raises it: no OSError, and of a library that is none of ours."""
+        """An error like that of the hub's client, which is neither an OSError nor one of this package."""
 
     def drops(*_: object) -> None:
         raise DroppedError("Server disconnected without sending a response.")
@@ -772,7 +772,7 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
-    """What was recognised by an earlier version is recognised in the same way."""
+    """Data that an earlier version recognised are still recognised in the same way."""
     for columns, name in {
         ("Question", "Answer", "text"): "text",
         ("prompt", "response", "text"): "text",

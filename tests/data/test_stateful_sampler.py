@@ -1,4 +1,4 @@
-"""The sampler's place in an epoch: a loop killed anywhere ends with the same bits, or is told why it cannot resume."""
+"""The sampler's place in an epoch: a killed loop ends with the same bits, or an error says why it cannot resume."""
 
 from __future__ import annotations
 

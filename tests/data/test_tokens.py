@@ -1,4 +1,4 @@
-"""Tokenised once, kept under its content, the same whatever file it came from."""
+"""Rows are tokenised once and cached by their content, whichever file they come from."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBa
 def test_tokens_go_to_the_disk_while_rows_are_read(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So memory holds one chunk, however many rows there are."""
+    """Memory then holds one chunk, however many rows there are."""
     encoded = 0
     at_writes: list[int] = []
     encode, write = Encoder.encode, durable.DISK.write
@@ -374,7 +374,7 @@ def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
 def test_pages_that_were_read_are_mapped_again_before_they_are_many(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resident pages of a mapping only become more; rows that were handed out stay readable."""
+    """Resident pages of a mapping only grow in number; rows that were returned stay readable."""
     monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 10)
     monkeypatch.setattr(tokens, "READS_PER_MAPPING", 7)
     texts = rows([{"text": f"text {number}"} for number in range(25)])

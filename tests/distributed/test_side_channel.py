@@ -18,7 +18,7 @@ from ci_llm.errors import PeerLost
 
 @pytest.fixture
 def channel() -> Iterator[SideChannel]:
-    """A channel of one process, which communicates all the same."""
+    """A channel of one process that communicates as one of several would."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SideChannel()
     dist.destroy_process_group()

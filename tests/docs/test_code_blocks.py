@@ -60,7 +60,7 @@ def test_no_block_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def runnable(page: Path) -> list[Block]:
-    """What of a page is run here."""
+    """The blocks of a page that this file runs."""
     if page.parent == ROOT / "docs/recipes":
         return []
     blocks = [block for block in blocks_of(page) if "not run" not in block.marks]

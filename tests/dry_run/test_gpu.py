@@ -1,4 +1,4 @@
-"""The checks of a GPU's paths pass where they work, and see what is wrong; here on the CPU, which has them all."""
+"""The checks of a GPU's paths pass where these work and fail where they do not; the tests run them on the CPU."""
 
 from __future__ import annotations
 

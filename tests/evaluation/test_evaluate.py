@@ -338,7 +338,7 @@ def test_a_killed_evaluation_resumes_and_leaves_the_same_bytes(
 def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
     killed: bool, server: ForkServer, saved: Path, questions: Path, tmp_path: Path
 ) -> None:
-    """In the same call where the allocator says so, in the next one where the kernel has ended it; the same scores."""
+    """It continues in the same call after the allocator's error, and in the next call after a kill."""
     log, short = tmp_path / "log", {"most": 2, "killed": killed}
     words = [str(saved), "--data", str(questions), "--batch-size", "8", SHORT, "--json", "--output"]
     assert server.run(evaluate, tmp_path / "ample", words=[*words, str(tmp_path / "ample.jsonl")]) == [0]

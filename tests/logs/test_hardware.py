@@ -23,7 +23,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released after every write of the file, so that tests wait for writes and not for time."""
+    """A semaphore that is released after every write of the file, so that tests wait for writes."""
     count = threading.Semaphore(0)
     write = hardware.write_json
 

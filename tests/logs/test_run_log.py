@@ -41,7 +41,7 @@ def package_logger() -> Iterator[None]:
 
 
 class Clock:
-    """A clock that stands still until told."""
+    """A clock that moves only when the test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -240,7 +240,7 @@ def test_a_terminal_that_is_lost_does_not_end_the_run(tmp_path: Path, open_log: 
 
 
 def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, open_log: Callable[..., RunLog]) -> None:
-    """As after Ctrl-S: the thread that draws waits, and the steps continue."""
+    """After Ctrl-S, for example, the drawing thread waits and the steps continue."""
     with PseudoTerminal(reads=False) as terminal:
         log = open_log(terminal, interval_s=0.0)
         log.progress(at(1))
@@ -261,7 +261,7 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, ope
 def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line wakes the thread that draws, which draws the area again only if the clock says that it is time."""
+    """A line wakes the drawing thread, which draws the area again only once the interval is over."""
     now, drawn, draw = [0.0], list[str](), areas.ScreenArea.draw
     monkeypatch.setattr(areas, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(areas.ScreenArea, "draw", lambda *given: drawn.append(draw(*given)) or drawn[-1])

@@ -164,7 +164,7 @@ def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: N
 def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed_meanwhile(
     node: Nodes, refusing: list[Refusing], said: list[str]
 ) -> None:
-    """The disk knows the generation that it was part of last."""
+    """The disk has a record of the last generation that it belonged to."""
     one = node("one")
     one.begin()
     one.save(1)
@@ -182,7 +182,7 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
 
 
 def test_the_loser_of_a_claim_removes_no_block_of_the_winner(node: Nodes) -> None:
-    """Both send the same bytes: the loser's leftovers go, the winner's blocks are its own."""
+    """Both send the same bytes; only the leftovers of the loser are deleted."""
     one = node("one")
     one.begin()
     one.save(1, 2)
@@ -362,7 +362,7 @@ def test_a_disk_that_is_full_at_the_claim_delays_the_mirror_and_ends_no_run(
 
 
 def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[Refusing]) -> None:
-    """The store holds an older step up; the end of the grace asks for the newest, and that one is committed first."""
+    """An older step is still being sent when the grace begins; the newest one is committed first."""
     committed: list[int | None] = []
     one = node("one", keep=None, on_change=lambda state: committed.append(state.step))
     one.begin()
@@ -448,7 +448,7 @@ def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
 def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     is_empty: bool, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The filling ends at each of its reads from the mirror and each of its commits on the disk."""
+    """Filling is interrupted at each of its reads from the mirror and at each of its commits on the disk."""
     old = node("old", keep=None)
     old.begin()
     old.save(1)

@@ -1,4 +1,4 @@
-"""The reader of a mirror before records, heads and tokens that are not as they were written."""
+"""The reader of a mirror refuses records, heads and tokens that were changed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_head_is_rebuilt_without_the_records_that_are_damaged(one: Node, said:
 
 
 def test_the_record_of_another_step_is_damage(one: Node) -> None:
-    """Each record is what its name says, and the head names the wrong one."""
+    """Each record matches its name, but the head names the wrong one."""
     first, second = (entry(one, f"checkpoint_step_{step}") for step in (1, 2))
     for swapped in (replace(second, record=first.record), replace(first, name="final_checkpoint")):
         with pytest.raises(DamagedCheckpoint, match=f"the record of {swapped.name} is that of another step"):
@@ -72,7 +72,7 @@ def test_the_record_of_another_step_is_damage(one: Node) -> None:
 
 
 def test_blocks_of_another_file_are_damage_of_the_step(one: Node) -> None:
-    """The sizes fit, and each block is what its name says."""
+    """The sizes fit and each block matches its name, but they belong to another file."""
     newest = entry(one, "checkpoint_step_2")
     record, manifest = one.mirror.reader.record(newest)
     name = "agent0/adapter_model.safetensors"
@@ -155,7 +155,7 @@ def test_a_record_without_one_of_its_fields_is_none(one: Node) -> None:
 
 
 def test_a_rebuilt_head_takes_the_later_of_two_generations(node: Nodes) -> None:
-    """What the earlier one had from the first step of the later one on is superseded."""
+    """Steps of the earlier generation are superseded from the first step of the later one on."""
     one = node("one", keep=None)
     one.begin()
     one.save(1, 2, 3)

@@ -1,4 +1,4 @@
-"""The writer of a mirror before stores that lie: lost answers, other bytes than were sent, conditions ignored."""
+"""The writer of a mirror on faulty stores: answers get lost, bytes change, conditions are ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.testbed.disks import Crash
 
 
 class Lying:
-    """A store of which single verbs can be replaced."""
+    """A store whose single operations can be replaced."""
 
     def __init__(self, url: str) -> None:
         self.store, self.url = open_objects(url), url

@@ -1,4 +1,4 @@
-"""What attempts tell about themselves, and what the time of a run went into."""
+"""The records of attempts, and how the time of a run was spent."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_attempts_of_older_releases_are_read_from_their_log(tmp_path: Path) -> N
 
 
 def test_a_late_evaluation_of_the_attempt_before_does_not_count_as_start_up(tmp_path: Path) -> None:
-    """Ended between a step and its evaluation, a run evaluates first."""
+    """A run that ended between a step and its evaluation evaluates first when it resumes."""
     folder = leave_run(tmp_path / "run", steps=10)
     begin(folder, 2, 10, NOW + 20)
     line = {"step": 10, "eval/crowd/nll": 0.5, "attempt": 2, "time": NOW + 26}
@@ -113,7 +113,7 @@ def test_a_late_evaluation_of_the_attempt_before_does_not_count_as_start_up(tmp_
 
 
 def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path: Path) -> None:
-    """A heartbeat comes every five seconds: a process that was killed has taken steps since."""
+    """A heartbeat comes every five seconds, so that a killed process took steps after its last one."""
     keep_status(tmp_path)  # nothing has run here
     assert not (tmp_path / "attempts").exists()
     leave_status(tmp_path, "running", 20, attempt=3, heartbeat=NOW)

@@ -1,4 +1,4 @@
-"""report.html: one file that stands alone and tells the truth, about runs that are over, running, or damaged."""
+"""report.html: one self-contained file with true statements about completed, running and damaged runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_names_inside_the_drawings_do_not_clash(drawn: Path) -> None:
 
 
 def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
-    """Prompts and answers come from data, paths and messages from anywhere."""
+    """Prompts, answers, paths and messages may hold any characters."""
     evil = "<script>alert('prompt')</script>"
     rows = [prediction(1, correct=False, prompt=evil, confidence=0.9), prediction(2, correct=True)]
     run = leave_run(tmp_path / "run <b>&", predictions=rows, status="interrupted")

@@ -1,4 +1,4 @@
-"""squeue is asked beside the picture, seldom, and only where it is."""
+"""squeue is called in a thread, seldom, and only where it is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNNING = QueuedJob("RUNNING", "None", "1:20:00")
 
 
 class Controller:
-    """A squeue that answers when it is let, and counts."""
+    """A squeue that answers when the test allows it, and counts its calls."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()

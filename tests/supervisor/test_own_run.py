@@ -37,7 +37,7 @@ WORDS = ["--train-script", SCRIPTS / "light_trainer.py", "batch_size=64", "learn
 
 
 def every_pair(kinds: tuple[str, ...]) -> list[str]:
-    """A walk in which every kind follows every kind, itself included, exactly once (Hierholzer)."""
+    """A sequence in which every kind follows every kind, itself included, exactly once (Hierholzer)."""
     left = {kind: list(kinds) for kind in kinds}
     walk, stack = list[str](), [kinds[0]]
     while stack:
@@ -49,7 +49,7 @@ def every_pair(kinds: tuple[str, ...]) -> list[str]:
 
 
 def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str, Any]]]:
-    """Run until completed, calling again what was interrupted; the exit codes, and what every attempt was asked for."""
+    """Call the supervisor until the run is completed; returns exit codes and the requests to every attempt."""
     plan = {str(attempt): fault for attempt, fault in enumerate(faults, 1)}
     (folder / "plan.json").write_text(json.dumps(plan))
     codes = [75]
@@ -61,7 +61,7 @@ def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str
 
 
 def assert_each_fault_was_answered(faults: list[str], attempts: list[dict[str, Any]]) -> None:
-    """What came after each fault: the attempt resumed from the right step, with what was asked for and no more."""
+    """Assert that the attempt after each fault resumed from the right step with exactly the requested changes."""
     assert [one["attempt"] for one in attempts] == list(range(1, len(faults) + 2))
     for fault, (before, after) in zip(faults, pairwise(attempts), strict=True):
         reached = before["from"] + 4
@@ -229,7 +229,7 @@ def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeyp
 def test_a_request_to_save_is_not_sent_to_another_process_with_the_trainers_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is not below the supervisor has come by the number of a trainer that is gone."""
+    """A process that is not a descendant of the supervisor has the pid of a trainer that has ended."""
     monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
 
@@ -237,7 +237,7 @@ def test_a_request_to_save_is_not_sent_to_another_process_with_the_trainers_pid(
 def test_a_run_that_resumes_from_elsewhere_loses_nothing_by_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its status names the step from which the same command resumes, and no checkpoint of its own holds that."""
+    """Its status names the step from which the same command resumes, a step that its own folder does not hold."""
     run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
@@ -253,7 +253,7 @@ def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
 
 
 def test_checkpoints_from_before_a_rollback_are_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt that was asked to go back ended before it had set the newer ones aside."""
+    """The attempt that should go back ended before it had moved the newer checkpoints aside."""
     (tmp_path / "run").mkdir()
     checkpoint(tmp_path, 2, 4, 6)
     tell(tmp_path, status="failed", reason="nonfinite", attempt=1)
@@ -410,7 +410,7 @@ sys.exit(run_guarded(main, debug=False))
 
 @pytest.mark.slow
 def test_a_second_supervisor_on_one_folder_is_refused(tmp_path: Path) -> None:
-    """As where a step of a SLURM job comes up late, and the batch script has gone on without it."""
+    """This happens where a step of a SLURM job starts late and the batch script has continued without it."""
     (tmp_path / "train.py").write_text(HOLDER)
     arguments = ("--train-script", "train.py", "--max-retries", "2")
     with Terminal(*arguments, cwd=tmp_path, hasty=True) as first:

@@ -1,4 +1,4 @@
-"""What a line of output says and what it does not, and lines from bytes in pieces of any size."""
+"""How a line of output is classified, and how lines are made of bytes in pieces of any size."""
 
 from __future__ import annotations
 

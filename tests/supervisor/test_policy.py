@@ -20,7 +20,7 @@ def ran(kind: Kind, *, progress: bool = False, stopping: bool = False, good_step
 
 
 def after(*kinds: Kind, policy: Policy | None = None) -> Decision:
-    """What follows attempts that ended like this, none of which brought anything."""
+    """The decision after attempts that ended like this without progress."""
     *history, last = (ran(kind) for kind in kinds)
     return decide(history, last, policy or Policy())
 

@@ -157,7 +157,7 @@ def test_only_a_marked_copy_without_an_owner_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_json_file_of_the_user_with_such_a_name_is_left_alone(tmp_path: Path) -> None:
-    """JSON has no comments, and so a copy bears no mark: only its name tells it."""
+    """JSON has no comments, so that a copy has no mark and is recognised only by its name."""
     original = write(tmp_path, "{}", "config.json")
     abandoned = write(tmp_path, "{}", "config_retry_1_00aa11bb.json")
     users = write(tmp_path, "{}", "config_retry_1_2.json")

@@ -18,7 +18,7 @@ from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
 
 
 def run(folder: Path, *words: str | Path, code: int = 0) -> str:
-    """What a supervision says from its begin to its end."""
+    """The whole output of a supervision."""
     with Terminal(*words, cwd=folder, hasty=True) as terminal:
         assert terminal.wait() == code, terminal.text
     return terminal.text
@@ -64,7 +64,7 @@ def test_a_configuration_behind_a_key_is_exchanged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_key_that_is_added_takes_the_form_that_argparse_reads(tmp_path: Path) -> None:
-    """The script finds its configuration by itself; nothing on its command line names it."""
+    """The script finds its configuration by itself, without an option on its command line."""
     (tmp_path / "my.yaml").write_text("optim: {lr: 2e-4}\nlearning_rate: 1.2e-4\n")
     (tmp_path / "run.sh").write_text(f'exec {sys.executable} {SCRIPTS / "positional_config.py"} my.yaml "$@"\n')
     words = ["--config", "other.yaml", "--override-style", "argparse", "--lr-key", "learning_rate"]
@@ -332,7 +332,7 @@ def test_a_script_can_be_stopped_by_the_signal_that_it_knows(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_script_that_ignores_ctrl_c_gets_term_before_it_is_killed(tmp_path: Path) -> None:
-    """A job in the background of a shell ignores SIGINT, as POSIX wants it."""
+    """A background job of a shell ignores SIGINT, as POSIX requires."""
     (tmp_path / "saves.py").write_text(
         "import pathlib, signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved').touch(), sys.exit()))\n"

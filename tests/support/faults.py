@@ -1,4 +1,4 @@
-"""Faults on order, in real runs: `Fault(kind, steps, process)`. Each leaves a line when it strikes, so that no test
+"""Requested faults in real runs: `Fault(kind, steps, process)`. Each leaves a line when it strikes, so that no test
 passes because nothing happened.
 """
 

@@ -1,4 +1,4 @@
-"""Whatever becomes of a test, no process that it started outlives it."""
+"""No process that a test started outlives it, however the test ends."""
 
 from __future__ import annotations
 
