@@ -1,4 +1,4 @@
-"""The distributed backend: every process writes its part, one commits the whole, and anybody reads it."""
+"""The distributed backend: every process writes its part, one commits it, and any number of them reads it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def last(folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Checkpoint]:
-    """The last checkpoint of a loop that nobody disturbed."""
+    """The last checkpoint of an undisturbed loop."""
 
     @functools.cache
     def run(style: str, processes: int) -> Checkpoint:

@@ -748,7 +748,7 @@ def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path,
 
 def test_each_process_restores_its_own_state_and_saves_it_again(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
-    assert server.run(loops.going_on_with_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+    assert server.run(loops.restoring_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
     own = load_checkpoint(directory / "checkpoint_step_1").state["own"]
     assert {name: part["draws"].tolist() for name, part in own.items()} == {"process0": [10, 10], "process1": [11, 11]}
     alone = CheckpointManager(directory)

@@ -253,19 +253,19 @@ def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) 
 
 
 class Held:
-    """Counts the crowd's tokens; the choice of the fifth sets `reached` and waits until `go_on` is set."""
+    """Counts the crowd's tokens; the choice of the fifth sets `reached` and waits until `released` is set."""
 
     TOKENS = 5
 
     def __init__(self, crowd: Crowd) -> None:
-        self.chosen, self.reached, self.go_on = 0, threading.Event(), threading.Event()
+        self.chosen, self.reached, self.released = 0, threading.Event(), threading.Event()
         self.hook = crowd.model.model.norm.register_forward_hook(self._count)  # called once in every pass
 
     def _count(self, *_: object) -> None:
         self.chosen += 1
         if self.chosen == self.TOKENS:
             self.reached.set()
-            assert self.go_on.wait(DEADLINE_S)
+            assert self.released.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def held(crowd: Crowd, detailed: list[Answer]) -> Iterator[Held]:
     held = Held(crowd)
     with held.hook:
         yield held
-        held.go_on.set()
+        held.released.set()
 
 
 @pytest.mark.slow
@@ -283,7 +283,9 @@ def test_a_stream_that_is_closed_stops_at_the_next_token(
 ) -> None:
     with crowd.stream(QUESTIONS[0], max_new_tokens=200) as stream:
         first, join = next(stream), stream._thread.join
-        monkeypatch.setattr(stream._thread, "join", lambda: (held.go_on.set(), join()))  # it was asked to stop by then
+        monkeypatch.setattr(
+            stream._thread, "join", lambda: (held.released.set(), join())
+        )  # it was asked to stop by then
         assert held.reached.wait(DEADLINE_S)
     assert (held.chosen, stream.result.complete) == (Held.TOKENS, False)
     assert stream.result.answer.startswith(first)
@@ -299,7 +301,7 @@ def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd, h
     assert held.reached.wait(DEADLINE_S)
     del stream
     gc.collect()
-    held.go_on.set()
+    held.released.set()
     thread.join(DEADLINE_S)
     assert (thread.is_alive(), held.chosen) == (False, Held.TOKENS)
 

@@ -87,7 +87,7 @@ def own(folder: str, loop: str, sent: str | None = None, step: int = 0) -> int:
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """The last checkpoint of each loop that nobody disturbed."""
+    """The last checkpoint of each undisturbed loop."""
     last = {}
     for loop, processes in (("torch_loop", 1), ("accelerate_loop", 1), ("accelerate_loop", 2)):
         folder = tmp_path_factory.mktemp("straight")

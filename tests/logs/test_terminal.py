@@ -344,11 +344,11 @@ def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Pat
         log = RunLog({str(tmp_path)!r})
         log.progress(Position(1, 4, [1.0, 2.0]))
         logging.getLogger("ci_llm.tests").info("saved     step 1")"""
-    go_on = """
+    continued = """
         log.progress(Position(2, 4, [1.0, 4.0]))
         while "2/4" not in log._terminal._area._shown:
             time.sleep(0.01)"""
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, go_on)]
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, continued)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=DEADLINE_S, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = notebook.cells[0].outputs

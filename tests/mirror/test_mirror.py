@@ -367,12 +367,12 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     one = node("one", keep=None, on_change=lambda state: committed.append(state.step))
     one.begin()
     one.save(1)
-    entered, go_on = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def hold(verb: str, key: str) -> bool:
-        if verb == "put" and not go_on.is_set():
+        if verb == "put" and not released.is_set():
             entered.set()
-            go_on.wait(DEADLINE_S)
+            released.wait(DEADLINE_S)
         return False
 
     refusing[0].refuses = hold
@@ -380,7 +380,7 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     assert entered.wait(DEADLINE_S)
     one.save(3, flush=False)
     one.mirror._limiter.hurry.set()
-    go_on.set()
+    released.set()
     assert one.mirror.flush(DEADLINE_S)
     assert 2 not in committed
     assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
@@ -390,19 +390,19 @@ def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Ref
     one = node("one", keep=1)
     one.begin()
     one.save(1)
-    entered, go_on = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def hold(verb: str, key: str) -> bool:
         if verb == "put":
             entered.set()
-            go_on.wait(DEADLINE_S)
+            released.wait(DEADLINE_S)
         return False
 
     refusing[0].refuses = hold
     one.save(2, flush=False)
     assert entered.wait(DEADLINE_S)
     assert one.mirror.sending == {2}
-    go_on.set()
+    released.set()
     assert one.mirror.flush(DEADLINE_S)
     assert one.mirror.sending == frozenset()
 

@@ -67,7 +67,7 @@ def test_a_run_of_the_first_release_ends_with_its_bits(
     server: ForkServer, tmp_path: Path, backend: str, ranks: int
 ) -> None:
     take_killed(backend, tmp_path)
-    said = go_on(server, tmp_path, backend, ranks)
+    said = resume(server, tmp_path, backend, ranks)
     require_end(tmp_path, backend, said)
 
 
@@ -89,7 +89,7 @@ def test_an_option_without_effect_changes_nothing_whether_the_old_run_or_this_on
     take_killed("vanilla", tmp_path)
     if not words:
         record_asked(tmp_path / "killed/checkpoint_step_12")
-    said = go_on(server, tmp_path, "vanilla", 1, words)
+    said = resume(server, tmp_path, "vanilla", 1, words)
     require_end(tmp_path, "vanilla", said)
     assert "another run" not in said
     repeats_the_words = "num_agents=2"
@@ -117,7 +117,7 @@ def record_asked(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(changed.dump())
 
 
-def go_on(server: ForkServer, tmp_path: Path, backend: str, ranks: int, words: Iterable[str] = ()) -> str:
+def resume(server: ForkServer, tmp_path: Path, backend: str, ranks: int, words: Iterable[str] = ()) -> str:
     """Resume the run; returns its log."""
     arguments = [f"{key}={value}" for key, value in {**KEYS, "checkpoint_backend": backend}.items()]
     log = tmp_path / "log"

@@ -341,7 +341,7 @@ def supervised_and_cancelled(scene: Scenario) -> dict[str, Any]:
 
 
 def foreign(scene: Scenario) -> dict[str, Any]:
-    """A script of somebody else under safe_train.sbatch, whose first loss is NaN."""
+    """A user's script under safe_train.sbatch, whose first loss is NaN."""
     scene.folder.mkdir()
     (scene.folder / "fit.py").write_text(FOREIGN)
     words = ("--lr-key=lr", "--", sys.executable, "fit.py", "lr=0.15")

@@ -66,7 +66,7 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def reference(story: Stories) -> dict[str, str]:
-    """The weights of the run that nobody disturbed."""
+    """The weights of the undisturbed run."""
     weights: dict[str, str] = story(scenarios.undisturbed)["weights"]
     return weights
 
