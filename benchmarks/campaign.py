@@ -6,7 +6,7 @@
 Every fault strikes at a step drawn by the seed, in the trainer that people use, on a narrow base; the kinds are in
 `benchmarks/campaign_faults.py`. Afterwards the same run is made with no other faults than those that decide what is
 learned (`nan`, `oom`, and `world`, at the same steps): both must end with the same bits. What a fault has cost is read
-off a ledger that the struck trainer keeps. With `--folder` a campaign that was interrupted goes on.
+off a ledger that the struck trainer keeps. With `--folder` a campaign that was interrupted resumes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALL = (
     *("walltime", "node", "lost_disk", "damage") * 3,
     *("oom", "hang", "world"),
 )
-WORLDS = (0, -1, 0, 1)  # processes more than `--processes`, in turns: each `world` goes on to the next
+WORLDS = (0, -1, 0, 1)  # processes more than `--processes`, in turns: each `world` takes the next
 OOMS_AT_MOST = 3  # each halves the micro-batch for good, and a batch of one row cannot be halved
 SAVE_STEPS, SPACING = 3, 12  # between two faults there is room for a checkpoint more than the one that may be damaged
 INTERRUPTED = 75
@@ -80,7 +80,7 @@ class Campaign:
     """One run in a folder of its own, called again and again until it has completed.
 
     Args:
-        folder: made if it is not there; with what an earlier call left, the campaign goes on.
+        folder: made if it is not there; with what an earlier call left, the campaign resumes.
         steps: of the run.
         processes: at first; 1 starts the trainer itself, more start it with torchrun.
         mirror: whether the run has one, in a folder beside it.
@@ -136,7 +136,7 @@ class Campaign:
         return [*supervisor, "--", *launcher, "train.py", *self._words]
 
     def bits(self) -> dict[str, bytes]:
-        """What the run has learned, and what it would go on with."""
+        """What the run has learned, and what it would resume with."""
         final = self._folder / "run" / "final_checkpoint"
         return {str(path.relative_to(final)): path.read_bytes() for path in sorted(final.rglob("*.safetensors"))}
 

@@ -42,7 +42,7 @@ class Point:
 
 
 def measure(megabytes: int, tensors: int, home: Path) -> Point:
-    """Save a state of so many bytes in so many tensors while a loop goes on."""
+    """Save a state of so many bytes in so many tensors while a loop runs."""
     size = megabytes * 1_000_000 // (4 * tensors)
     weights = {f"layers.{n}.weight": nn.Parameter(torch.ones(size)) for n in range(tensors)}
     optimizer = torch.optim.SGD(weights.values(), lr=0.1)

@@ -69,7 +69,7 @@ def serve(name: str, scale: int, home: Path, pipe: Connection) -> None:
 
 
 def one_save(training: Training, save: Any, folder: Path, peak: int = 0) -> Save:
-    """Save once while the loop goes on; `peak` bytes are those of the loop without saves."""
+    """Save once while the loop runs; `peak` bytes are those of the loop without saves."""
     usual = statistics.median(timed_step(training) for _ in range(BASELINE_STEPS))
     began = time.perf_counter()
     wait = save(folder)

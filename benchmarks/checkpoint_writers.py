@@ -23,7 +23,7 @@ BASE_BYTES = 438_000_000
 PRODUCTS = 100
 
 Wait = Callable[[], object]
-#: Begins to save the state into a folder; the loop goes on when it returns. What it returns waits for the end.
+#: Begins to save the state into a folder; the loop continues when it returns. What it returns waits for the end.
 Save = Callable[[Path], Wait]
 
 

@@ -61,7 +61,7 @@ class Point:
 
 
 def replacing(directory: str, victim: int, number: int, fault: str, behind: bool) -> int:
-    """Replace step 1 by 2; strike at an operation; then, if everybody lives, show that life goes on."""
+    """Replace step 1 by 2; strike at an operation; then, if all processes live, show that saving still works."""
     rank = enter()
     manager = CheckpointManager(directory, max_to_keep=1, async_save=behind, checkpoint_backend="distributed")
     manager.should_save(2)  # claims the folder: that is another scenario

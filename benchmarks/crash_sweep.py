@@ -207,7 +207,7 @@ def wait(pid: int) -> int | None:
 
 
 def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) -> int:
-    """Do the deed; then, if still alive, show that life goes on."""
+    """Act; then, if still alive, show that the next save works."""
     try:
         code = SAVED if scenario.act(writer) else SAID_NO
     except CiLlmError:
@@ -227,7 +227,7 @@ def next_step_works(writer: CheckpointManager) -> bool:
 
 
 def reader(root: Path, scenario: Scenario, victim_code: int | None) -> int:
-    """A fresh process: what is the newest, is it right, and can this process go on from it?"""
+    """A fresh process: what is the newest, is it right, and can this process resume from it?"""
     fresh = manager(root, scenario.limit)
     found = fresh.latest_step()
     if victim_code is None and found not in (scenario.old, scenario.new):

@@ -10,7 +10,7 @@ the validation split. `generated` are final answers that were generated, one age
 the validation split; their ECE is that of `probability_right`.
 
 What is measured lies in `--folder`, one file for each part and seed, and a later call takes it from there: a call that
-was interrupted goes on, and one with more rows or seeds adds them. The table shows what is there.
+was interrupted resumes, and one with more rows or seeds adds them. The table shows what is there.
 
 Learning rates were chosen on the validation split with a seed that no test uses (`--learning-rates`).
 
@@ -176,7 +176,7 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
-    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is, another goes on.
+    """Train in a process of its own, on one thread. A finished run in `folder` is kept as it is, another resumes.
 
     Args:
         config: the file that the keys are laid over.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--to build/gpu] [--minutes 10] [--model FOLDER]
 
-Each case is written to a file when it ends; a second call goes on with those that are missing, failed or were cut off.
+Each case is written to a file when it ends; a second call runs those that are missing, failed or were cut off.
 Bases have the shapes of real ones and random weights; `--model` adds a real one. Rows are as long as those of GSM8K.
 A step is forward, backward, ballot, clipping and AdamW in bf16, at rank 16 on all projections. Times are medians, from
 idle to idle. PEFT trains one agent at a time: its time counts K times, its memory once. MFU is the share of the speed

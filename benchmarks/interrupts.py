@@ -1,4 +1,4 @@
-"""A signal at a random moment, again and again: is the run saved, and does it go on to the same bits?
+"""A signal at a random moment, again and again: is the run saved, and does it resume to the same bits?
 
     python -m benchmarks.interrupts                  200 moments, on one and on two processes, about five minutes
     python -m benchmarks.interrupts --trials 20
@@ -91,7 +91,7 @@ def trials(server: ForkServer, home: Path, ranks: int, count: int, draw: random.
         trial(server, folder, ranks, draw.uniform(0.0, tally.seconds), draw, tally)
         codes = train(server, folder, ranks)
         if codes != [0] * ranks or learned(folder) != wanted:
-            tally.wrong.append(f"trial {number} went on to something else: {codes}\n{(folder / 'log').read_text()}")
+            tally.wrong.append(f"trial {number} resumed to other bits: {codes}\n{(folder / 'log').read_text()}")
         print(f"{ranks} process(es), trial {number + 1} of {count}: {len(tally.wrong)} wrong", end="\r", flush=True)
     return tally
 

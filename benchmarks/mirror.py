@@ -4,13 +4,13 @@
     python -m benchmarks.mirror --sample 40         a seeded sample
     python -m benchmarks.mirror --faults kill 503   these faults only
 
-The server is moto's, as a process of its own; a proxy before it strikes the n-th request of a process that goes on from
+The server is moto's, as a process of its own; a proxy before it strikes the n-th request of a process that resumes from
 the newest step, saves the next one and sends it. After each trial the bucket is read without the proxy:
 
     newest broken      the newest step that the bucket shows does not verify
     committed lost     a step that the process had acknowledged is not there, or no step verifies at all
     wrong bytes        what a restore gives differs from what was saved, and nobody says so
-    stuck              the next process, on an empty disk and without faults, cannot go on and send the next step
+    stuck              the next process, on an empty disk and without faults, cannot resume and send the next step
 
 The rival copies the folder after every save: new files up, gone ones away; its restore takes the highest number.
 """
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class History:
-    """One bucket's prefix over many trials: each goes on from where the one before left it.
+    """One bucket's prefix over many trials: each continues where the one before stopped.
 
     Args:
         act: `mirrored.save_and_mirror` or `mirrored.save_and_sync`.
@@ -101,7 +101,7 @@ class History:
         return (self._home / mirrored.ACKNOWLEDGED).exists()
 
     def strike(self, strike: Strike) -> Outcome:
-        """One trial, and whether the next process can go on."""
+        """One trial, and whether the next process can resume."""
         plan = Plan(strike.fault, strike.at, strike.times)
         saved = self._save(plan, wiped=strike.wiped)
         harms = set(self._harms(self._step if saved else self._step - 1))

@@ -7,7 +7,7 @@ training by `ci_llm.train`: four agents of rank 16, two rows a step. Its curve i
 windows of 20 steps, and it ends with the NLL of held-out rows in the run's own precision. All runs take the rows in one
 order, so that seeds differ in the agents' random starts alone.
 
-Runs stay in `--folder`: a later call goes on with one that was interrupted, and takes the results of the others.
+Runs stay in `--folder`: a later call resumes one that was interrupted, and takes the results of the others.
 
 Legend: S seeds, W windows.
 """
@@ -124,7 +124,7 @@ def curves(
             run = folder / f"{task}-{keys['max_train_steps']}" / name.replace(", ", "_").replace(" ", "_") / f"{seed}"
             result = train({**keys, **PRECISIONS[name]}, seed=seed, output_dir=str(run))
             if result.status != "completed":
-                raise SystemExit(f"interrupted ({result.reason}): the same command goes on")
+                raise SystemExit(f"interrupted ({result.reason}): the same command resumes")
             runs[name].append(run)
             print(f"trained   {task}, {name}, seed {seed}", file=sys.stderr, flush=True)
     return {name: Curves.of(paths) for name, paths in runs.items()}

@@ -63,7 +63,7 @@ class Case:
     precision: str
 
     def base(self) -> PreTrainedModel:
-        """Loaded anew."""
+        """A fresh copy of the base."""
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
         model.config.use_cache = False

@@ -15,7 +15,7 @@ A trial has the same bits in each of our ways, so that the regret of every way i
 what a run of one agent comes to is held against it. PEFT's runs draw other starts: of them only the choice counts. Of
 full runs, some are measured, and the others are taken to cost the same.
 
-With --folder F what was measured is kept there, and the same command goes on where it was stopped.
+With --folder F what was measured is kept there, and the same command resumes where it was stopped.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Bench:
         plan, step = Plan(len(rows), config.batch_size, config.seed), 0
         for end in rungs:
             model.train()
-            for step in range(step, end):  # noqa: B020 - it goes on where the rung before has ended
+            for step in range(step, end):  # noqa: B020 - it continues where the rung before has ended
                 chosen = plan.rows(step)
                 for group in optimizer.param_groups:
                     group["lr"] = rate(step)
@@ -268,7 +268,7 @@ def _read(path: Path) -> Way:
 
 
 def _require_equal(ways: Sequence[Way]) -> None:
-    """Refuse to go on if a trial of ours has not the same score in all ways."""
+    """Refuse to continue if a trial of ours has not the same score in all ways."""
     ours = [way for way in ways if not way.name.startswith("peft")]
     for number in range(len(GRID)):
         found = {way.name: way.scores[number] for way in ours if number in way.scores}
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200, help="evaluation rows (default: 200)")
     parser.add_argument("--per-pass", type=int, default=16, help="trials of one pass of ours (default: 16)")
     parser.add_argument("--runs", type=int, default=2, help="full runs of one adapter that are measured (default: 2)")
-    parser.add_argument("--keep", type=float, default=0.25, help="share that goes on after a rung (default: 0.25)")
+    parser.add_argument("--keep", type=float, default=0.25, help="share that continues after a rung (default: 0.25)")
     parser.add_argument("--warmup", type=int, help="steps of the warm-up (default: as configured)")
     parser.add_argument("--folder", type=Path, help="folder for what was measured (default: none)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those to measure (default: all)")

@@ -3,7 +3,7 @@
     python -m benchmarks.uncertainty [RUN] [--votes rerank majority]
 
 RUN is a run on the embedded task. Its crowd answers the 320 validation rows, on which it is calibrated, and the 1,000
-test rows, on which nothing was chosen. A call that was killed goes on, as `ci-llm evaluate` does. Printed are:
+test rows, on which nothing was chosen. A call that was killed resumes, as `ci-llm evaluate` does. Printed are:
 
 - for every number of an answer, the AUROC of wrong answers with a bootstrap interval over rows, exact match of the
   surest 80 %, and for probabilities the calibration error beside that of true probabilities, by chance alone

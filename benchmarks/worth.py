@@ -8,7 +8,7 @@ share of rows whose whole answer greedy decoding reproduces. A seed draws its tr
 for validation, which choose rates, steps and the best agent, are neither trained on nor tested on.
 
 An arm that is done is a line of `worth.jsonl`, with scores of every row and no path: the file can be carried to another
-machine, and the same command goes on there. A started arm is a run folder below F, which resumes. With `--hours` no arm
+machine, and the same command resumes there. A started arm is a run folder below F, which resumes. With `--hours` no arm
 is started that would not fit. `--show` renders the file. Arms that were not run are named below the table.
 
 In this order:
@@ -307,7 +307,7 @@ class Study:
         write_bytes(self.file, before + json.dumps(vars(line)).encode() + b"\n")
 
     def _trained(self, arm: Arm, regime: Regime, keys: Mapping[str, str] | None = None) -> Path:
-        """The final checkpoint; a run that was cut off goes on."""
+        """The final checkpoint; a run that was cut off resumes."""
         own = arm.keys(regime, self.rates) if keys is None else keys
         file = str(self.rows.drawn(regime.rows, regime.seed))
         if arm.name == "disjoint":

@@ -8,7 +8,7 @@ rate that was chosen for neither. One temperature or one calibration is fitted o
 figures are of the other half. The NLL of heads is that of the class; of text that of the answer's tokens with its end,
 in nats per row, which is more wherever something that is no class is probable.
 
-A training goes on where it was cut off, and what is done is a line of `worth_heads.jsonl` below F.
+A training resumes where it was cut off, and what is done is a line of `worth_heads.jsonl` below F.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A crowd in a plain Accelerate loop, reduced by DDP: run it by python, accelerate launch or torchrun, also once more.
 
-Killed and started again, it goes on from the last state. It ends with the agents of `train.py` with the same settings.
+Killed and started again, it resumes from the last state. It ends with the agents of `train.py` with the same settings.
 """
 
 from pathlib import Path

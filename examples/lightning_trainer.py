@@ -1,6 +1,6 @@
 """A run of Lightning's Trainer, made crash-proof in two marked places.
 
-Kill it, by Ctrl-C or in any other way, and start it again: it goes on, and ends with the same bits.
+Kill it, by Ctrl-C or in any other way, and start it again: it resumes, and ends with the same bits.
 """
 
 from pathlib import Path
@@ -55,4 +55,4 @@ def train(folder: Path, workers: int = 0, **changes: object) -> str | None:
 
 if __name__ == "__main__":
     if reason := train(Path("ci_llm_output", "lightning_trainer")):
-        print(f"interrupted ({reason}): start it again to go on")
+        print(f"interrupted ({reason}): start it again to resume")

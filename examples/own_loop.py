@@ -4,7 +4,7 @@
     python examples/own_loop.py accelerate                             the Accelerate loop; also by
     accelerate launch --multi_gpu --num_processes=2 examples/own_loop.py accelerate
 
-Kill it, by Ctrl-C or in any other way, and start it again: it goes on, and ends with the same bits.
+Kill it, by Ctrl-C or in any other way, and start it again: it resumes, and ends with the same bits.
 """
 
 import sys
@@ -39,7 +39,7 @@ def torch_loop(folder: Path, steps: int = STEPS) -> None:
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
         start = latest + 1
-        print(f"goes on after step {latest} of {steps}", flush=True)
+        print(f"resumes after step {latest} of {steps}", flush=True)
     batches = sampler.batches(loader)  # <- 3  epoch after epoch, from behind the last one that was used
     for step in range(start, steps):
         x, y = next(batches)
@@ -66,7 +66,7 @@ def accelerate_loop(folder: Path, steps: int = STEPS) -> None:
     if (latest := manager.latest_step()) is not None:  # <- 2
         manager.restore(latest, into=objects)
         start = latest + 1
-        print(f"goes on after step {latest} of {steps}", flush=True)
+        print(f"resumes after step {latest} of {steps}", flush=True)
     for step in range(start, steps):
         epoch, batches_done = divmod(step, len(loader))
         if step == start or batches_done == 0:

@@ -7,7 +7,7 @@ from ci_llm import Sweep, train
 
 
 def search(config: str | Path | None = "configs.yaml", **keys: Any) -> Sweep:
-    """Lead a sweep to its end; called again after Ctrl-C or a kill, it goes on to the same trials.
+    """Lead a sweep to its end; called again after Ctrl-C or a kill, it resumes, to the same trials.
 
     Args:
         config: a file with the keys that all trials share.

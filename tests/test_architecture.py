@@ -196,7 +196,7 @@ AROUND = {
 }
 
 
-def test_what_users_run_and_what_benchmarks_measure_imports_no_tests() -> None:
+def test_package_tools_and_benchmarks_import_no_tests() -> None:
     names = re.compile(rf"^ *(?:from|import) ({'|'.join(set(AROUND) - {'ci_llm'})})\b", re.MULTILINE)
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
@@ -257,7 +257,7 @@ def code_lines(text: str) -> int:
     return len(counted)
 
 
-def test_code_is_counted_without_what_explains_it() -> None:
+def test_code_is_counted_without_comments_and_docstrings() -> None:
     explained = '"""Charter."""\n\n# why\nx = """a\nb"""  # here too\n\n'
     function = 'def f():\n    """Does\n    it."""\n    return (\n        x\n    )\n'
     assert code_lines(explained) == 2
@@ -298,7 +298,7 @@ def test_a_run_as_a_whole_is_taken_by_few() -> None:
     assert len(takers) <= 25
 
 
-def test_the_public_surface_is_what_it_says() -> None:
+def test_the_public_names_are_sorted_few_and_exist() -> None:
     assert sorted(ci_llm.__all__) == list(ci_llm.__all__)
     assert len(ci_llm.__all__) <= 21
     for name in ci_llm.__all__:

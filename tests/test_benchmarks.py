@@ -134,7 +134,7 @@ class ProductCounter(TorchDispatchMode):
         return found
 
 
-def test_the_floor_of_a_step_is_what_its_products_must_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_floor_of_a_step_counts_its_necessary_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held against the products that the dispatcher sees: the floor leaves out masked attention, and what the first
     layer does for each agent. The longer the rows, the larger the first."""
     for module in (gsm8k, step):
@@ -189,7 +189,7 @@ def answer(right: list[float], nll: float, agents: float = 1.0) -> crowd_answers
     return {"right": right, "nll": [nll] * len(right), "tokens": [1] * len(right), "ece": 0.1, "agents": agents}
 
 
-def test_the_crowds_table_says_who_answers_how_well_and_at_what_price(tmp_path: Path) -> None:
+def test_the_crowds_table_has_scores_and_costs(tmp_path: Path) -> None:
     """From the files that are there; a part without its file of every seed has no line."""
     many, few = answer([1, 1, 1, 0], 0.1, 4.0), answer([1, 1, 0, 0], 0.2)
     generated = answer([1, 0, 1, 0], 0.2, 1.6) | {"nll": [], "tokens": []}
@@ -218,7 +218,7 @@ def test_the_crowds_table_says_who_answers_how_well_and_at_what_price(tmp_path: 
     assert crowd.measure("steps", 50, 2, tmp_path) == {"one agent": few}  # nothing is trained again
 
 
-def test_what_is_scored_is_what_the_package_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_the_benchmark_equal_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gsm8k, step):
         monkeypatch.setattr(module, "VOCABULARY", 500)
     ours = Crowd(step.random_base("tiny"), LoraSettings(num_agents=2, rank=2, alpha=4), "random").eval()
@@ -382,7 +382,7 @@ def test_a_supervised_run_survives_a_dead_node_and_a_lost_disk_to_the_same_bits(
     assert runs[0].bits() == runs[1].bits() != {}
 
 
-def test_what_a_fault_costs_is_read_off_the_ledger() -> None:
+def test_the_cost_of_a_fault_is_read_from_the_ledger() -> None:
     told = [("start", 0), ("nan", 5), ("kill", 10), ("start", 9), ("terminate", 20), ("start", 21)]
     assert campaign.costs([{"kind": kind, "step": step} for kind, step in told]) == {
         "nan": [0],
@@ -423,7 +423,7 @@ def test_numbers_are_judged_by_the_wrong_answers_that_they_find() -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_reads_what_was_written() -> None:
+def test_a_probe_reads_the_written_bytes() -> None:
     crowd = disturbed_crowd()
     questions: list[Any] = [row["question"] for row in embedded.rows("test")[:20]]
     complete = [answer for answer in crowd.generate(questions, details=True, max_new_tokens=64) if answer.complete]

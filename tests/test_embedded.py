@@ -49,7 +49,7 @@ def test_splits_share_no_question() -> None:
     assert len(set.union(*questions)) == sum(SIZES.values())
 
 
-def test_task_rows_leaves_out_what_is_excluded() -> None:
+def test_task_rows_leaves_out_excluded_rows() -> None:
     taken = {row["question"] for row in stories.task_rows(5, 20)}
     rest = stories.task_rows(5, 20, exclude=taken)
     assert taken.isdisjoint(row["question"] for row in rest)

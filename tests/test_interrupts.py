@@ -128,7 +128,7 @@ def test_signals_that_change_before_the_handlers_are_in_place_are_those_of_the_h
         assert one.stop_reason == "signal:SIGUSR1"
 
 
-def test_who_passes_signals_on_gets_the_name_of_each_and_nothing_is_announced() -> None:
+def test_a_forwarder_gets_the_name_of_each_signal_and_nothing_is_announced() -> None:
     passed: queue.Queue[str] = queue.Queue()
     lines: list[str] = []
     with Interrupts(announce=lines.append) as one:
@@ -498,7 +498,7 @@ class Ended(BaseException):
     ],
     ids=["its creator terminates it", "its parent is gone"],
 )
-def test_a_worker_ends_by_nobody_else_and_not_at_the_end_of_a_thread(
+def test_a_worker_ends_only_by_its_creator_or_when_its_parent_is_gone(
     heard: list[tuple[int, int]], parents: Iterator[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(code: int) -> None:
@@ -538,7 +538,7 @@ def test_a_trainer_whose_launcher_ends_before_it_asks_to_be_notified_stops(
     assert (asked, interrupts.stop_reason) == (["SIGUSR2"], "signal:SIGUSR2")
 
 
-def test_what_the_kernel_does_not_know_of_a_process_is_an_error() -> None:
+def test_an_unknown_attribute_of_a_process_is_an_error() -> None:
     with pytest.raises(OSError, match="prctl") as refused:
         interrupts_module.set_process_attribute(-1, 0)
     assert refused.value.errno == errno.EINVAL
@@ -576,7 +576,7 @@ def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code_of_a_
     with Child.python(ON_THE_WAY_OUT) as child:
         child.read_until("on the way out")
         child.signal(getattr(signal, name))
-        child.say("go on")
+        child.say("continue")
         assert child.wait() == 2
 
 

@@ -1,4 +1,4 @@
-"""Workers of anyone's DataLoader go on when the run is signalled, through every door that knows the loader."""
+"""Workers of any DataLoader continue when the run is signalled, through every door that knows the loader."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_batches_of_a_sampler_come_whoever_is_signalled() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_signalled_before_its_first_line_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_signalled_before_its_first_line_keeps_working(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = ForkProcess._bootstrap  # what a forked process calls first
 
     def signalled(process: ForkProcess, *args: object, **named: object) -> int:
@@ -70,7 +70,7 @@ class Marked:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_loader_keeps_what_it_does_in_a_new_worker(passes: int) -> None:
+def test_a_loader_keeps_its_worker_init_fn(passes: int) -> None:
     sampler = StatefulSampler(Marked())
     loader: DataLoader[int] = DataLoader(
         Marked(), sampler=sampler, num_workers=1, worker_init_fn=begun.append, batch_size=1
@@ -79,7 +79,7 @@ def test_a_loader_keeps_what_it_does_in_a_new_worker(passes: int) -> None:
         assert [int(batch) for batch in StatefulSampler.batches(sampler, loader, epochs=sampler.epoch + 1)] == [1] * 4
 
 
-def test_a_loader_is_shielded_once_and_what_has_no_workers_stays_as_it_is() -> None:
+def test_a_loader_is_shielded_once_and_one_without_workers_is_left_alone() -> None:
     loader: DataLoader[int] = DataLoader(ROWS, num_workers=1)
     alone: DataLoader[int] = DataLoader(ROWS)
     batches = [[1], [2]]

@@ -59,7 +59,7 @@ def test_a_proof_with_another_byte_does_not_hold() -> None:
         assert not replace(found, digests={**found.digests, name: ["a", "c"]}).holds
 
 
-def test_a_job_that_fails_by_itself_is_no_proof(tmp_path: Path) -> None:
+def test_a_job_that_fails_by_itself_ends_the_proof(tmp_path: Path) -> None:
     job = Job(TINY, "embedded", tmp_path, TINY.trials, tmp_path / "run")
     job.log.write_text("error: something")
     job.check(0)

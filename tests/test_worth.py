@@ -76,7 +76,7 @@ def test_arms_of_one_regime_take_the_same_agent_steps() -> None:
     assert "learning_rate" not in next(arm for arm in ARMS if arm.name == "IVON").keys(REGIME, UNTUNED)
 
 
-def test_what_comes_first_comes_first_for_all_regimes() -> None:
+def test_the_first_arms_come_first_in_all_regimes() -> None:
     regimes = [Regime(64, 1), Regime(64, 2)]
     order = planned(regimes, [arm.name for arm in ARMS])
     assert [arm for arm, _ in order[:3]] == [BASE, *TUNING.values()]
@@ -112,7 +112,7 @@ def test_pairs_are_of_the_same_seed_and_row(study: Study) -> None:
     assert ways["equal: crowd"].gain_over(ways["4x steps"]) == pytest.approx((0.5, 0.0))
 
 
-def test_the_page_has_the_rule_the_table_and_what_was_not_run(study: Study) -> None:
+def test_the_page_has_the_rule_the_table_and_the_missing_arms(study: Study) -> None:
     write(
         study,
         line(study, STEPS, REGIME, {"4x steps": [2.0, 2.0]}),

@@ -47,7 +47,7 @@ class Net(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train, or go on from the newest checkpoint in the folder."""
+    """Train, or resume from the newest checkpoint in the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", default="", choices=["", *FAULTS])
     fault = parser.parse_args().fault

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    """Train, or go on from the newest checkpoint in the folder."""
+    """Train, or resume from the newest checkpoint in the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", default="", choices=["", *FAULTS])
     fault = parser.parse_args().fault

@@ -18,7 +18,7 @@ _DESCRIPTION: Final = """Stop or clone an agent of a run. A running job does so 
 processes; a run that was interrupted does so after its first step. K is the number of the agent, as in agent2."""
 _EXAMPLES: Final = """examples:
   ci-llm agents stop ci_llm_output 1                                agent1 leaves; the steps get cheaper
-  ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5     a copy of agent2, which goes on in its own way
+  ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5     a copy of agent2 with its own settings
 
 exit codes: 0 done, or left for the run; 1 the run refuses it; 2 bad call"""
 _POLL_S: Final = 0.1
@@ -105,7 +105,7 @@ def _tell(call: argparse.Namespace, decided: CrowdRequest | None, *, is_running:
         told = None if decided is None else {"step": decided.step, "refused": decided.refused}
         print_json({"verb": call.verb, "agent": call.agent, "decision": told})
     elif decided is None:
-        when = "after the step under way" if is_running else "after its first step, once it goes on"
+        when = "after the step under way" if is_running else "after its first step, once it resumes"
         print(f"asked to {call.verb} agent{call.agent}: the run does so {when}; its log tells")
     elif decided.refused is not None:
         print(f"refused: {decided.refused}")

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "pull", _pull, "bring a mirror's newest step that verifies, with logs and metrics, or the step of the URL"
     )
     pulling.add_argument("url", metavar="URL", help="a mirror, or URL/checkpoint_step_100 of one")
-    pulling.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the output_dir that goes on from it")
+    pulling.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="the output_dir that resumes from it")
     pushing = verb("push", _push, "send what a run's folder holds to a mirror, and heal what is damaged there")
     pushing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that does not run now")
     pushing.add_argument("url", metavar="URL", help="the mirror")

@@ -36,7 +36,7 @@ around the run
                                        1 failed or vanished
   watch RUN ...                        runs side by side while they train
   supervise [...] [-- command ...]     relaunch a training until it is done (python safe_train.py)
-  sweep 'key=[a,b,c]' ...              try settings of agents: the best go on, the others are pruned
+  sweep 'key=[a,b,c]' ...              try settings of agents: the best continue, the others are pruned
   agents stop|clone RUN K              change the crowd of a run while it trains
   checkpoints list|verify|diff RUN     look at checkpoints; also prune, pull, push and import
 

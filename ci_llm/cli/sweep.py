@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ci_llm.sweep.sweep import Sweep
 
 USAGE = """ci-llm sweep [--config FILE] [--continue] [--dry-run] [key=value ...] 'key=SPACE' ...
-Trains agents with different settings as one crowd. At each rung the best go on and the others leave; the last ones are
-trained to the end, with the bits that they would have had alone. The same command resumes where an earlier one stopped.
+Trains agents with different settings as one crowd. At each rung the best continue and the others leave; the last ones
+are trained to the end, with the bits that they would have alone. The same command resumes where an earlier one stopped.
 
 A SPACE is a list [a,b,c], log(low,high) or uniform(low,high); in the file also {low: , high: , log: true}. Keys:
 SPACES

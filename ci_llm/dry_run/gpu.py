@@ -166,7 +166,7 @@ def determinism(device: torch.device, dtype: torch.dtype | None = None, *, requi
         what = f"the same step gives other bits the second time: {changed} of {first.numel()} gradients differ"
         if not required:
             return f"{what}; a resumed run is state-exact here, and not bitwise"
-        raise ModelError(what, where=f"deterministic: true, on {device}", hint="deterministic=auto goes on without")
+        raise ModelError(what, where=f"deterministic: true, on {device}", hint="deterministic=auto runs without this")
     return f"the same step twice gives the same {first.numel():,} gradients, bit for bit"
 
 

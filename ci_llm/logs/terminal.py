@@ -39,7 +39,7 @@ NOTEBOOK_WIDTH: Final = 100
 HTML: Final = "<pre style=\"line-height:normal; font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace\">{code}</pre>"
 _LABEL: Final = re.compile(r"^[a-z]\w*(?= {2,}\S)|^[a-z]{9}(?= \S)")
 INDENT: Final = 10  # where a line begins behind its label
-#: The beginning of a line that never holds a command to copy: its label, or none if the line above goes on in it.
+#: The beginning of a line that never holds a command to copy: its label, or none if it continues the line above.
 _SENTENCE: Final = re.compile(
     "(agents|answer|attention|auto|batch|config|data|evaluate|kernels|memory|model|optimizer|precision|question"
     "|reference|resume|saved)? +"

@@ -92,7 +92,7 @@ def change_of(choice: Choice) -> CrowdChange:
 def _decide_on_main(
     config: Config, step: int, members: Members, metrics: Mapping[str, Any], may_write: Callable[[], bool]
 ) -> Choice:
-    """On the main process: the decision of an earlier attempt, or a new one, which goes on record before it acts."""
+    """On the main process: the decision of an earlier attempt, or a new one, which is recorded before it acts."""
     (name,) = members.folders
     choice = choice_from_nll(step, float(metrics[TRAINING_NLL]), float(metrics[f"eval/{name}/nll"]))
     change = change_of(choice)

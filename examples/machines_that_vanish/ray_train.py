@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def train_crowd(keys: dict[str, str]) -> None:
-    """One process of the run. Every call goes on from the newest checkpoint in `output_dir`."""
+    """One process of the run. Every call resumes from the newest checkpoint in `output_dir`."""
     import ci_llm
 
     result = ci_llm.train(**keys)

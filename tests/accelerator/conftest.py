@@ -64,7 +64,7 @@ class Simulated:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *words: str, options: Sequence[str] = (), fails: bool = False) -> Ran:
-        """Run a command of ours, or several with `then` between them."""
+        """Run a command of ci_llm, or several with `then` between them."""
         trace = self.folder / "trace.json"
         ended = self._start(["-m", "tools.testbed.accelerator", "--trace", str(trace), *options, *words])
         if not fails:
@@ -80,7 +80,7 @@ class Simulated:
         return ["train", *WORDS, f"model_name={self.base}", "output_dir=run", "logging_steps=1", *keys]
 
     def on_two(self, *words: str, options: Sequence[str] = ()) -> list[Ran]:
-        """The same on two processes with a GPU each."""
+        """Run a training on two processes with a GPU each."""
         trace = self.folder / "trace.json"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
         own = ["-m", "tools.testbed.accelerator", "--trace", str(trace), "--devices", "2", *options, *words]
@@ -89,7 +89,7 @@ class Simulated:
         return [Ran(0, ended.stdout, json.loads(trace.with_suffix(f".{rank}").read_text())) for rank in range(2)]
 
     def on_cpu(self, *words: str) -> None:
-        """Run a command of ours without a GPU."""
+        """Run a command of ci_llm without a GPU."""
         ended = self._start(["-m", "ci_llm", *words])
         assert ended.returncode == 0, ended.stdout[-8000:]
 

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs to its table on a simulated one, and goes on where it was cut off."""
+"""The benchmark of a GPU runs to its table on a simulated one, and resumes where it was cut off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = str(Path(__file__).parents[2] / "benchmarks/gpu.py")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_every_case_ends_in_the_table_and_a_second_call_does_what_is_missing(simulated: Simulated) -> None:
+def test_every_case_ends_in_the_table_and_a_second_call_runs_the_missing_ones(simulated: Simulated) -> None:
     first = simulated(options=["--program", PROGRAM, "--tiny", "--to", "gpu"])
     table = (simulated.folder / "gpu/table.md").read_text()
     assert "failed" not in table

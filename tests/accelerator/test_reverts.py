@@ -1,4 +1,4 @@
-"""Each mend of a GPU's path is held by a test: taken back in a copy of the project, that test fails."""
+"""Each mend of a GPU's path has a test, which fails in a copy of the project without the mend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit on real scripts: exact ones pass, a planted mistake is named, and what cannot be audited is said."""
+"""The audit on real scripts: exact ones pass, a planted mistake is named, others are refused."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_the_zoo(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_with_its_line_and_its_cause(tmp_path: Path, server: ForkServer) -> None:
+def test_a_mistake_is_reported_with_its_line_and_its_cause(tmp_path: Path, server: ForkServer) -> None:
     [case] = [case for case in cases() if case.name == "torch, no-moments"]
     said = io.StringIO()
     show(examine_warm(case, tmp_path, server), Console(file=said, width=120))
     line = next(number for number, text in enumerate(Path(PLAIN).read_text().splitlines(), 1) if "AdamW(" in text)
     for part in (
         "killed and resumed, step 16: moments",
-        "exp_avg, exp_avg_sq, step are not there: the optimizer starts anew",
+        "exp_avg, exp_avg_sq, step are missing: the optimizer starts without them",
         "optimizer.state_dict() is not saved or not loaded",
         f"plain.py:{line}",
     ):
@@ -109,7 +109,9 @@ def test_a_script_that_refuses_to_resume_is_not_said_to_count_its_steps_wrong(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_cannot_be_audited_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for code, seconds, message in (
         ("raise SystemExit('no data')", 900, "the script failed by itself, with exit code 1"),
         ("print('nothing to do')", 900, "no optimizer step of torch was seen"),
@@ -122,8 +124,10 @@ def test_what_cannot_be_audited_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in a traceback, with the exit code of a script that diverges."""
+def test_a_run_that_fails_before_the_signal_is_not_a_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This ended in a traceback with the exit code of a divergence."""
     work = tmp_path / "work"  # each run works in a copy of the current folder
     work.mkdir()
     monkeypatch.chdir(work)
@@ -134,7 +138,7 @@ def test_a_run_that_fails_before_it_is_struck_is_no_divergence(tmp_path: Path, m
         run_audit(Plan([sys.executable, "-c", third + train], steps=4), tmp_path / "scratch")
 
 
-def test_a_wrong_call_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--steps", "2", "--kill-at", "9"]) == 2
     said = capsys.readouterr().err
     assert "there is no command" in said
@@ -155,7 +159,7 @@ def test_a_folder_too_large_to_copy_is_refused(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_library_that_only_asks_whether_there_is_a_torch_hides_nothing(tmp_path: Path) -> None:
-    """As datasets does when it is imported before torch."""
+    """datasets looks for torch in this way when it is imported first."""
     script = "import importlib.util, sys; importlib.util.find_spec('torch'); import torch; print(*sys.modules)"
     inside = Path(inspect.getfile(Plan)).parent / "inside"
     environment = {**os.environ, "PYTHONPATH": str(inside), "CI_LLM_AUDIT_RECORD": str(tmp_path)}

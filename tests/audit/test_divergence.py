@@ -1,4 +1,4 @@
-"""The name of a divergence from what the probe saw: every name, and no alarm where nothing differs that matters."""
+"""How a divergence is named from the probe's records: every name, and no false alarm."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def changed(number: int, **changes: Any) -> Trace:
     return replace(resumed, steps=steps)
 
 
-def test_an_exact_resume_is_no_divergence() -> None:
+def test_an_exact_resume_is_not_a_divergence() -> None:
     resumed = trace(9, 20)
     assert resumed_from(KILLED, resumed) == 8
     assert list(restored(KILLED, resumed, 8)) == []
@@ -67,7 +67,7 @@ def test_an_exact_resume_is_no_divergence() -> None:
     assert compare(STRAIGHT, STRAIGHT) == []
 
 
-def test_a_generator_that_nobody_asks_may_stand_where_it_likes() -> None:
+def test_a_generator_that_is_not_used_may_differ() -> None:
     assert compare(STRAIGHT, changed(9, generators={"torch": "other", "numpy": "other"}), 8) == []
 
 
@@ -125,22 +125,22 @@ def test_weights_and_moments_are_held_against_the_process_that_was_killed() -> N
     weights, moments = restored(KILLED, resumed, 8)
     assert (weights.kind, weights.step) == ("weights", 9)
     assert "1 of 3 tensors are not those of the checkpoint: mean" in weights.detail
-    assert (moments.kind, moments.detail) == ("moments", "exp_avg are not there: the optimizer starts anew")
+    assert (moments.kind, moments.detail) == ("moments", "exp_avg are missing: the optimizer starts without them")
 
 
-def test_rounded_weights_are_told_from_others() -> None:
+def test_rounded_weights_are_distinguished_from_other_weights() -> None:
     rounded = trace(9, 20, state={"frozen": "x", "weight": "x", "mean": "x"}, rounded=("frozen", "weight"))
     assert resumed_from(KILLED, rounded) == 8  # by the checkpoint that had appeared
     [weights] = restored(KILLED, rounded, 8)
     assert "rounded to half precision" in weights.detail
 
 
-def test_a_process_that_begins_anew_is_seen_to() -> None:
+def test_a_process_that_starts_from_scratch_is_recognised() -> None:
     assert resumed_from(KILLED, trace(1, 20)) == 0
     assert list(restored(KILLED, trace(1, 20), 0)) == []
 
 
-def test_what_differs_between_straight_runs_tells_nothing() -> None:
+def test_differences_between_straight_runs_are_left_out() -> None:
     assert compare(STRAIGHT, changed(9, losses=[3.0], grads="x"), 8, frozenset({"losses", "grads"})) == []
 
 

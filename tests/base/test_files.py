@@ -44,7 +44,7 @@ def test_copies_that_fit(copies: int, keys: dict[str, str], base: Path) -> None:
             files.require_memory(config, copies + 1)
 
 
-def test_the_refusal_says_what_fits(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_names_the_memory_needed_and_free(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_count_parameters", lambda _name: 1_100_000_000)
     monkeypatch.setattr(files, "free_host_memory", lambda: (14_000_000_000, 16_000_000_000))
     with pytest.raises(LaunchError) as refused:

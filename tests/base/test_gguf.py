@@ -72,7 +72,7 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def test_digits_are_cut_as_llama_cpp_cuts_them_for_this_vocabulary(tmp_path: Path) -> None:
-    """Where digits are cut out first, two spaces before one are a piece; the regex of GPT-2 parts them."""
+    """If digits are split off first, two spaces before a digit stay one piece; GPT-2's regex separates them."""
     write_gguf(file := tmp_path / "tiny.gguf")
     split = load_base(str(file)).tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
     assert [piece for piece, _ in split] == ["a", "ĠĠ", "1", "2"]
@@ -87,7 +87,7 @@ def test_a_template_of_the_file_runs_in_a_sandbox(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-def test_it_is_dequantised_once(
+def test_a_gguf_file_is_dequantised_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "model").mkdir()
@@ -119,7 +119,9 @@ def _forked(child: Callable[[], None]) -> int:
 
 
 @pytest.mark.slow
-def test_of_processes_that_start_at_once_one_dequantises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_processes_that_start_at_once_dequantises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")
     convert, (heard, told) = our._convert, os.pipe()
 
@@ -211,7 +213,9 @@ DAMAGE = {
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("damage", "what"), DAMAGE.items(), ids=[one.__name__ for one in DAMAGE])
-def test_what_is_no_base_is_one_message(damage: Callable[[Path], None], what: str, tmp_path: Path, cache: Path) -> None:
+def test_a_path_that_is_not_a_base_is_one_message(
+    damage: Callable[[Path], None], what: str, tmp_path: Path, cache: Path
+) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")
     damage(file)
     for open_it in (load_architecture, load_base):

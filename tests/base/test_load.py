@@ -98,7 +98,7 @@ def test_adapters_that_are_given_as_the_base_are_named(inside: str, tmp_path: Pa
 
 
 def test_the_name_of_a_folder_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters name their base: `models/phi` would be a repository of the hub to whoever opens them elsewhere."""
+    """Adapters name their base, and `models/phi` would be read elsewhere as a repository of the hub."""
     monkeypatch.chdir(folder.parent)
     assert load_base(folder.name).name == str(folder)
 
@@ -130,7 +130,7 @@ def test_a_family_that_answers_otherwise_than_it_is_trained_is_refused(tmp_path:
 
 
 def test_a_dry_run_does_not_replace_a_damaged_base(folder: Path) -> None:
-    """It uses the embedded base in place of one that would have to be downloaded, not of one that is damaged."""
+    """The embedded base replaces only a base that would have to be downloaded."""
     _torn(folder)
     shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu", num_processes=1)
     context: Any = SimpleNamespace(config=Config(model_name=str(folder)), shape=shape, processes=processes)

@@ -1,4 +1,4 @@
-"""Of a multimodal base the language model is used: agents learn and answer on it, and the whole model opens them."""
+"""The language model of a multimodal base is used: agents learn and answer on it, and the whole model opens them."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_a_checkpoint_that_is_quantised_already_is_recognised(folder: Path, kind
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_crowd_generates_what_the_dequantised_one_does(folder: Path, kind: str) -> None:
+def test_a_quantised_crowd_generates_the_texts_of_the_dequantised_one(folder: Path, kind: str) -> None:
     crowd = crowd_on(folder, kind)
     from ci_llm.crowd.decoding import Decoding
 

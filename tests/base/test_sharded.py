@@ -220,5 +220,5 @@ def test_autocast_keeps_no_copy_of_gathered_weights(server: ForkServer, tmp_path
     run(server, tmp_path, gathered_in_the_dtype_of_products, name="embedded")
 
 
-def test_processes_that_need_different_layers_are_told_so(server: ForkServer, tmp_path: Path) -> None:
+def test_processes_that_need_different_layers_get_an_error(server: ForkServer, tmp_path: Path) -> None:
     run(server, tmp_path, different_layers, name="embedded")

@@ -1,4 +1,4 @@
-"""Saving behind the training: what is saved is the state at the call, whatever moves afterwards, and errors surface."""
+"""Asynchronous saves hold the state at the call, whatever changes afterwards, and their errors are raised."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Gate:
         monkeypatch.setattr(Copy, "finish", gated)
 
     def open_when_waited_for(self, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
-        """The copy in flight begins when somebody waits for it, or, if nobody does, when the optimizer has moved."""
+        """The copy begins when a caller waits for it, or else after the optimizer has changed the weights."""
         copied = manager._async_saver._copied
         wait = copied.wait
         copied.wait = lambda *limit: (self.opened.set(), wait(*limit))[1]
@@ -123,7 +123,7 @@ def test_an_optimizer_waits_for_the_copy_and_the_state_is_that_of_the_call(
 
 
 def test_what_is_not_an_optimizers_may_change_at_once(training: Training, tmp_path: Path, gate: Gate) -> None:
-    """Buffers, lists, arrays and numbers: copied at the call, while weights and moments are copied behind."""
+    """Buffers, lists, arrays and numbers are copied at the call; weights and moments are copied in the thread."""
     with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
         before = contents(training.state)
         manager.save(1, training.state)
@@ -152,7 +152,7 @@ def test_without_optimizers_the_state_is_copied_at_the_call(training: Training, 
         assert contents(dict(manager.restore(1))) == before
 
 
-def test_weights_changed_behind_our_back_are_noticed(training: Training, tmp_path: Path, gate: Gate) -> None:
+def test_weights_changed_during_the_copy_are_noticed(training: Training, tmp_path: Path, gate: Gate) -> None:
     with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
         manager.save(1, training.state)
         with torch.no_grad():
@@ -169,7 +169,7 @@ def test_weights_changed_behind_our_back_are_noticed(training: Training, tmp_pat
         assert manager.all_steps() == [2]
 
 
-def test_accelerates_optimizer_is_the_one_inside(training: Training, tmp_path: Path, gate: Gate) -> None:
+def test_the_optimizer_inside_accelerates_wrapper_is_watched(training: Training, tmp_path: Path, gate: Gate) -> None:
     optimizer = Accelerator(cpu=True).prepare_optimizer(training.optimizer)
     with CheckpointManager(tmp_path, optimizers=[optimizer]) as manager:
         before = contents(training.state)
@@ -182,7 +182,7 @@ def test_accelerates_optimizer_is_the_one_inside(training: Training, tmp_path: P
         assert contents(dict(manager.restore(1))) == before
 
 
-def test_an_optimizer_made_later_is_watched_and_free_again_at_the_end(training: Training, tmp_path: Path) -> None:
+def test_an_optimizer_made_later_is_watched_until_the_manager_closes(training: Training, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.watch(training.optimizer)
         manager.save(1, training.state)
@@ -221,7 +221,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
         assert manager.all_steps() == [1, 2]
 
 
-def test_without_memory_for_a_copy_the_way_out_is_named(
+def test_without_memory_for_a_copy_the_error_says_what_to_do(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = torch.empty
@@ -241,10 +241,10 @@ def test_without_memory_for_a_copy_the_way_out_is_named(
         assert manager.all_steps() == [2]
 
 
-def test_a_save_whose_thread_does_not_start_is_not_made_later(
+def test_a_save_whose_thread_does_not_start_is_not_written_later(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps such a job, and would run it before the next one: with the bytes of that, under the old step."""
+    """The pool keeps such a job and would run it with the next one: the new bytes under the old step."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -303,19 +303,19 @@ def test_a_save_in_flight_at_the_exit_is_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_at_the_exit_is_told(tmp_path: Path) -> None:
+def test_a_save_that_fails_at_the_exit_is_reported(tmp_path: Path) -> None:
     told = leave(tmp_path, "lose")
     assert told.startswith("the last checkpoint was not saved: ")
     assert "taken over" in told
 
 
 @pytest.mark.slow
-def test_a_tenth_of_the_flips_in_what_was_written_behind_is_noticed(tmp_path: Path) -> None:
+def test_bit_flips_in_asynchronous_saves_are_noticed(tmp_path: Path) -> None:
     assert bit_flips.noticed(bit_flips.write_behind, 30, 0, tmp_path / "run") == 30
 
 
-def test_a_larger_page_locked_block_is_not_beside_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps such memory for later, and twice the state may be more than a machine has."""
+def test_a_page_locked_block_is_freed_before_a_larger_one_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch caches page-locked memory, and a machine may not hold the state twice."""
     freed: list[str] = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() > 0)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append("freed"), raising=False)
@@ -328,7 +328,7 @@ def test_a_larger_page_locked_block_is_not_beside_the_old_one(monkeypatch: pytes
 def test_the_copy_of_a_gpu_waits_for_the_work_that_is_queued_and_is_whole_when_it_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU whose tensors say that they lie on a GPU; tests/accelerator has the real ones."""
+    """The tensors are on a CPU and claim to be on a GPU; tests/accelerator has real device tensors."""
     done: list[object] = []
 
     class Stream:
@@ -372,7 +372,7 @@ def test_the_copy_of_a_gpu_waits_for_the_work_that_is_queued_and_is_whole_when_i
         done.clear()
 
 
-def test_whoever_waits_for_a_save_leaves_the_one_that_was_begun_meanwhile() -> None:
+def test_waiting_for_a_save_does_not_consume_one_begun_meanwhile() -> None:
     saver, later = AsyncSaver(), Future[None]()
 
     class First(Future[None]):
@@ -389,7 +389,7 @@ def test_whoever_waits_for_a_save_leaves_the_one_that_was_begun_meanwhile() -> N
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_at_the_exit_the_process_that_saved_tells_what_failed_and_a_forked_one_does_not(
+def test_a_failed_save_is_reported_at_the_exit_of_the_process_that_saved_and_not_of_a_fork(
     forked: bool, said: list[str], failing: Callable[[], AsyncSaver]
 ) -> None:
     finish_at_exit(failing(), os.getppid() if forked else os.getpid())

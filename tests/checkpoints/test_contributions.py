@@ -1,4 +1,4 @@
-"""What each process contributes to a save: votes that are counted once, and parts of the state of its own."""
+"""What each process contributes to a save: votes, which are counted once, and its own part of the state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_value_that_some_processes_do_not_have_is_refused_with_their_numbers()
     ("saved", "had"),
     [({"process0": 7}, "what 1 had"), ({"process0": 7, "process2": 8}, "what 2 had"), ([7, 8], "a list")],
 )
-def test_what_was_collected_elsewhere_is_foreign(saved: Any, had: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contributions_collected_elsewhere_are_refused(saved: Any, had: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contributions, "num_processes", lambda: 2)
     target = {"rng": EachProcess(0), "not saved": EachProcess(0), "plain": 0}
     with pytest.raises(ForeignCheckpoint, match=f"2 processes have .* the checkpoint holds {had}") as refused:

@@ -67,7 +67,7 @@ def test_a_final_checkpoint_reads_its_step_once(run: Path) -> None:
     assert times_read(read, run / "checkpoint_step_2") == {1}
 
 
-def test_what_was_verified_is_what_is_restored_and_a_newer_step_is_seen(run: Path) -> None:
+def test_a_restore_returns_what_was_verified_and_a_newer_step_is_seen(run: Path) -> None:
     with CheckpointManager(run) as reader:
         assert reader.latest_step() == 2
         with CheckpointManager(run, async_save=False) as writer:
@@ -77,7 +77,7 @@ def test_what_was_verified_is_what_is_restored_and_a_newer_step_is_seen(run: Pat
         assert reader.restore(3) == {"n": 3}
 
 
-def test_nothing_stays_in_memory_once_it_is_of_no_use(run: Path) -> None:
+def test_a_verified_checkpoint_is_dropped_from_memory_after_its_use(run: Path) -> None:
     with CheckpointManager(run, async_save=False) as manager:
         for ends in (lambda: manager.restore(2), lambda: manager.save(3, STATE), manager.reload):
             manager.latest_step()

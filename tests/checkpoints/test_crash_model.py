@@ -32,7 +32,7 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # thousands of small
 
 
 def holder(number: int) -> Owner:
-    """A writer on a machine of its own: whether it lives is told by its heartbeat alone."""
+    """A writer on another machine, which only its heartbeat shows to be alive."""
     return Owner(machine=f"node{number}", pid=1)
 
 
@@ -59,7 +59,7 @@ def newest(root: Path) -> int | None:
 
 
 class Replay(Log):
-    """Looks, after every change, at each state that a crash may leave there."""
+    """A disk that checks, after every change, each state that a crash may leave there."""
 
     def __init__(self, root: Path, seed: int) -> None:
         super().__init__(root)
@@ -83,7 +83,7 @@ class Replay(Log):
             self.seen.add(found)
 
     def expect(self, change: Callable[[], object], old: int | None, new: int | None) -> None:
-        """While `change` runs a crash leaves old or new; once it has returned, new."""
+        """A crash during `change` leaves the old or the new checkpoint; after its return there is the new one."""
         self.allowed = {old, new}
         change()
         self.allowed = {new}
@@ -109,7 +109,7 @@ def replay_a_life(root: Path, disk: Replay) -> None:
 
 
 @pytest.mark.slow
-def test_every_state_a_crash_may_leave_holds_the_old_or_the_new(tmp_path: Path) -> None:
+def test_every_state_that_a_crash_may_leave_holds_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     disk = Replay(root, seed=0)
@@ -129,7 +129,7 @@ def test_the_replay_notices_a_forgotten_sync(tmp_path: Path, forgotten: str) -> 
         replay_a_life(root, disk)
 
 
-def test_the_replay_keeps_what_was_synced_and_may_lose_the_rest(tmp_path: Path) -> None:
+def test_the_replay_keeps_synced_changes_and_may_lose_others(tmp_path: Path) -> None:
     disk = Log(tmp_path)
     handle = disk.create(tmp_path / "a")
     disk.write(handle, b"hello")
@@ -184,7 +184,7 @@ class Histories(RuleBasedStateMachine):
             shutil.rmtree(self.scratch)
 
     def change(self, work: Callable[[], object], new: int | None, lives: int | None) -> bool:
-        """Do `work`; with `lives` the machine dies before that change of the disk. Whether it lived."""
+        """Do `work` and return whether it ended; with `lives` the machine dies before that change of the disk."""
         old = self.newest
         self.disk.lives = None if lives is None else self.disk.changes + lives
         try:
@@ -235,7 +235,7 @@ class Histories(RuleBasedStateMachine):
     @rule(lives=st.none() | st.integers(0, 60))
     @precondition(lambda self: len(numbered_steps(self.store.directory)) > 1)
     def damage_and_heal(self, lives: int | None) -> None:
-        """Flip a bit of the newest; the one before it takes its place, whenever the healer dies."""
+        """Flip a bit of the newest checkpoint: the one before is found, wherever the repair is killed."""
         hurt = self.store.path(numbered_steps(self.store.directory)[-1]) / "agent0/b.json"
         hurt.write_bytes(hurt.read_bytes()[:-1] + b"!")
         self.newest = newest(self.root)
@@ -251,7 +251,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: bool(self.retired))
     def a_sleeper_wakes_up(self) -> None:
-        """Whoever was taken over from can change nothing, whatever it tries."""
+        """A writer that was taken over can change nothing, whatever it tries."""
         self.store.acquire_lease()
         before = listing(self.root)
         sleeper = self.retired[-1]

@@ -32,7 +32,7 @@ def why_not() -> str | None:
     return f"strace is refused here ({done.stderr.strip()}); run with SYS_PTRACE" if done.returncode else None
 
 
-def test_old_or_new_at_every_sampled_point(tmp_path: Path) -> None:
+def test_a_crash_at_a_sampled_system_call_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
     command = [sys.executable, str(SWEEP), "--json"] + ([] if campaign.in_full else ["--sample", str(POINTS)])

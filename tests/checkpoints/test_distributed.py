@@ -1,4 +1,4 @@
-"""The distributed backend: every process writes its part, one commits the whole, and anybody reads it."""
+"""The distributed backend: every process writes its part, one commits it, and any number of them reads it."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def world(server: ForkServer, tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize(("ranks", "behind"), [(2, False), (3, True), (4, True)])
-def test_saved_by_some_restored_by_any(world: World, ranks: int, behind: bool) -> None:
+def test_a_checkpoint_is_restored_on_any_number_of_processes(world: World, ranks: int, behind: bool) -> None:
     world.run(crews.saving, ranks, steps=[1, 2], backend="distributed", behind=behind)
     for readers in (1, 2, 3, 4):
         world.run(crews.restoring, readers, step=2)
 
 
-def test_one_line_of_checkpoints_by_both_backends_and_other_worlds(world: World) -> None:
+def test_both_backends_and_any_number_of_processes_continue_one_run(world: World) -> None:
     for step, (ranks, backend) in enumerate([(2, "vanilla"), (3, "distributed"), (1, "vanilla"), (1, "distributed")]):
         world.run(crews.saving, ranks, steps=[step], backend=backend, behind=False)
         world.run(crews.restoring, 2, step=step)
     assert CheckpointManager(world.directory).all_steps() == [0, 1, 2, 3]
 
 
-def test_each_writes_its_share_and_what_others_open_stays_whole(world: World) -> None:
+def test_each_process_writes_its_share_and_agents_stay_whole_files(world: World) -> None:
     world.run(crews.saving, 3, steps=[1], backend="distributed", behind=False)
     folder = world.directory / "checkpoint_step_1"
     shards = [f"optimizer-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
@@ -91,13 +91,13 @@ def test_each_writes_its_share_and_what_others_open_stays_whole(world: World) ->
 
 @pytest.mark.parametrize(("victim", "fault"), [(1, "disk"), (0, "disk"), (1, "bug"), (0, "bug")])
 @pytest.mark.parametrize("behind", [False, True])
-def test_what_fails_in_one_process_is_committed_by_none(world: World, victim: int, fault: str, behind: bool) -> None:
+def test_a_save_that_fails_in_one_process_is_not_committed(world: World, victim: int, fault: str, behind: bool) -> None:
     world.run(crews.failing, 3, victim=victim, fault=fault, behind=behind)
 
 
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (2, 0), (4, 2)])
 @pytest.mark.parametrize("behind", [False, True])
-def test_who_is_killed_while_writing_leaves_nothing_and_nobody_waiting(
+def test_a_process_killed_while_writing_commits_nothing_and_leaves_no_peer_waiting(
     world: World, ranks: int, victim: int, behind: bool
 ) -> None:
     codes = [-signal.SIGKILL if rank == victim else 0 for rank in range(ranks)]
@@ -108,25 +108,25 @@ def test_who_is_killed_while_writing_leaves_nothing_and_nobody_waiting(
     world.run(crews.restoring, 3, step=2)
 
 
-def test_a_state_that_is_not_one_is_refused(world: World) -> None:
+def test_a_state_that_differs_between_processes_is_refused(world: World) -> None:
     world.run(crews.not_one_state, 2)
 
 
-def test_what_one_cannot_hand_off_is_an_error_of_all(world: World) -> None:
+def test_a_save_that_one_process_cannot_hand_off_fails_on_all(world: World) -> None:
     world.run(crews.hopeless, 3)
 
 
-def test_a_save_that_one_cannot_start_is_awaited_by_none(world: World) -> None:
+def test_no_process_waits_for_a_save_that_one_cannot_start(world: World) -> None:
     world.run(crews.without_thread, 3)
 
 
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("backend", ["vanilla", "distributed"])
-def test_a_pause_for_which_others_wait_has_an_end(world: World, backend: str, behind: bool) -> None:
+def test_a_pause_on_a_full_disk_ends_while_others_wait(world: World, backend: str, behind: bool) -> None:
     world.run(crews.pausing, 2, backend=backend, behind=behind)
 
 
-def test_who_gave_up_is_an_error_before_our_own_full_disk() -> None:
+def test_a_peer_that_gave_up_is_reported_before_a_full_disk_here() -> None:
     channel = SimpleNamespace(exchange=lambda message: [message, dump_json(GAVE_UP)])
     received = [{"records": {}}, {"records": {}}]
     followers = _Followers(channel, Path("run"), received)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_a_key_that_looks_like_a_shard_is_refused() -> None:
         deal(hand_off(state), 2)
 
 
-def test_a_tensor_that_is_itself_spread_over_processes_is_refused(world: World) -> None:
+def test_a_sharded_tensor_is_refused(world: World) -> None:
     world.run(crews.spread, 2)
 
 
@@ -233,7 +233,7 @@ def test_an_index_that_does_not_fit_its_shards_is_an_error() -> None:
 # A seeded tenth of benchmarks/crash_parts.py
 
 
-def test_old_or_new_at_sampled_operations_of_each_writer(tmp_path: Path) -> None:
+def test_a_crash_of_a_writer_at_a_sampled_operation_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     struck, violations = sweep(POINTS, 0, tmp_path)
     assert violations == []
     assert sum(struck.values()) == POINTS

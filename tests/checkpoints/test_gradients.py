@@ -1,4 +1,4 @@
-"""Saved between two steps of the optimizer: the gradients that wait come back, and the run ends with the same bits."""
+"""Saves between two optimizer steps: accumulated gradients are restored, and the run ends with the same bits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def last(folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Checkpoint]:
-    """The last checkpoint of a loop that nobody disturbed."""
+    """The last checkpoint of an undisturbed loop."""
 
     @functools.cache
     def run(style: str, processes: int) -> Checkpoint:
@@ -104,7 +104,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
         ("accelerate", 2, 6),
     ],
 )
-def test_killed_inside_a_window_it_ends_with_the_same_bits(
+def test_a_loop_killed_between_two_optimizer_steps_ends_with_the_same_bits(
     style: str,
     processes: int,
     kill_at: int,
@@ -135,7 +135,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, at: int, *, clear_f
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("clear_first", [True, False])
 @pytest.mark.parametrize("told", [True, False])
-def test_what_is_left_over_from_a_step_is_not_saved(clear_first: bool, told: bool, tmp_path: Path) -> None:
+def test_gradients_left_over_from_a_step_are_not_saved(clear_first: bool, told: bool, tmp_path: Path) -> None:
     model, optimizer = ingredients()
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
     with CheckpointManager(tmp_path, optimizers=[optimizer] if told else []) as manager:
@@ -181,7 +181,7 @@ def test_going_back_drops_the_gradients_that_wait_now(tmp_path: Path) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_of_what_is_not_here_are_refused(tmp_path: Path) -> None:
+def test_gradients_of_a_missing_model_are_refused(tmp_path: Path) -> None:
     model, optimizer = ingredients()
     model(batch(0)).sum().backward()
     with CheckpointManager(tmp_path, optimizers=[optimizer]) as manager:
@@ -220,7 +220,7 @@ def test_a_gradient_of_zeros_comes_back_as_one_and_takes_no_bytes(tmp_path: Path
         assert all(map(torch.equal, [parameter.grad for parameter in model.parameters()], before))
 
 
-def test_the_place_in_the_window_of_accelerate_comes_back(tmp_path: Path) -> None:
+def test_the_accumulation_step_of_accelerate_is_restored(tmp_path: Path) -> None:
     model, optimizer = ingredients()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
     model, optimizer = accelerator.prepare(model, optimizer)

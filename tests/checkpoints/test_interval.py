@@ -30,7 +30,7 @@ def test_no_other_interval_is_noticeably_better(cost_s: float, mtbf_s: float) ->
         assert told == pytest.approx(math.sqrt(2 * cost_s * mtbf_s), rel=0.03)  # Young's
 
 
-def test_where_saving_costs_more_than_failing_it_is_the_time_between_failures() -> None:
+def test_the_interval_is_the_time_between_failures_where_a_save_costs_more() -> None:
     assert best_interval_s(100.0, 50.0) == 50.0
 
 
@@ -51,7 +51,7 @@ def test_the_interval_follows_what_is_measured_and_says_so(said: list[str]) -> N
     assert "saves every 2 min 32 s" in said[1]
 
 
-def test_the_last_twenty_saves_count_and_a_shorter_interval_is_told_too(said: list[str]) -> None:
+def test_the_last_twenty_saves_count_and_a_shorter_interval_is_reported_too(said: list[str]) -> None:
     by_stall, by_save = BestInterval(lambda: 0.0), BestInterval(lambda: 0.0)
     for seconds, times, median in ((30.0, 50, 30.0), (10.0, 10, 20.0), (10.0, 1, 10.0)):
         for _ in range(times):
@@ -64,7 +64,7 @@ def test_the_last_twenty_saves_count_and_a_shorter_interval_is_told_too(said: li
 
 
 def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, finished: bool = False) -> FailureHistory:
-    """One attempt that saves one step after `lived_s` seconds; what it wrote about the failures so far."""
+    """Run an attempt that saves one step after `lived_s` seconds; returns what it wrote about failures so far."""
     now = [0.0]
     interrupts = Interrupts()
     options: dict[str, Any] = {"interrupts": interrupts, "clock": lambda: now[0], "save_interval_steps": None}
@@ -104,7 +104,7 @@ def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(tmp_
     assert saved == [5, 8, 11, 14, 17]
 
 
-def test_the_configuration_knows_it() -> None:
+def test_the_configuration_accepts_an_automatic_interval() -> None:
     assert parse_config("save_interval_seconds: auto\n", "here").save_interval_seconds == "auto"
     assert parse_config("save_interval_seconds: 1h\n", "here").save_interval_seconds == 3600.0
 

@@ -1,4 +1,4 @@
-"""Killed before any operation on the disk, the trainer goes on, to the bits of the run that was never killed.
+"""Killed before any operation on the disk, the trainer resumes, to the bits of the run that was never killed.
 
 The crash sweep strikes the manager at every system call; here the whole program is struck at a few, drawn by seed.
 """
@@ -57,7 +57,7 @@ def struck(folder: str, arguments: list[str], number: int, victim: int = 0) -> i
 
 
 @bits_in_company
-def test_points_drawn_by_seed_go_on_training(server: ForkServer, trials: Trials) -> None:
+def test_a_run_killed_at_a_drawn_disk_operation_resumes_to_the_same_bits(server: ForkServer, trials: Trials) -> None:
     reference = trials.reference(CELL)  # tokenises, so that every run from here on has the same operations
 
     def strike(folder: Path, number: int) -> list[int]:
@@ -83,10 +83,10 @@ def undisturbed(trials: Trials) -> Path:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_either_of_two_that_write_their_parts_may_die(
+def test_a_run_resumes_after_either_of_two_writers_was_killed(
     victim: int, server: ForkServer, trials: Trials, undisturbed: Path
 ) -> None:
-    """Whichever backend takes over from there."""
+    """The next attempt may use either backend."""
     keys = LARGE | {"checkpoint_backend": "distributed"}
     reference = account(undisturbed)
 

@@ -84,7 +84,7 @@ def test_when_a_checkpoint_is_due(policy: SavePolicy, call: dict[str, Any], due:
     assert policy.due(**call) is due
 
 
-def test_by_steps_by_time_and_by_force(managers: Any) -> None:
+def test_saves_are_due_by_steps_by_time_and_on_request(managers: Any) -> None:
     now = [0.0]
     manager = managers(save_interval_steps=4, save_interval_seconds=60.0, clock=lambda: now[0])
     saved = []
@@ -98,7 +98,9 @@ def test_by_steps_by_time_and_by_force(managers: Any) -> None:
     assert manager.should_save(12)
 
 
-def test_a_failed_save_is_tried_again_when_next_due_and_training_goes_on(managers: Any, said: list[str]) -> None:
+def test_training_continues_after_a_failed_save_which_is_tried_again_when_next_due(
+    managers: Any, said: list[str]
+) -> None:
     disk = FailingDisk(10**9, 28)
     manager = managers(disk=disk, save_interval_steps=2)
     assert manager.save(0, {"step": 0})
@@ -135,7 +137,7 @@ def nested(draw: torch.Generator) -> dict[str, Any]:
     }
 
 
-def test_the_layout_is_plain(managers: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_is_plain_json_and_safetensors(managers: Any, tmp_path: Path) -> None:
     state = nested(torch.Generator().manual_seed(0))
     managers().save(1, state, info={"epoch": 0.5})
     folder = tmp_path / "run" / "checkpoint_step_1"
@@ -177,7 +179,7 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_what_was_saved_comes_back_the_same(managers: Any) -> None:
+def test_saved_values_are_restored_unchanged(managers: Any) -> None:
     state = nested(torch.Generator().manual_seed(1))
     manager = managers()
     manager.save(1, state)
@@ -264,7 +266,9 @@ def test_the_library_reads_what_our_writer_writes(state: dict[str, Tensor]) -> N
         ({"manifest": {"a": 1}}, "must not hold a file named"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_with_its_address(managers: Any, state: dict[str, Any], told: str) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_address(
+    managers: Any, state: dict[str, Any], told: str
+) -> None:
     manager = managers()
     with pytest.raises(CheckpointError, match=told) as refusal:
         manager.save(1, state)
@@ -290,7 +294,7 @@ def test_an_interval_of_no_steps_and_a_step_before_the_first_are_refused(manager
     assert manager.save(np.int64(3), {})  # type: ignore[arg-type]
 
 
-def test_info_is_in_the_manifest_and_may_not_pretend_to_be_it(managers: Any) -> None:
+def test_info_is_in_the_manifest_and_may_not_use_its_keys(managers: Any) -> None:
     manager = managers()
     manager.save(1, {"a": 1}, info={"epoch": 0.5, "fingerprints": {"data": "abc", 3: (4, 5)}})
     assert manager.verify(1).info == {"epoch": 0.5, "fingerprints": {"data": "abc", 3: (4, 5)}}
@@ -332,7 +336,7 @@ def advance(objects: dict[str, Any]) -> float:
     return loss.item()
 
 
-def test_a_plain_loop_goes_on_bit_for_bit(managers: Any) -> None:
+def test_a_plain_loop_resumes_bit_for_bit(managers: Any) -> None:
     torch.manual_seed(0)
     objects = training()
     manager = managers()
@@ -361,7 +365,7 @@ def test_a_plain_loop_goes_on_bit_for_bit(managers: Any) -> None:
         ({"w": torch.zeros(3), "l": [torch.ones(1)]}, {"w": torch.ones(3), "l": [1, 2]}, "a list of 2"),
     ],
 )
-def test_what_does_not_fit_touches_nothing(target: dict[str, Any], saved: dict[str, Any], told: str) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(target: dict[str, Any], saved: dict[str, Any], told: str) -> None:
     with pytest.raises(ForeignCheckpoint, match=told):
         load_into(target, saved)
     assert bool((target["w"] == 0).all())
@@ -374,7 +378,9 @@ def test_what_does_not_fit_touches_nothing(target: dict[str, Any], saved: dict[s
         ("optimizer", torch.optim.SGD([{"params": []}, {"params": []}]), "a SGD does not .* parameter groups"),
     ],
 )
-def test_an_object_that_does_not_take_its_state_is_foreign(managers: Any, key: str, here: Any, told: str) -> None:
+def test_an_object_that_refuses_its_state_is_a_foreign_checkpoint(
+    managers: Any, key: str, here: Any, told: str
+) -> None:
     manager = managers()
     manager.save(1, {"models": [torch.nn.Linear(3, 2)], "optimizer": torch.optim.SGD([torch.ones(1)])})
     into = {"models": [torch.nn.Linear(3, 2)], "optimizer": torch.optim.SGD([torch.ones(1)])} | {key: here}
@@ -383,7 +389,7 @@ def test_an_object_that_does_not_take_its_state_is_foreign(managers: Any, key: s
     assert refused.value.where in ("models[0]", "optimizer")
 
 
-def test_what_cannot_be_filled_is_refused_before_anything_is_touched(managers: Any) -> None:
+def test_targets_that_cannot_be_filled_are_refused_before_anything_changes(managers: Any) -> None:
     manager, mine = managers(), torch.zeros(3)
     manager.save(1, {"first": torch.ones(3), "second": {"w": torch.ones(3)}})
     with pytest.raises(ForeignCheckpoint, match="a mappingproxy, which cannot be filled"):
@@ -391,7 +397,7 @@ def test_what_cannot_be_filled_is_refused_before_anything_is_touched(managers: A
     assert not mine.any()
 
 
-def test_lists_tuples_and_tensors_are_filled_where_they_are(managers: Any) -> None:
+def test_lists_tuples_and_tensors_are_filled_in_place(managers: Any) -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     weight = torch.ones(3, requires_grad=True)
     manager = managers()
@@ -455,7 +461,7 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
 
 
 @pytest.mark.parametrize("max_to_keep", [None, 3])
-def test_the_best_step_is_found_anew_after_going_back(managers: Any, max_to_keep: int | None) -> None:
+def test_the_best_step_is_found_again_after_going_back(managers: Any, max_to_keep: int | None) -> None:
     manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=max_to_keep)
     manager.save(1, {"a": 1}, metrics={"score": 5})
     manager.save(2, {"a": 2}, metrics={"score": 9})
@@ -529,7 +535,7 @@ class GatedDisk(CachedDisk):
         return super().write(handle, data)
 
 
-def test_saving_behind_keeps_what_was_there_at_the_call(managers: Any) -> None:
+def test_an_asynchronous_save_holds_the_state_at_the_call(managers: Any) -> None:
     disk = GatedDisk()
     manager = managers(disk=disk, async_save=True)
     manager._store.acquire_lease()
@@ -557,7 +563,7 @@ def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
     assert manager.all_steps() == [1, 2]
 
 
-def test_an_error_behind_surfaces_at_the_next_call(managers: Any, tmp_path: Path) -> None:
+def test_an_error_of_an_asynchronous_save_is_raised_at_the_next_call(managers: Any, tmp_path: Path) -> None:
     manager = managers(async_save=True, save_interval_steps=10)
     manager.save(0, {"a": 1})
     manager.wait_until_finished()
@@ -568,7 +574,7 @@ def test_an_error_behind_surfaces_at_the_next_call(managers: Any, tmp_path: Path
         manager.save(11, {"a": 3})
 
 
-def test_a_disk_that_fails_behind_is_told_and_no_error(managers: Any, said: list[str]) -> None:
+def test_a_full_disk_during_an_asynchronous_save_is_reported_and_not_raised(managers: Any, said: list[str]) -> None:
     disk = FailingDisk(10**9, 5)
     manager = managers(disk=disk, async_save=True)
     manager.save(0, {"a": 1})
@@ -583,7 +589,9 @@ def test_a_disk_that_fails_behind_is_told_and_no_error(managers: Any, said: list
     assert manager.latest_step() == 2
 
 
-def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_path: Path, said: list[str]) -> None:
+def test_a_step_dropped_by_an_asynchronous_save_may_be_saved_again(
+    managers: Any, tmp_path: Path, said: list[str]
+) -> None:
     disk = FailingDisk(10**9, 28)
     manager = managers(disk=disk, async_save=True)
     manager._store.acquire_lease()
@@ -595,7 +603,7 @@ def test_a_step_that_was_dropped_behind_may_be_saved_again(managers: Any, tmp_pa
     assert said == ["checkpoint_step_1 is dropped: [Errno 28] No space left on device"]
 
 
-def test_a_step_that_was_dropped_behind_takes_the_place_of_no_other(managers: Any) -> None:
+def test_a_step_dropped_by_an_asynchronous_save_prunes_no_other(managers: Any) -> None:
     disk = FailingDisk(10**9, 28)
     manager = managers(disk=disk, async_save=True, max_to_keep=1, best_fn=lambda metrics: metrics["score"])
     manager.save(1, {"a": 1}, metrics={"score": 5})
@@ -618,7 +626,7 @@ def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: P
     assert manager.save(2, {"a": 4}) is False
 
 
-def test_a_run_that_was_set_aside_leaves_its_steps_to_the_next(managers: Any, tmp_path: Path) -> None:
+def test_steps_of_a_run_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
     manager = managers()
     assert manager.save(3, {"a": 3})
     assert manager.holds_lease()
@@ -630,8 +638,8 @@ def test_a_run_that_was_set_aside_leaves_its_steps_to_the_next(managers: Any, tm
     assert not manager.holds_lease()
 
 
-def test_who_has_lost_a_peer_takes_the_folder_over_and_commits_its_last_step(managers: Any) -> None:
-    """The dead one has missed a heartbeat, and no other attempt may take over yet."""
+def test_a_process_that_lost_its_peer_takes_over_and_commits_its_last_step(managers: Any) -> None:
+    """The dead writer has missed one heartbeat, which is too early for an attempt that lost no peer."""
     dead, survivor = managers(async_save=True), managers(async_save=True)
     for manager, number in ((dead, 1), (survivor, 2)):
         manager._store = CheckpointStore(manager.directory, disk=CachedDisk(), owner=Owner(f"node{number}", 4711))
@@ -697,7 +705,7 @@ def test_a_folder_that_was_removed_is_not_called_taken_over(managers: Any, tmp_p
 # Stopping
 
 
-def test_a_signal_is_seen_by_save_and_by_the_question_at_the_same_step(managers: Any) -> None:
+def test_save_and_reached_preemption_see_a_signal_at_the_same_step(managers: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     manager = managers(save_interval_steps=100)
     stopped = []
@@ -738,9 +746,9 @@ def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path,
     assert restored["rank"] == 0
 
 
-def test_each_process_gets_its_own_back_and_saves_it_again(server: ForkServer, tmp_path: Path) -> None:
+def test_each_process_restores_its_own_state_and_saves_it_again(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
-    assert server.run(loops.going_on_with_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+    assert server.run(loops.restoring_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
     own = load_checkpoint(directory / "checkpoint_step_1").state["own"]
     assert {name: part["draws"].tolist() for name, part in own.items()} == {"process0": [10, 10], "process1": [11, 11]}
     alone = CheckpointManager(directory)
@@ -767,7 +775,7 @@ def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tm
     assert codes == [0, 0], log.read_text()
 
 
-def test_what_only_some_processes_have_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
+def test_a_checkpoint_that_only_some_processes_have_is_refused_on_all(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     codes = server.run(loops.some_with_their_own, log, ranks=2, directory=directory)
     assert codes == [0, 0], log.read_text()
@@ -788,7 +796,7 @@ def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path:
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
 
 
-def test_a_save_that_fails_behind_is_an_error_of_all_in_the_loop_of_a_library(
+def test_a_failed_asynchronous_save_is_raised_on_all_processes_in_the_loop_of_a_library(
     server: ForkServer, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -802,8 +810,8 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkSer
 
 
 @pytest.mark.slow
-def test_the_loop_of_orbax_stops_on_a_signal_and_goes_on(tmp_path: Path) -> None:
-    """The documented loop in a process of its own: a real SIGTERM, an exit with a save in flight, a second life."""
+def test_the_documented_loop_of_orbax_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
+    """The documented loop gets a real SIGTERM, exits with a save in flight, and is started again."""
     directory = tmp_path / "run"
     first = live_and_be_terminated(directory)
     assert load_checkpoint(directory / f"checkpoint_step_{first}").state["steps"] == first + 1

@@ -1,4 +1,4 @@
-"""Orbax's way to speak to the manager: options, arguments, items, the best steps, and what is refused by name."""
+"""The manager takes Orbax's calls: options, arguments, items, the best steps; others are refused by name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_call_of_orbax_is_understood(call: Callable[[Path], ocp.Checkpoint
         (lambda: ocp.CheckpointManager("run", best_mode="best"), "neither max nor min"),  # type: ignore[arg-type]
     ],
 )
-def test_what_has_no_counterpart_is_refused_by_name(call: Callable[[], Any], told: str) -> None:
+def test_options_without_a_counterpart_are_refused_by_name(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
         call()
 
@@ -174,12 +174,12 @@ def test_items_are_saved_and_restored_by_name(tmp_path: Path) -> None:
             manager.restore(0, args=ocp.args.Composite(nope=ocp.args.JsonRestore()))
 
 
-def test_nothing_to_restore_is_said(tmp_path: Path) -> None:
+def test_an_empty_folder_says_that_there_is_nothing_to_restore(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to restore"):
         ocp.CheckpointManager(tmp_path).restore(None)
 
 
-def test_what_others_have_changed_is_seen_after_reload(tmp_path: Path) -> None:
+def test_changes_by_other_processes_are_seen_after_reload(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as manager:
         saved(manager, range(3))
         assert not manager.is_saving_in_progress() or manager.check_for_errors() is None

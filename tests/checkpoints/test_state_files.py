@@ -46,17 +46,17 @@ def files_of(state: Any) -> dict[str, bytes]:
     return {name: b"".join(image.parts) for name, image in take_snapshot(state).files.items()}
 
 
-def test_the_address_of_what_cannot_be_saved_leads_into_the_state_of_an_object() -> None:
+def test_the_address_of_a_refused_value_leads_into_the_state_of_an_object() -> None:
     with pytest.raises(CheckpointError, match=r"inner\.rows\[1\]: a set has no plain form"):
         take_snapshot({"a": {"inner": Stateful({"rows": [1, {2}]})}})
 
 
-def test_a_shard_is_refused_with_the_way_to_the_whole() -> None:
+def test_a_shard_is_refused_with_the_call_that_gives_the_whole_tensor() -> None:
     with pytest.raises(CheckpointError, match=r"one shard of a distributed tensor.*full_tensor\(\)"):
         take_snapshot({"a": torch.zeros(2).as_subclass(Shard)})
 
 
-def test_tensors_whose_addresses_are_alike_keep_apart() -> None:
+def test_tensors_with_similar_addresses_are_kept_apart() -> None:
     state = {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1), "n": 1}, "__metadata__": torch.full((1,), 2.0)}}
     back = read(files_of(state))
     assert [back["b.c"].item(), back["b"]["c"].item(), back["__metadata__"].item()] == [1.0, 0.0, 2.0]
@@ -95,7 +95,7 @@ WITHOUT_X = files_of({"a": {"y": torch.ones(1)}})["a.safetensors"]
         ("tree", {"a.json": b'{"$tensor": "x"}', "a.safetensors": WITHOUT_X}, "'x'"),
     ],
 )
-def test_files_without_the_form_of_the_manifest_are_damage(form: str, files: dict[str, bytes], told: str) -> None:
+def test_files_that_are_not_a_manifest_are_damage(form: str, files: dict[str, bytes], told: str) -> None:
     with pytest.raises(DamagedCheckpoint, match=f"'a' cannot be read: .*{told}"):
         read(files, form)
 
@@ -108,6 +108,6 @@ def test_a_header_that_promises_more_than_the_file_holds_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("value", [{"w": torch.ones(2)}, {"n": (1, 2)}, {"w": torch.ones(2), "n": [1]}, 3])
-def test_a_message_comes_back(value: Any) -> None:
+def test_a_message_is_restored_as_it_was_written(value: Any) -> None:
     back = from_bytes(to_bytes(value))
     assert repr(back) == repr(value)

@@ -84,7 +84,7 @@ def elsewhere(number: int = 1, **changes: Any) -> Owner:
 # Committing and pruning
 
 
-def test_a_checkpoint_is_committed_whole_and_says_what_it_is(run: Run) -> None:
+def test_a_checkpoint_is_committed_whole_with_its_manifest(run: Run) -> None:
     result = run.open().save(7, files(7), forms={"optimizer": "tensors"}, info={"epoch": 0.5, "rows": (1, 2)})
     assert (result.saved, result.note) == (True, "")
     _, manifest, contents = run.open().read(7)
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_committed_whole_and_says_what_it_is(run: Run) -> None:
     assert (written["step"], written["epoch"], written["format_version"]) == (7, 0.5, FORMAT_VERSION)
 
 
-def test_steps_are_numbers_and_not_words(run: Run) -> None:
+def test_steps_are_sorted_as_numbers(run: Run) -> None:
     store = run.open(save_total_limit=2)
     for step in (9, 200, 1000):
         store.save(step, files(step))
@@ -113,7 +113,7 @@ def test_a_damaged_folder_of_a_higher_number_does_not_push_out_the_new_one(run: 
     assert store.latest() == 2
 
 
-def test_a_copy_under_a_later_number_hides_no_step_that_is_saved_after_it(run: Run) -> None:
+def test_a_copied_folder_with_a_higher_number_does_not_hide_later_steps(run: Run) -> None:
     store = run.open(save_total_limit=2)
     store.save(3, files(3))
     shutil.copytree(run.directory / "checkpoint_step_3", run.directory / "checkpoint_step_9")
@@ -141,7 +141,7 @@ def test_saving_a_step_again_changes_nothing_and_says_so(run: Run) -> None:
     assert (run.directory / "checkpoint_step_1" / MANIFEST).read_bytes() == before
 
 
-def test_a_damaged_folder_does_not_stand_in_the_way_of_its_step(run: Run) -> None:
+def test_a_step_with_a_damaged_folder_can_be_saved_again(run: Run) -> None:
     store = run.open()
     store.save(1, files(1))
     flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 5)
@@ -150,7 +150,7 @@ def test_a_damaged_folder_does_not_stand_in_the_way_of_its_step(run: Run) -> Non
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
 
 
-def test_the_final_checkpoint_counts_with_its_step_and_is_made_anew(run: Run) -> None:
+def test_the_final_checkpoint_counts_with_its_step_and_is_written_again(run: Run) -> None:
     store = run.open()
     with pytest.raises(CheckpointError, match="no step is committed"):
         store.finish()
@@ -171,7 +171,7 @@ def test_the_final_checkpoint_counts_with_its_step_and_is_made_anew(run: Run) ->
     assert store.read(1).manifest.step == 1
 
 
-def test_a_step_that_only_the_final_checkpoint_holds_gets_its_own_folder_before_that_is_replaced(run: Run) -> None:
+def test_a_step_held_only_by_the_final_checkpoint_gets_a_folder_before_that_is_replaced(run: Run) -> None:
     store = run.open()
     store.save(1, files(1))
     step = run.directory / "checkpoint_step_1"
@@ -264,7 +264,7 @@ def test_a_whole_run_is_set_aside_under_a_number_that_no_other_had(run: Run) -> 
     assert store.set_aside([run.directory / "checkpoint_step_1"]).name == "5"
 
 
-def test_who_uses_the_result_finds_the_final_checkpoint_first(run: Run) -> None:
+def test_readers_of_the_result_find_the_final_checkpoint_first(run: Run) -> None:
     store = run.open()
     assert find_checkpoint(run.directory) is None
     for step in (1, 2):
@@ -283,7 +283,7 @@ def test_a_final_checkpoint_is_made_by_the_writer_alone(run: Run) -> None:
         run.open().finish()
 
 
-def test_a_step_that_finds_no_folder_of_its_own_keeps_the_final_checkpoint_that_holds_it(run: Run) -> None:
+def test_the_final_checkpoint_stays_where_its_step_could_not_get_a_folder(run: Run) -> None:
     disk = FullDisk()
     disk.full = False
     store = run.open(disk=disk)
@@ -297,7 +297,7 @@ def test_a_step_that_finds_no_folder_of_its_own_keeps_the_final_checkpoint_that_
     assert store.all_steps() == [1]
 
 
-def test_a_final_checkpoint_that_cannot_be_replaced_is_back_where_it_was(run: Run) -> None:
+def test_a_final_checkpoint_that_cannot_be_replaced_is_moved_back(run: Run) -> None:
     for lives in itertools.count():
         disk = FailingDisk(10**9, errno.EIO)
         store = run.open(disk=disk)
@@ -356,7 +356,7 @@ def test_a_disk_that_refuses_a_move_loses_no_checkpoint(
     assert lives > 6
 
 
-def test_deleting(run: Run) -> None:
+def test_deleting_a_step_removes_its_folder(run: Run) -> None:
     store = run.open()
     store.save(1, files(1))
     store.delete(1)
@@ -400,7 +400,7 @@ def test_a_writer_on_another_machine_lives_as_long_as_its_heartbeat_is_fresh(run
     assert "attempt 1 (process 4711 on node1) is taken over: no heartbeat for 10 min" in run.said[0]
 
 
-def test_a_clock_that_was_set_back_locks_nobody_out(run: Run) -> None:
+def test_a_clock_that_was_set_back_does_not_keep_a_lease_alive(run: Run) -> None:
     store = run.open(owner=elsewhere(1))
     store.save(1, files(1))
     run.silence(seconds=-30)
@@ -444,7 +444,7 @@ def test_a_slurm_job_that_was_started_again_has_no_other_writer(then: Owner, now
     assert (then.why_gone(now, silent_s=1.0, timeout_s=60.0) is not None) == dead
 
 
-def test_who_has_lost_a_peer_takes_over_from_a_writer_that_has_missed_one_heartbeat(run: Run) -> None:
+def test_a_process_that_lost_its_peer_takes_over_after_one_missed_heartbeat(run: Run) -> None:
     run.open(owner=elsewhere()).acquire_lease()
     run.silence(SURVIVOR_TIMEOUT_S + 1)
     with pytest.raises(WriterBusy):
@@ -472,7 +472,7 @@ def test_a_round_of_torchrun_has_no_writer_of_an_earlier_round(
     assert (writer.why_gone(other, silent_s=1.0, timeout_s=60.0) is not None) == dead
 
 
-def test_a_later_process_of_the_same_number_is_another_one() -> None:
+def test_a_later_process_with_the_same_pid_is_not_the_writer() -> None:
     here = Owner.this_process()
     assert here.why_gone(here, 0.0, 60.0) is None
     assert here.started_since_boot_s is not None
@@ -480,7 +480,7 @@ def test_a_later_process_of_the_same_number_is_another_one() -> None:
     assert recycled.why_gone(here, 0.0, 60.0) == f"process {here.pid} is gone"
 
 
-def test_a_clock_that_is_set_makes_no_living_owner_look_dead(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_clock_does_not_make_a_living_owner_look_dead(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run.open()
     store.acquire_lease()
     boot, start = psutil.boot_time, psutil.Process.create_time
@@ -510,7 +510,7 @@ def test_an_owner_of_an_older_version_is_judged_by_its_pid(run: Run, dead: bool)
     )
 
 
-def test_a_zombie_is_gone(run: Run) -> None:
+def test_a_zombie_counts_as_dead(run: Run) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.this_process()
     holder = Owner(here.machine, zombie.pid, started_since_boot_s(zombie.pid))
@@ -531,7 +531,7 @@ def test_an_owner_that_cannot_be_read_is_judged_by_its_heartbeat(run: Run) -> No
 
 
 class Interposed(CachedDisk):
-    """Lets something happen before change number `moment`."""
+    """A disk that calls a function before change number `moment`."""
 
     def __init__(self, moment: int, happen: Callable[[], object]) -> None:
         self.moment, self.changes, self._happen = moment, 0, happen
@@ -558,8 +558,8 @@ class Interposed(CachedDisk):
 
 
 @pytest.mark.parametrize("sweeps", [False, True])
-def test_whenever_another_attempt_gets_in_between_one_of_the_two_writes(sweeps: bool, tmp_path: Path) -> None:
-    """It has swept already what others left, the draft of this one included, or it has not."""
+def test_of_two_attempts_that_interleave_exactly_one_writes(sweeps: bool, tmp_path: Path) -> None:
+    """The other attempt has already swept leftovers, the draft of this one included, or has not yet."""
     winners = []
     for moment in itertools.count(1):
         run = Run(tmp_path / str(moment), [])
@@ -589,8 +589,8 @@ def test_whenever_another_attempt_gets_in_between_one_of_the_two_writes(sweeps: 
 
 
 @pytest.mark.parametrize("times", [1, 100])
-def test_who_has_looked_at_the_same_moment_gives_way_and_tries_again(times: int, run: Run) -> None:
-    """The other one has looked before this rename, and renames after it: to another number."""
+def test_an_attempt_that_read_the_same_state_gives_way_and_tries_again(times: int, run: Run) -> None:
+    """The other attempt reads before this rename and renames after it, to another number."""
 
     class Overtaken(CachedDisk):
         def rename(self, source: Path, target: Path) -> None:
@@ -609,7 +609,7 @@ def test_who_has_looked_at_the_same_moment_gives_way_and_tries_again(times: int,
         run.open().acquire_lease()
 
 
-def test_of_many_that_start_at_once_one_writes(run: Run) -> None:
+def test_of_many_attempts_that_start_at_once_one_writes(run: Run) -> None:
     for heat in range(10):
         barrier = threading.Barrier(6)
         stores = [run.open(owner=elsewhere(heat * 10 + i)) for i in range(6)]
@@ -707,8 +707,8 @@ except WriterBusy as refusal:
 """
 
 
-def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> None:
-    """The same with a real process, a real SIGSTOP and its real heartbeat."""
+def test_a_stopped_process_is_taken_over_and_can_write_nothing_when_it_wakes(run: Run) -> None:
+    """A real process with its real heartbeat is stopped by SIGSTOP and later continued."""
     command = [sys.executable, "-c", SLEEPER, str(run.directory)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as sleeper:  # type: ignore[call-overload]
@@ -722,7 +722,7 @@ def test_a_stopped_process_is_taken_over_and_wakes_up_to_nothing(run: Run) -> No
             owner = run.open()
             owner.save(3, files(3))
             os.kill(sleeper.pid, signal.SIGCONT)
-            told, _ = sleeper.communicate("go on\n", timeout=DEADLINE_S)
+            told, _ = sleeper.communicate("continue\n", timeout=DEADLINE_S)
             assert sleeper.returncode == WriterBusy.exit_code
             assert "attempt 1 was taken over" in told
         finally:
@@ -777,7 +777,7 @@ def test_a_heartbeat_that_the_disk_refused_is_tried_again(run: Run) -> None:
     assert beats.acquire(timeout=DEADLINE_S)
 
 
-def test_a_lease_that_could_not_be_acquired_locks_nobody_out(run: Run) -> None:
+def test_a_lease_that_could_not_be_acquired_does_not_block_others(run: Run) -> None:
     for lives in range(100):
         disk = FailingDisk(lives, errno.EIO)
         store = run.open(disk=disk, owner=elsewhere(1))
@@ -793,7 +793,7 @@ def test_a_lease_that_could_not_be_acquired_locks_nobody_out(run: Run) -> None:
     assert 8 < lives < 99
 
 
-def test_a_lease_that_the_disk_does_not_hold_is_none(run: Run) -> None:
+def test_a_lease_that_is_not_on_the_disk_is_not_held(run: Run) -> None:
     class Liar(CachedDisk):
         def write(self, handle: int, data: Any) -> int:
             return len(data)
@@ -803,7 +803,7 @@ def test_a_lease_that_the_disk_does_not_hold_is_none(run: Run) -> None:
     assert names(run.directory) == []
 
 
-def test_a_forked_child_neither_holds_nor_releases(run: Run) -> None:
+def test_a_forked_child_neither_holds_nor_releases_the_lease(run: Run) -> None:
     store = run.open()
     store.acquire_lease()
     if (pid := os.fork()) == 0:
@@ -834,7 +834,7 @@ def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(
     verify_folder(run.directory / "superseded" / "checkpoint_step_2")
 
 
-def test_a_file_that_gets_its_name_during_the_sweep_is_no_leftover(tmp_path: Path) -> None:
+def test_a_file_that_gets_its_name_during_the_sweep_is_kept(tmp_path: Path) -> None:
     for name in (".a.partial", ".b.partial"):
         (tmp_path / name).write_bytes(b"")
     found = leftovers(tmp_path, time.time() + 1000)
@@ -843,7 +843,7 @@ def test_a_file_that_gets_its_name_during_the_sweep_is_no_leftover(tmp_path: Pat
     assert list(found) == []
 
 
-def test_a_disk_that_fails_while_the_lease_is_acquired_is_one_explanation(run: Run) -> None:
+def test_a_disk_that_fails_while_the_lease_is_acquired_is_one_message(run: Run) -> None:
     class Broken(CachedDisk):
         def touch(self, path: Path) -> None:
             if ".attempt-" in str(path):
@@ -890,7 +890,7 @@ def test_every_flipped_bit_and_every_lost_byte_is_noticed_and_heals(run: Run) ->
     assert len(run.said) == 300
 
 
-def test_a_damaged_checkpoint_is_named_moved_and_the_one_before_taken(run: Run) -> None:
+def test_a_damaged_checkpoint_is_named_and_moved_and_the_one_before_is_taken(run: Run) -> None:
     writer = run.open()
     for step in (1, 2):
         writer.save(step, files(step))
@@ -911,7 +911,7 @@ def test_a_damaged_checkpoint_is_named_moved_and_the_one_before_taken(run: Run) 
 
 
 def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something before the next manifest is read."""
+    """Call `act` before the next manifest is read."""
     real = manifest.read_exactly
 
     def read(path: Path, size: int) -> bytes:
@@ -922,7 +922,7 @@ def reading_is_preceded_by(act: Callable[[], object], monkeypatch: pytest.Monkey
     monkeypatch.setattr(manifest, "read_exactly", read)
 
 
-def test_a_disk_that_fails_once_condemns_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_does_not_quarantine_a_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -932,14 +932,16 @@ def test_a_disk_that_fails_once_condemns_nothing(run: Run, monkeypatch: pytest.M
     assert (run.said, visible(run.directory)) == ([], ["checkpoint_step_1"])
 
 
-def test_what_a_writer_commits_and_prunes_under_the_eyes_of_a_reader(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_finds_the_step_that_a_writer_commits_while_it_reads(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = run.open(save_total_limit=1)
     writer.save(1, files(1))
     reading_is_preceded_by(lambda: writer.save(2, files(2)), monkeypatch)
     assert run.open().latest(heal=False) == 2
 
 
-def test_while_another_writes_a_damaged_checkpoint_is_passed_over(run: Run) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_not_moved_while_another_process_writes(run: Run) -> None:
     writer = run.open(owner=elsewhere(1))
     for step in (1, 2):
         writer.save(step, files(step))
@@ -966,7 +968,7 @@ def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
 @pytest.mark.parametrize("name", ["final_checkpoint", "checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_9"])
 @pytest.mark.parametrize("mark", ["beginning.json", "attempts/1/began.json"])
 def test_a_run_that_has_the_name_of_a_checkpoint_is_left_alone(name: str, mark: str, run: Run) -> None:
-    """It was moved to quarantine, or pruned, while it trained there."""
+    """Such a run was moved to quarantine, or pruned, while it was training."""
     record = run.directory / name / mark
     record.parent.mkdir(parents=True)
     record.write_text("{}")
@@ -993,7 +995,7 @@ def test_the_format_of_this_version_and_the_one_before_are_read(run: Run, monkey
     assert "older ci-llm" in str(refusal.value)
 
 
-def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
+def test_a_newer_format_is_an_error_and_not_damage(run: Run) -> None:
     store = run.open()
     store.save(1, files(1))
     forge(run.directory / "checkpoint_step_1", lambda body: body.update(format_version=FORMAT_VERSION + 1))
@@ -1006,7 +1008,9 @@ def test_a_newer_format_is_an_error_and_no_damage(run: Run) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.ENOTCONN])
-def test_what_may_not_be_read_is_not_condemned(run: Run, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_is_not_quarantined(
+    run: Run, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = run.open()
     store.save(1, files(1))
 
@@ -1023,16 +1027,14 @@ def test_what_may_not_be_read_is_not_condemned(run: Run, code: int, monkeypatch:
     assert visible(run.directory) == ["checkpoint_step_1"]
 
 
-def test_a_network_that_fails_once_is_asked_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_once_is_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run.open()
     store.save(1, files(1))
     failing_once(monkeypatch)
     assert store.latest() == 1
 
 
-def test_what_cannot_be_read_back_is_dropped_like_what_cannot_be_written(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_read_back_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run.open()
     store.save(1, files(1))
     failing_once(monkeypatch)
@@ -1101,7 +1103,7 @@ def test_a_pickle_is_refused_even_if_the_manifest_knows_it(target: Path, name: s
 @pytest.mark.parametrize(
     "name", ["../secret.json", "/etc/passwd", "a/../../secret.json", "a//b", ".", "a\\b", "", "a\0b"]
 )
-def test_a_name_that_climbs_out_is_refused(target: Path, name: str) -> None:
+def test_a_name_that_leads_out_of_the_folder_is_refused(target: Path, name: str) -> None:
     (target.parent / "secret.json").write_bytes(b"{}")
     forge(target, lambda body: body["files"].update({name: entry(b"{}")}))
     assert "must not hold a file named" in refused(target)
@@ -1149,7 +1151,7 @@ def test_a_huge_header_is_refused(length: int) -> None:
         read_safetensors(length.to_bytes(8, "little") + b"{" + b" " * 100)
 
 
-def test_a_manifest_that_holds_nothing_is_named(target: Path) -> None:
+def test_an_empty_manifest_is_refused_by_name(target: Path) -> None:
     os.truncate(target / MANIFEST, 0)
     assert "the manifest is not as it was written: Expecting value" in refused(target)
 
@@ -1168,7 +1170,7 @@ def test_a_file_that_grew_is_not_read(target: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_whatever_change_fails_the_older_ones_stay_and_the_next_save_works(
+def test_older_checkpoints_stay_and_the_next_save_works_whichever_change_fails(
     tmp_path: Path, code: int, said: list[str]
 ) -> None:
     before = {}
@@ -1196,12 +1198,12 @@ def test_whatever_change_fails_the_older_ones_stay_and_the_next_save_works(
     assert lives > 15
 
 
-def test_short_writes_save_all_the_same(run: Run) -> None:
+def test_short_writes_are_completed(run: Run) -> None:
     assert run.open(disk=StutteringDisk()).save(1, files(1)).saved
     assert run.open().latest(heal=False) == 1
 
 
-def test_a_disk_that_lies_is_caught_by_reading_back(run: Run) -> None:
+def test_bytes_lost_without_an_error_are_noticed_by_reading_back(run: Run) -> None:
     class Liar(CachedDisk):
         def write(self, handle: int, data: Any) -> int:
             if b"step 2" in bytes(data):
@@ -1239,7 +1241,7 @@ def test_pause_waits_for_space_and_then_saves(run: Run) -> None:
     assert "the disk is full" in run.said[0]
 
 
-def test_what_to_do_on_a_full_disk_is_one_of_two(run: Run) -> None:
+def test_another_value_of_on_disk_full_is_refused(run: Run) -> None:
     with pytest.raises(CheckpointError, match="'wait' is neither drop nor pause"):
         run.open(on_disk_full="wait")
 
@@ -1272,7 +1274,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Optimist(Filesystem):
-    """Says that there is always space, so that the kernel has to say no."""
+    """A disk that always reports free space, so that the kernel must refuse the write."""
 
     def free_bytes(self, path: Path) -> int:
         return 1 << 60

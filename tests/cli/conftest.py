@@ -1,4 +1,4 @@
-"""A saved crowd that commands are asked about; nothing is trained for it."""
+"""A saved crowd for tests of commands; it is not trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _logger_as_before() -> Iterator[None]:
-    """`--debug` changes the package's logger for the rest of the process, which here is that of the next tests."""
+    """Restores the package's logger, which `--debug` changes for the rest of the process."""
     package = logging.getLogger("ci_llm")
     level, propagate, handlers = package.level, package.propagate, [*package.handlers]
     yield

@@ -1,4 +1,4 @@
-"""`ci-llm agents`: what is asked of a run, and what it answers."""
+"""`ci-llm agents`: the requests that a run gets, and the answers that are printed."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ def answering(run: Path, refused: str | None) -> threading.Thread:
     return thread
 
 
-def test_a_running_job_is_asked_and_its_answer_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_job_gets_the_request_and_its_answer_is_printed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     taken = answering(run, None)
     assert main(["agents", "stop", str(run), "1", f"--wait={DEADLINE_S}"]) == 0
     taken.join(DEADLINE_S)
     assert capsys.readouterr().out == "stop agent1: done after step 4\n"
 
 
-def test_a_refusal_is_told_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_printed_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = answering(run, "there is no agent9: there are agent0, agent1")
     assert main(["agents", "clone", str(run), "9", "--json", f"--wait={DEADLINE_S}"]) == 1
     taken.join(DEADLINE_S)
@@ -62,12 +64,12 @@ def test_a_refusal_is_told_with_its_reason(run: Path, capsys: pytest.CaptureFixt
     assert told["decision"] == {"step": 4, "refused": "there is no agent9: there are agent0, agent1"}
 
 
-def test_a_run_that_does_not_train_finds_the_request_when_it_goes_on(
+def test_a_request_to_a_run_that_is_not_training_is_left_until_it_resumes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended(run, "interrupted")
     assert main(["agents", "clone", str(run), "0", "lr=1e-3", "name=slow"]) == 0
-    assert "after its first step, once it goes on" in capsys.readouterr().out
+    assert "after its first step, once it resumes" in capsys.readouterr().out
     (asked,) = read_waiting(run)
     assert asked.refused is None
     assert (asked.verb, asked.agent, asked.own) == ("clone", 0, {"name": "slow", "learning_rate": 1e-3})
@@ -85,7 +87,7 @@ def test_a_run_that_does_not_train_finds_the_request_when_it_goes_on(
     ],
     ids=" ".join,
 )
-def test_a_bad_call_asks_for_nothing(
+def test_a_bad_call_makes_no_request(
     run: Path, capsys: pytest.CaptureFixture[str], words: list[str], messages: Messages
 ) -> None:
     assert main(["agents", *(str(run) if word == "RUN" else word for word in words)]) == 2
@@ -93,7 +95,7 @@ def test_a_bad_call_asks_for_nothing(
     assert not is_waiting(run)
 
 
-def test_no_run_and_a_completed_run_are_asked_for_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_request_is_made_of_a_missing_or_completed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended(run, "completed")
     assert main(["agents", "stop", str(run), "agent0"]) == 2
     assert "this run is completed at step 3" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def parser() -> Parser:
 
 
 @pytest.mark.parametrize("typed", [["--max_new_tokens", "8"], ["--max_new_tokens=8"], ["--max-new_tokens=8"]])
-def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
+def test_options_may_be_typed_with_underscores(typed: list[str], parser: Parser) -> None:
     assert parser.parse_args(typed).max_new_tokens == 8
     assert parser.parse_args(["a_b", *typed, "c_d"]).words == ["a_b", "c_d"]
     assert "max_new_tokens" not in parser.format_help()
@@ -33,7 +33,9 @@ def test_underscores_are_hyphens(typed: list[str], parser: Parser) -> None:
         (["export", "run", "--to", "a", "--weights", "1,x"], "'1,x' is not a list of numbers, such as 0.5,0.5"),
     ],
 )
-def test_a_slip_is_answered_with_the_way(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_is_answered_with_the_right_one(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert hint in capsys.readouterr().err
 
@@ -57,6 +59,6 @@ def test_options_stand_anywhere_among_other_words() -> None:
         parser.parse_args([])
 
 
-def test_a_verb_of_a_verb_takes_them_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nested_verb_takes_options_with_underscores_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "prune", str(tmp_path), "--keep", "1", "--dry_run"]) == 2
     assert "unrecognized" not in capsys.readouterr().err

@@ -71,9 +71,7 @@ def said(conversation: Conversation, message: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_template_that_shows_who_speaks_makes_a_conversation(
-    talker: Crowd, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_that_shows_roles_makes_a_conversation(talker: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(talker, SHORT, (), shows_sureness=False)
     assert talk.kind == "A conversation: earlier turns are remembered."
     first = said(talk, QUESTIONS[0], capsys)
@@ -88,7 +86,7 @@ def test_a_template_that_shows_who_speaks_makes_a_conversation(
 
 
 @pytest.mark.slow
-def test_a_run_on_single_questions_remembers_none(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_single_questions_keeps_no_history(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
     talk = Conversation(crowd, SHORT, (), shows_sureness=False)
     assert talk.kind == "Single questions: each message is one, and none is remembered."
     assert [said(talk, question, capsys) for question in QUESTIONS] == crowd.generate(QUESTIONS, **SHORT)
@@ -115,7 +113,7 @@ def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest
 
 
 @pytest.mark.slow
-def test_a_conversation_that_outgrows_the_base_says_how_to_go_on(
+def test_a_conversation_longer_than_the_context_says_how_to_continue(
     talker: Crowd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = Conversation(talker, SHORT, ())
@@ -158,7 +156,7 @@ def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest
 def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
     crowd: Crowd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One was stopped, and another one cloned."""
+    """In the run one agent was stopped and another one cloned."""
     names = ["agent0", *(f"agent{k + 3}" for k in range(1, K))]
     monkeypatch.setattr(crowd, "names", names)
     talk = Conversation(crowd, SHORT, ())
@@ -169,7 +167,7 @@ def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
 
 
 @pytest.mark.slow
-def test_seed_draws_and_takes_back(
+def test_seed_sets_sampling_and_turns_it_off(
     crowd: Crowd, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     talk = Conversation(crowd, {**SHORT, "temperature": 3.0}, (), shows_sureness=False)
@@ -202,7 +200,7 @@ def piped(run: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.slow
-def test_through_a_pipe_each_line_is_a_turn_and_answers_stand_alone(
+def test_each_line_of_a_pipe_is_a_turn_and_only_answers_are_printed(
     run: Path, crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert piped(run, [QUESTIONS[0], "", QUESTIONS[1], "/quit", QUESTIONS[2]], monkeypatch) == 0
@@ -296,7 +294,7 @@ def talk_with(*words: str | Path) -> Iterator[Talk]:
 
 
 @pytest.mark.slow
-def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
+def test_a_chat_at_a_terminal(run: Path, crowd: Crowd) -> None:
     whole, other = crowd.generate(QUESTIONS[:2], **SHORT)
     held = run.parent / "held"
     with talk_with(run, "--max-new-tokens", "24") as talk:
@@ -332,7 +330,7 @@ def test_a_talk_at_a_terminal(run: Path, crowd: Crowd) -> None:
 
 
 @pytest.mark.slow
-def test_a_crowd_that_is_too_unsure_says_so_and_agents_are_asked_all_the_same(
+def test_a_withheld_answer_is_announced_and_agents_still_answer(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = Logistic((0.0,) * 5, -9.0)

@@ -37,7 +37,7 @@ from tools.testbed.disks import Crash, FailingDisk, MortalDisk
 
 
 def state(step: int, **changes: Any) -> dict[str, Any]:
-    """One of each kind that a checkpoint holds."""
+    """A state with one value of each kind that a checkpoint holds."""
     return {
         "agent0/adapter_model": {"layer.lora_A.weight": torch.arange(6.0).reshape(2, 3) + step},
         "optimizer": {"agent0": {"exp_avg": torch.arange(4.0, dtype=torch.float64), "step": torch.tensor(float(step))}},
@@ -78,7 +78,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
 # list and verify
 
 
-def test_list_shows_the_line_and_what_was_set_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_the_checkpoints_and_those_set_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run / "checkpoint_step_2" / "optimizer.safetensors", 900)
     with CheckpointManager(run, async_save=False) as manager:
         manager.supersede(3)
@@ -162,7 +162,7 @@ def test_verify_overlooks_no_final_checkpoint_and_no_lost_manifest(
     assert "there is no checkpoint here" in capsys.readouterr().err
 
 
-def test_of_a_file_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_a_missing_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoint_step_4" / "rng.json").unlink()
     assert verb("verify", run / "checkpoint_step_4") == 1
     told = capsys.readouterr()
@@ -191,7 +191,9 @@ def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(
 # diff
 
 
-def test_two_runs_with_the_same_bits(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_with_the_same_bits_do_not_differ(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with CheckpointManager(tmp_path / "other", async_save=False) as manager:
         elsewhere = state(4, **{"config.yaml": b"output_dir: there\n", "trackers": {"wandb": "two"}})
         history = {"failures": 3, "stall_s": 0.1}  # of an attempt that was killed, with save_interval_seconds=auto
@@ -236,7 +238,7 @@ def nudged(tensor: Tensor) -> Tensor:
         (lambda s: s.update(more={"x": torch.ones(2)}), "more.x", "only in B"),
     ],
 )  # fmt: skip
-def test_what_differs_is_named_with_its_size(tmp_path: Path, change: Any, where: str, what: str) -> None:
+def test_differences_are_named_with_their_sizes(tmp_path: Path, change: Any, where: str, what: str) -> None:
     changed = copy.deepcopy(state(0))
     change(changed)
     write_checkpoint(tmp_path / "a", state(0))
@@ -273,7 +275,7 @@ def test_names_with_dots_are_not_taken_for_paths(tmp_path: Path) -> None:
     assert [difference.what for difference in found.differences] == ["1 of 1 elements, by at most 1"]
 
 
-def test_the_order_of_the_data_counts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_data_order_is_a_difference(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CheckpointManager(tmp_path / "other", async_save=False) as manager:
         manager.save(4, state(4), info={"position": 49, "surroundings": {"threads": 1}})
     code, verdict = told(capsys, "diff", run, tmp_path / "other")
@@ -281,7 +283,7 @@ def test_the_order_of_the_data_counts(run: Path, tmp_path: Path, capsys: pytest.
     assert [each["where"] for each in verdict["differences"] if each["counts"]] == ["manifest.json.position"]
 
 
-def test_the_largest_difference_comes_first_and_many_are_cut(
+def test_the_largest_difference_comes_first_and_a_long_list_is_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = {f"layer{i}": torch.zeros(3) for i in range(30)}
@@ -294,7 +296,7 @@ def test_the_largest_difference_comes_first_and_many_are_cut(
     assert lines[-1] == "  and 10 more; --json lists all"
 
 
-def test_a_damaged_side_is_no_difference_but_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_a_damaged_side_as_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run / "checkpoint_step_4" / "optimizer.safetensors", 900)
     assert verb("diff", run / "checkpoint_step_3", run / "checkpoint_step_4") == 1
     assert "checkpoint_step_4 is damaged" in capsys.readouterr().err
@@ -344,7 +346,7 @@ def test_the_best_step_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert CheckpointManager(run).all_steps() == [2, 4]
 
 
-def test_nothing_is_removed_while_nobody_knows_the_best_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_is_refused_while_the_best_step_is_unknown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "status.json").write_text('{"status": "comp')
     before = sorted(run.glob("checkpoint_*"))
     for dry in (["--dry-run"], []):
@@ -403,7 +405,7 @@ def test_a_disk_without_space_for_the_lease_names_what_to_remove(
     ],
     ids=" ".join,
 )
-def test_a_bad_call_is_one_explanation(
+def test_a_bad_call_of_checkpoints_is_one_message(
     words: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], messages: Messages
 ) -> None:
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere"), "NEW": str(tmp_path / "new")}
@@ -452,7 +454,7 @@ def peft_folders(place: Path, count: int, **changes: Any) -> list[Path]:
 
 
 class Original(nn.Module):
-    """The first CI-LLM's model, as far as its files go."""
+    """The files of a model of the first CI-LLM."""
 
     def __init__(self, agents: int, parallel: bool) -> None:
         super().__init__()
@@ -516,16 +518,14 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def bring_tokenizer(folder: Path, template: str) -> None:
-    """As TRL leaves an adapter."""
+    """Save a tokenizer beside an adapter, as TRL does."""
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 
 
 @pytest.mark.slow
-def test_agents_are_asked_with_the_template_that_they_bring_along(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_agents_keep_their_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two, without = peft_folders(tmp_path, 3)
     other = Path(shutil.copytree(two, tmp_path / "other"))
     for folder in (one, two):
@@ -549,7 +549,9 @@ def test_agents_are_asked_with_the_template_that_they_bring_along(
 
 
 @pytest.mark.slow
-def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suggested_command_that_trains_imported_agents_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verb("import", *peft_folders(tmp_path, 1, use_rslora=True), "--to", tmp_path / "crowd") == 0
     made, _, command = capsys.readouterr().out.splitlines()
     assert made.endswith("on embedded"), "and not the path of this installation"
@@ -561,7 +563,7 @@ def test_the_command_that_trains_on_is_valid(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_folder_of_agents_in_some_layers_only(tmp_path: Path) -> None:
+def test_agents_that_adapt_some_layers_are_imported(tmp_path: Path) -> None:
     place = tmp_path / "many"
     for k, folder in enumerate(peft_folders(tmp_path, 2, layers_to_transform=[1])):
         shutil.move(folder, place / f"agent{k}")
@@ -574,7 +576,9 @@ def test_a_folder_of_agents_in_some_layers_only(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("whole", [False, True], ids=["agent<i>_weights.pth", "model.safetensors"])
-def test_the_first_ci_llm(parallel: bool, whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_of_the_first_ci_llm_are_imported(
+    parallel: bool, whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = Original(3, parallel)
     folder = original_folder(tmp_path / "old", model, 3, whole)
     assert verb("import", folder, "--to", tmp_path / "crowd") == 2
@@ -592,7 +596,7 @@ def test_the_first_ci_llm(parallel: bool, whole: bool, tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_weights_that_peft_saved_as_a_pickle(tmp_path: Path) -> None:
+def test_weights_that_peft_saved_as_a_pickle_are_imported(tmp_path: Path) -> None:
     (folder,) = peft_folders(tmp_path, 1)
     weights = load_file(folder / "adapter_model.safetensors")
     torch.save(weights, folder / "adapter_model.bin")
@@ -608,7 +612,7 @@ class Bomb:
         return (exec, ("raise SystemExit('it was executed')",))
 
 
-def test_a_pickle_that_wants_to_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_that_executes_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = original_folder(tmp_path / "old", Original(2, False), 2, whole=False)
     torch.save({"weights": Bomb()}, folder / "agent1_weights.pth")
     assert verb("import", folder, "--to", tmp_path / "crowd", "--base-model", "embedded") == 2
@@ -619,7 +623,7 @@ def test_a_pickle_that_wants_to_run_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_what_cannot_be_a_crowd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_do_not_make_a_crowd_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = peft_folders(tmp_path / "one", 1)
     (other,) = peft_folders(tmp_path / "other", 1, r=2)
     (dora,) = peft_folders(tmp_path / "dora", 1, use_dora=True)
@@ -647,7 +651,7 @@ def test_what_cannot_be_a_crowd(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "crowd").exists()
 
 
-def test_a_disk_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_checkpoint(tmp_path / "new" / "lone", state(0), disk=FailingDisk(9, 28))
     assert not (tmp_path / "new" / "lone").exists()
@@ -676,7 +680,7 @@ def test_a_crash_in_the_replacement_of_a_checkpoint_leaves_the_old_or_the_new_on
 
 
 class Plain(FailingDisk):
-    """Cannot exchange two names, as a network file system."""
+    """A disk that cannot exchange two names, like a network file system."""
 
     def exchange(self, one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -687,7 +691,7 @@ class Plain(FailingDisk):
 def test_a_disk_that_refuses_the_replacement_of_a_checkpoint_leaves_the_old_one(
     kind: type[FailingDisk], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A clean-up that is refused is no failure of what was committed before it."""
+    """A failed clean-up after the commit is not an error."""
     lone = tmp_path / "lone"
     committed = 0
     for lives in itertools.count():

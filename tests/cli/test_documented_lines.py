@@ -171,25 +171,25 @@ def test_a_line_that_cannot_work_is_one_message_with_every_way(line: str, checko
 
 
 @pytest.mark.parametrize("line", FOREIGN)
-def test_a_line_over_a_script_of_somebody_else_is_taken(line: str) -> None:
+def test_a_line_with_another_script_is_accepted(line: str) -> None:
     call = supervise.parse_options(shlex.split(line)[2:])
     assert isinstance(supervise._target(call), ExternalScript)
 
 
 @pytest.mark.parametrize(("program", "here"), ELSEWHERE)
-def test_the_page_names_what_takes_the_place_of_a_program(program: str, here: str) -> None:
+def test_the_page_names_the_replacement_of_each_program(program: str, here: str) -> None:
     [row] = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and program in line]
     _, there, instead = row.split("|")[:3]
     assert program in there
     assert here in instead
 
 
-def test_the_weight_of_the_original_is_not_passed_over_in_silence() -> None:
+def test_the_diversity_weight_of_the_original_is_not_ignored_silently() -> None:
     [said] = [line for line in train.read_configuration(["lambda_sw=0.5"]).config.notices() if "lambda_sw" in line]
     assert "diversity=swd_raw" in said
 
 
-def test_the_readme_says_what_people_search_for_and_what_no_machine_has_shown() -> None:
+def test_the_readme_has_search_terms_and_says_what_was_never_tried() -> None:
     readme = (ROOT / "README.md").read_text()
     assert "ensemble" in readme.split("```")[0]
     limits = readme.split("## Limits\n")[1].split("\n## ")[0]

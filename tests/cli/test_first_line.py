@@ -1,4 +1,4 @@
-"""The first words come at once: until they are said, nothing heavy is imported. What counts is modules, not seconds."""
+"""Nothing heavy is imported before the first line is printed. The tests count modules, not seconds."""
 
 from __future__ import annotations
 

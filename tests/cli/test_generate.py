@@ -65,7 +65,7 @@ def test_a_pipe_gets_the_answers_of_the_crowd(
 
 
 @pytest.mark.slow
-def test_json_has_what_details_have(
+def test_json_holds_the_fields_of_details(
     run: Path, crowd: Crowd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = crowd.generate(QUESTIONS, details=True, max_new_tokens=24)
@@ -193,7 +193,7 @@ def test_a_file_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFi
     assert told.startswith("error: the file cannot be read: Input/output error\n  where: /proc/self/mem\n")
 
 
-def test_what_is_no_run_is_refused(
+def test_a_path_that_is_not_a_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere", "hello")
@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_is_named_with_the_command_that_verifies(
     assert f"ci-llm checkpoints verify {copied / 'final_checkpoint'}" in told
 
 
-def test_of_a_run_with_a_damaged_checkpoint_the_whole_one_before_it_answers(
+def test_the_checkpoint_before_a_damaged_one_answers(
     crowd: Crowd, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_crowd(crowd, copied / "checkpoint_step_7")
@@ -276,7 +276,7 @@ def test_of_a_run_with_a_damaged_checkpoint_the_whole_one_before_it_answers(
 
 
 @pytest.mark.slow
-def test_a_base_that_is_gone_is_named_with_the_option_that_gives_it(
+def test_a_missing_base_is_named_with_the_option_that_replaces_it(
     crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(crowd, "base_name", "somebody/base")
@@ -309,7 +309,7 @@ def test_a_run_without_a_checkpoint_says_what_to_wait_for(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_answers_with_its_newest_checkpoint_and_says_so(
+def test_a_run_that_is_still_training_answers_with_its_newest_checkpoint_and_says_so(
     crowd: Crowd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_crowd(crowd, tmp_path / "checkpoint_step_8", step=8)
@@ -322,7 +322,7 @@ def test_a_run_that_goes_on_answers_with_its_newest_checkpoint_and_says_so(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_and_what_was_answered_stays(run: Path, crowd: Crowd, tmp_path: Path) -> None:
+def test_ctrl_c_ends_generate_and_printed_answers_stay(run: Path, crowd: Crowd, tmp_path: Path) -> None:
     file = tmp_path / "many.txt"
     file.write_text("".join(f"{question}\n" for question in QUESTIONS * 400))
     words = ["generate", str(run), "--file", str(file), *SHORT, "--batch-size", "1", "--json"]

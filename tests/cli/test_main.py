@@ -1,4 +1,4 @@
-"""The doors of every command: who is told what, on which terminal, in which environment, and with which exit code."""
+"""What all commands share: help, errors, output that fails, the environment and exit codes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def nobody_reads() -> Iterator[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
-def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
+def test_a_reader_that_closes_the_pipe_is_not_a_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
     done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (guard.BROKEN_PIPE_EXIT_CODE, "")
 
@@ -74,7 +74,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure(words: list[str], unbuffere
     ],
     ids=lambda words: " ".join(map(str, words[-2:])),
 )
-def test_an_output_that_takes_nothing_is_one_message(words: list[str | Path], unbuffered: str) -> None:
+def test_an_output_that_cannot_be_written_is_one_message(words: list[str | Path], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         done = run(*words, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 2
@@ -83,7 +83,7 @@ def test_an_output_that_takes_nothing_is_one_message(words: list[str | Path], un
 
 
 @pytest.mark.slow
-def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) -> None:
+def test_a_status_that_cannot_be_printed_has_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
     assert run("-m", "ci_llm", "status", tmp_path).returncode == 0
     with open("/dev/full", "w") as full:
@@ -91,7 +91,7 @@ def test_a_status_that_cannot_be_told_is_no_status_of_the_run(tmp_path: Path) ->
     assert (done.returncode, done.stderr.count("\n")) == (2, 3)
 
 
-def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
+def test_a_full_disk_elsewhere_is_not_mistaken_for_a_failed_output() -> None:
     code = "import errno; from ci_llm.cli import command as guard\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
     done = run("-c", f"{code}guard.run_guarded(command, debug=False)")
     assert done.returncode == 1
@@ -99,7 +99,7 @@ def test_a_full_disk_of_somebody_else_is_no_matter_of_the_output() -> None:
 
 
 @pytest.mark.slow
-def test_where_nobody_can_be_told_the_exit_code_says_it() -> None:
+def test_the_exit_code_reports_a_failure_that_cannot_be_printed() -> None:
     bad = f"{sys.executable} -m ci_llm train num_agent=3 2>/dev/full"
     done = subprocess.run(bad, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
     assert done.returncode == 2
@@ -126,7 +126,7 @@ def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys
 def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside `--help` itself; in the case of train they are keys."""
+    """`--help` itself is not counted; for train the options are keys."""
     said = {}
     for which in ((), ("all",)):
         assert main.main([*words, "--help", *which]) == 0
@@ -157,7 +157,7 @@ def test_the_first_page_has_every_verb_in_its_group_and_all_of_it_the_help_of_ea
 
 
 @pytest.mark.slow
-def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
+def test_debug_prints_debug_lines(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
     done = run("-m", "ci_llm", "status", "--debug", tmp_path)
     assert f"ci_llm.cli.status: reads {tmp_path / 'status.json'}" in done.stderr
@@ -167,13 +167,13 @@ def test_debug_tells_what_is_done_on_the_way(tmp_path: Path) -> None:
     assert "Traceback" in bad
 
 
-def test_what_a_run_tells_may_be_lost_but_not_the_run(nobody_reads: int) -> None:
+def test_a_run_survives_the_loss_of_its_output(nobody_reads: int) -> None:
     command = "lambda: guard.print_line('loading') or print('stray') or 0"
     code = f"from ci_llm.cli import command as guard; guard.run_guarded({command}, debug=False)"
     assert run("-c", code, stdout=nobody_reads).stderr == ""
 
 
-def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
+def test_a_broken_pipe_other_than_the_output_is_a_failure() -> None:
     broken = "r, w = os.pipe(); os.close(r); guard.run_guarded(lambda: os.write(w, b'x'), debug=False)"
     code = f"import os; from ci_llm.cli import command as guard; {broken}"
     done = run("-c", code)
@@ -181,7 +181,7 @@ def test_a_pipe_of_its_own_that_breaks_is_a_failure() -> None:
     assert "BrokenPipeError" in done.stderr
 
 
-def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> None:
+def test_descriptors_of_closed_standard_files_are_not_reused(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(
         "import os, sys; from ci_llm.cli import command as guard\n"
         "def command():\n"
@@ -194,7 +194,7 @@ def test_closed_standard_files_lend_their_numbers_to_nobody(tmp_path: Path) -> N
     assert done.returncode > 2
 
 
-def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
+def test_characters_outside_the_terminals_encoding_are_replaced() -> None:
     code = "from ci_llm.cli import command as guard; guard.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
     assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
@@ -212,7 +212,7 @@ def test_a_sign_that_the_terminal_lacks_is_written_in_others() -> None:
     ],
     ids=str,
 )
-def test_one_process_explains_and_no_other_ends_without_a_word(
+def test_one_process_prints_the_error_in_full_and_the_others_one_line(
     environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in environment.items():
@@ -234,7 +234,7 @@ def test_outside_of_the_environment_the_cure_is_one_line(script: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_in_other_code_is_a_failure_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(_: list[str]) -> int:
         import package_of_somebody_else  # type: ignore[import-not-found]
 
@@ -254,7 +254,7 @@ def test_what_the_code_of_others_lacks_is_a_failure_of_the_run(monkeypatch: pyte
 def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project_s_and_named(
     command: str, module: str, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python /path/train.py` trained other values, without a word: those of no file at all."""
+    """`python /path/train.py` silently trained without any configuration file."""
     seen: list[Any] = []
 
     def job(config: Any, *_: Any, **named: Any) -> Any:
@@ -276,7 +276,7 @@ def test_from_another_folder_the_configuration_is_that_folder_s_else_the_project
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--dry_run"])
-def test_training_dry_is_the_check(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_with_dry_run_is_the_check(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     plan = SimpleNamespace(dry_run=lambda config, *_, debug: seen.append((config.batch_size, debug)) or 0)
     monkeypatch.setitem(sys.modules, "ci_llm.dry_run.plan", plan)
@@ -313,7 +313,7 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
     assert supervise._target(parse_options([])).begin_attempt()[0] == [sys.executable, "train.py"]
 
 
-def test_what_the_launcher_was_told_reaches_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_launcher_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert train.read_configuration([]).config.mixed_precision == "bf16"
     assert train.read_configuration(["mixed_precision=no"]).config.mixed_precision == "no"

@@ -73,7 +73,7 @@ def test_a_run_whose_steps_are_in_its_mirror_only_has_something_to_continue(
         assert "there is no checkpoint to continue from" in capsys.readouterr().err
 
 
-def test_writers_and_rewards_may_both_be_in_a_mirror(
+def test_a_mirror_may_hold_crowds_that_write_and_crowds_that_score(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
@@ -101,7 +101,7 @@ def test_push_heals_what_is_damaged_there(
     assert verb("verify", url) == 0
 
 
-def test_a_folder_that_is_behind_does_not_take_newer_steps_out_of_the_mirror(
+def test_a_folder_with_older_steps_does_not_remove_newer_ones_from_the_mirror(
     run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("checkpoint_step_2", "final_checkpoint"):
@@ -112,7 +112,7 @@ def test_a_folder_that_is_behind_does_not_take_newer_steps_out_of_the_mirror(
     assert "checkpoint_step_2: verified" in capsys.readouterr().out
 
 
-def test_what_cannot_be_is_refused_with_the_way(
+def test_calls_that_cannot_work_are_refused_with_advice(
     run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stranger = make_run(tmp_path / "stranger", steps=1)

@@ -52,7 +52,7 @@ def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_texts_of_a_call_a_file_and_a_stream(
+def test_texts_are_read_from_a_call_a_file_and_a_stream(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = folders["classes"]
@@ -70,7 +70,7 @@ def test_texts_of_a_call_a_file_and_a_stream(
     assert objects(capsys, run, "-") == found
 
 
-def test_people_see_a_line_for_each_text(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_a_line_for_each_text(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = called(capsys, "score", folders["classes"], TEXTS[0])
     assert out.startswith(("yes ", "no "))
     assert out.endswith(f"  {TEXTS[0]}\n")
@@ -80,7 +80,7 @@ def test_people_see_a_line_for_each_text(folders: dict[str, Path], capsys: pytes
     assert "agents" in out
 
 
-def test_answers_beside_their_prompts(
+def test_answers_are_scored_beside_their_prompts(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2?\\n", "chosen": "4", "rejected": "5"}\n')

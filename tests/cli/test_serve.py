@@ -29,7 +29,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(options: str, capsy
     assert WRONG[options] in capsys.readouterr().err
 
 
-def test_the_libraries_of_the_extra_are_asked_for(
+def test_missing_libraries_of_the_extra_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_an_open_server_is_warned_of_and_a_key_comes_from_the_environment(
+def test_a_server_without_a_key_gets_a_warning_and_a_key_is_read_from_the_environment(
     run: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(run)]) == 0

@@ -1,4 +1,4 @@
-"""How the commands that train start: a dry run heeds the signals of the run that it proves."""
+"""How the commands that train start: processes, launchers, signals, and those of a dry run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools.testbed.events import DEADLINE_S
 
 @pytest.fixture
 def harmless() -> Iterator[None]:
-    """SIGHUP does not end this process where the command does not heed it."""
+    """Ignores SIGHUP, so that it does not end this process where the command has no handler."""
     before = signal.signal(signal.SIGHUP, lambda *_: None)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -102,7 +102,7 @@ def test_processes_that_do_not_come_up_are_ended_and_this_one_runs_alone(
 def test_a_stop_before_they_are_up_ends_them_and_leaves_a_status(
     alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This process leaves before the first step, which the folder of the run then says."""
+    """This process leaves before the first step, and the status in the run's folder says so."""
 
     def interrupted(*of: Any, wait: Any = starter._wait_until_up) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_bases_that_do_not_fit_are_refused(
     assert "3 processes need 12,000.0 TB of memory" in capsys.readouterr().err
 
 
-def test_four_processes_asked_for_on_one_gpu_are_the_one_of_accelerate_which_says_so(
+def test_four_processes_requested_on_one_gpu_become_one_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes: list[str] = []
@@ -177,7 +177,7 @@ def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: 
     assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
 
 
-def test_options_of_the_trainer_in_a_command_are_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_trainer_in_a_command_are_not_read_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     own = ["--", "ci-llm", "train", "--continue", "--debug", "--distributed=2", "seed=1"]
     assert supervised(monkeypatch, {}, *own) == own[1:]
 
@@ -192,7 +192,7 @@ def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`srun` in a step would take the size of that step for the size of the job."""
+    """Inside a step, `srun` would take the size of the step for that of the job."""
     asked: list[int] = []
 
     def start_again(number: int, *_: Any) -> int:
@@ -209,6 +209,6 @@ def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
     assert asked == [1]
 
 
-def test_what_a_supervisor_starts_was_not_started_by_the_batch_script() -> None:
+def test_processes_of_a_supervisor_are_not_taken_for_those_of_the_batch_script() -> None:
     given = {STARTED: "/folder", "HOME": "/home"}
     assert attempt._environment(given, unbuffered=False) == {"HOME": "/home"}

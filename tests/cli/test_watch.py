@@ -67,7 +67,7 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("words", "absent"), [(["status"], HEAVY | {"rich"}), (["status", "--json"], HEAVY), (["watch", "--once"], HEAVY)]
 )
 def test_nothing_heavy_is_loaded(words: list[str], absent: set[str], tmp_path: Path) -> None:
-    """A login node: no torch, and the first line at once."""
+    """On a login node torch must not be imported before the first line."""
     leave_run(tmp_path / "run", status="running")
     code = f"import sys; from ci_llm.cli.main import main; main({[*words, str(tmp_path / 'run')]}); "
     code += f"print([name for name in {sorted(absent)} if name in sys.modules], file=sys.stderr)"
@@ -79,7 +79,7 @@ def test_nothing_heavy_is_loaded(words: list[str], absent: set[str], tmp_path: P
 # Watch
 
 
-def test_one_picture_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_without_a_terminal_prints_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_run(tmp_path / "a", status="running")
     leave_run(tmp_path / "b")
     assert main(["watch", str(tmp_path)]) == 3
@@ -91,7 +91,7 @@ def test_one_picture_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.C
     assert main(["watch", str(tmp_path / "b"), "--once"]) == 0
 
 
-def test_one_picture_of_no_run_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_of_a_missing_run_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path / "nothing"), "--once"]) == 2
     assert f"where: {tmp_path / 'nothing'}" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "no*"), "--once"]) == 2
@@ -106,7 +106,7 @@ def test_the_runs_below_a_folder_are_named(tmp_path: Path, capsys: pytest.Captur
     assert f"name one of the runs below it: {tmp_path / 'a'}, {tmp_path / 'b'}" in capsys.readouterr().err
 
 
-def test_without_words_it_is_the_run_that_train_would_train(
+def test_without_arguments_status_is_of_the_run_that_train_would_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def test_without_words_it_is_the_run_that_train_would_train(
 
 
 @pytest.mark.slow
-def test_a_picture_is_redrawn_until_the_run_has_ended(tmp_path: Path) -> None:
+def test_watch_redraws_until_the_run_has_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with watch(run) as terminal:
         terminal.read_until("no run has begun here yet")
@@ -144,8 +144,8 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_look_at_a_long_run_takes_less_than_a_redraw(tmp_path: Path) -> None:
-    """In processor time, which a busy machine does not lengthen: a reader of the whole file takes ten times as long."""
+def test_watching_a_long_run_takes_less_than_a_redraw_interval(tmp_path: Path) -> None:
+    """It is measured in processor time. A reader of the whole file would take ten times as long."""
     line = json.dumps(metrics(1, 16)[0]).replace('"step": 1,', '"step": %d,')
     path, count = tmp_path / "metrics.jsonl", 30_000
     path.write_text("".join(line % step + "\n" for step in range(count)))

@@ -74,7 +74,7 @@ def test_a_deadline_may_be_a_local_time_or_one_with_a_zone() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00", "1795000000000"])
-def test_a_deadline_that_is_no_time_is_refused(text: str) -> None:
+def test_a_deadline_that_is_not_a_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a time"):
         find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
 
@@ -152,7 +152,7 @@ def test_steps_that_become_slower_bring_the_moment_forward(interrupts: Interrupt
         assert interrupts.wait(DEADLINE_S)
 
 
-def test_a_job_that_is_extended_goes_on(interrupts: Interrupts) -> None:
+def test_a_job_whose_limit_is_extended_keeps_training(interrupts: Interrupts) -> None:
     ends = [Deadline(1e6, "prolonged")]
     said_twice = threading.Event()
 

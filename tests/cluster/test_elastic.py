@@ -1,4 +1,4 @@
-"""What a process says to its elastic agent, and what it reads of its round."""
+"""The exit codes that a process gives its elastic agent, and the name of its round."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_agent_with_rounds_left_does_not_take_a_stop_for_the_end(
     assert exit_code_after_stop(reason, configured, environ) == code
 
 
-def test_between_two_rounds_the_agent_waits_for_30_seconds_whatever_it_is_told() -> None:
+def test_torchs_agent_waits_at_most_30_seconds_between_rounds() -> None:
     told = {**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
     assert read_launch(told, [], []).kill_delay_s == 600
     assert read_launch({**told, **ROUNDS}, [], []).kill_delay_s == 30
@@ -67,7 +67,7 @@ def test_an_agent_alone_tells_its_rounds_apart_in_the_store_that_it_keeps() -> N
         ("torchrun --nnodes 2 --rdzv-endpoint node1:29400 train.py max_runtime=1:30", "True", 0),
     ],
 )
-def test_agents_that_let_nobody_join_are_named(command: str, shares: str, lines: int) -> None:
+def test_agents_that_let_no_machine_join_are_named(command: str, shares: str, lines: int) -> None:
     environ = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": shares}
     launch = read_launch(environ, shlex.split(command), [])
     found = [

@@ -19,7 +19,7 @@ from tools.testbed.forkserver import free_port
 
 
 class Grumpy(BaseHTTPRequestHandler):
-    """Answers every question with an error: it is there all the same."""
+    """A hub that answers every request with an error, and so is reachable."""
 
     def do_HEAD(self) -> None:
         self.send_response(503)
@@ -68,7 +68,7 @@ def test_which_names_may_be_on_the_hub(name: str, may_be: bool) -> None:
     assert may_be_on_hub(name) is may_be
 
 
-def test_what_is_here_is_not_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_paths_are_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert not may_be_on_hub("my/model")
@@ -88,7 +88,7 @@ def test_one_that_does_not_is_not_asked_again(no_hub: str) -> None:
     assert go_offline_if_unreachable("embedded", "openai/gsm8k") is None
 
 
-def test_it_is_asked_for_the_data_of_every_agent(no_hub: str) -> None:
+def test_the_hub_is_asked_for_the_data_of_every_agent(no_hub: str) -> None:
     config = Config(dataset_name="/data/mine.jsonl", agents=[{"dataset_name": "openai/gsm8k"}, {}], num_agents=2)
     assert no_hub in (offline_note(config.names_of_inputs) or "")
 

@@ -99,7 +99,7 @@ def test_tasks_on_one_machine_use_the_loopback_address() -> None:
 
 
 def test_a_batch_script_is_not_a_task() -> None:
-    """SLURM sets the job's variables there as well, for what is one process."""
+    """SLURM sets the job's variables in the batch script too, which is a single process."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert read(batch).num_processes == 1
 
@@ -187,7 +187,7 @@ def test_the_parent_is_looked_up() -> None:
     ],
 )
 def test_the_command_of_the_launcher_is_kept(environ: Mapping[str, str], parent: list[str]) -> None:
-    """At the start: when it matters, the launcher has been killed, and the parent is PID 1."""
+    """It is read at the start, because the launcher may be dead when it is needed."""
     assert read(environ, parent).launcher_command == tuple(parent)
 
 
@@ -281,7 +281,7 @@ def test_the_options_of_another_parent_are_ignored() -> None:
 
 
 def test_a_process_in_a_job_but_outside_of_its_steps_is_warned() -> None:
-    """SLURM tells the beginning of a preemption's grace to steps alone."""
+    """SLURM signals the beginning of a preemption's grace only to steps."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     (line,) = remarked(read(batch), **batch)
     assert [line] == step_notes(batch)
@@ -328,7 +328,7 @@ def test_unsupported_settings_of_accelerate_are_disabled() -> None:
     ],
 )
 def test_each_unsupported_setting_is_disabled_with_a_note(name: str, yes: str, no: str) -> None:
-    """A compiler alone makes Accelerate's state allow TF32 on a GPU: other bits."""
+    """With a compiler Accelerate's state allows TF32 on a GPU, which gives other bits."""
     environ = {name: yes}
     assert [line.partition(" is not used: ")[0] for line in disable_unsupported(environ)] == [name]
     assert environ == {name: no}

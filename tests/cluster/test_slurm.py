@@ -114,7 +114,7 @@ def test_when_a_job_that_was_told_to_end_is_killed() -> None:
     assert kill_time(JOB, Cluster(end="Unknown"), now=END_S - 60) is None
 
 
-def test_a_command_that_is_missing_or_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_missing_or_fails_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for name, body in {"squeue": "echo $SLURM_TIME_FORMAT; echo $1", "scontrol": "exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -224,7 +224,7 @@ while :; do sleep 0.05; done
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_the_batch_shell_is_forwarded_to_the_step(number: int, tmp_path: Path) -> None:
-    """By `--signal=B:USR1@600`; srun hands it on in its turn, as its manual says. The shell would have died of it."""
+    """`--signal=B:USR1@600` signals the shell, which would die of it; srun forwards the signal to its step."""
     for name, text in (("srun", SRUN), ("scontrol", f"#!/bin/sh\necho Command={ROOT}/slurm/train.sbatch\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""How many processes a command asks for that nobody has started; what those that are started know and tell."""
+"""How many processes a command starts by itself, and what these know and report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def asked(
         (["--num_processes=1"], ["--distributed", "--distributed=3"], 2, 3),  # the last wins
     ],
 )
-def test_what_is_asked_for(
+def test_the_number_of_processes_is_the_last_that_was_given(
     options: list[str], words: list[str], num_gpus: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert asked(options, words, num_gpus, monkeypatch) == number
@@ -118,8 +118,8 @@ def test_a_number_in_the_file_of_accelerate(name: str, text: str, tmp_path: Path
     assert read_launch({**ASKED, **home}, ACCELERATE).requested_processes == 4
 
 
-def test_what_was_started_knows_the_launcher(tmp_path: Path) -> None:
-    """Its own parent is torchrun's agent, and a person has typed another command."""
+def test_a_started_process_knows_the_launchers_command(tmp_path: Path) -> None:
+    """Its own parent is torchrun's agent, which is not the command that was typed."""
     typed = [*ACCELERATE, "--num_processes=2", "--gradient_accumulation_steps=3", "train.py", "a b=1"]
     mark = {STARTED: started_by(str(tmp_path), read_launch({}, typed))}
     rank = {"RANK": "1", "WORLD_SIZE": "2", **ASKED, "MASTER_PORT": "1", **mark}
@@ -127,7 +127,7 @@ def test_what_was_started_knows_the_launcher(tmp_path: Path) -> None:
     assert accelerate_settings(rank) == {"gradient_accumulation_steps": "3"}
 
 
-def test_what_a_process_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_process_reports_its_start_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(environ={})
     assert command._STARTED == STARTED
     monkeypatch.setenv(STARTED, started_by(str(tmp_path), Launch("torchrun", 2, 1, 1, 2, None, {})))
@@ -187,7 +187,7 @@ def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:
 
 
 def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that each look moves on by 10 s; for 100 s a busy machine lets the processes come along slowly."""
+    """Each look moves the clock by 10 s; for 100 s the processes still use processor time."""
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
     used = iter([*range(10), *[9] * 90])
@@ -197,8 +197,8 @@ def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monke
     assert 85 <= len([*used]) <= 89, "it was given up a few looks after the last sign"
 
 
-def test_a_step_counts_with_what_it_has_used_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no descendant of srun: here it loads for 100 s, and srun waits."""
+def test_a_step_counts_with_its_own_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is not a descendant of srun: it loads for 100 s while srun waits."""
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
     loads = iter([*range(10), *[9] * 90])
@@ -209,7 +209,7 @@ def test_a_step_counts_with_what_it_has_used_itself(tmp_path: Path, monkeypatch:
     assert len([*loads]) <= 89
 
 
-def test_what_a_tree_has_used_of_processors() -> None:
+def test_the_processor_time_of_a_process_tree_is_read() -> None:
     assert starter._processor_seconds(os.getpid()) > 0
     gone = starter.subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -246,7 +246,7 @@ def srun(tmp_path: Path) -> Path:
         ({"PATH": "/none"}, False),
     ],
 )
-def test_only_what_is_in_a_batch_script_and_in_no_step_becomes_one(
+def test_only_a_process_of_a_batch_script_outside_any_step_becomes_a_step(
     changes: dict[str, str | None], is_step: bool, srun: Path
 ) -> None:
     environ = {"PATH": str(srun), **BATCH, **changes}
@@ -255,7 +255,7 @@ def test_only_what_is_in_a_batch_script_and_in_no_step_becomes_one(
     assert {"--overlap", "--ntasks=1", "--nodelist=node3"} <= {*words} or not is_step
 
 
-def test_without_srun_the_start_says_what_is_lost() -> None:
+def test_without_srun_the_start_says_that_the_last_save_is_lost() -> None:
     (note,) = launches.launch_notes(read_launch(BATCH, []), BATCH, num_gpus=0)
     assert "without a last save; write `srun` before the command" in note
 
@@ -312,7 +312,7 @@ def test_a_step_has_the_options_the_signals_and_the_exit_code(srun: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [pytest.param("mute", marks=pytest.mark.slow), "refused"])
-def test_without_a_step_it_goes_on_in_the_batch_script(broken: str, srun: Path) -> None:
+def test_without_a_step_it_continues_in_the_batch_script(broken: str, srun: Path) -> None:
     if broken == "refused":
         (srun / "srun").write_text("#!/bin/sh\nexit 1\n")
     with as_batch_script(srun, "1" if broken == "mute" else "60", broken) as process:

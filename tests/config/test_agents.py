@@ -134,7 +134,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
         "lr_scheduler_type: [cosine, greedy]",
     ],
 )
-def test_what_is_wrong_is_one_message(tmp_path: Path, text: str, messages: Messages) -> None:
+def test_a_wrong_entry_is_one_message(tmp_path: Path, text: str, messages: Messages) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text))
     assert "problems" not in str(caught.value), "one slip is one problem"
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_one_message(tmp_path: Path, text: str, messages: Messa
     messages.same(caught.value)
 
 
-def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_all_wrong_entries_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     path = written(tmp_path, "num_agents: 3\nagents:\n  - lr: none\n    nonsense: 1\n  - batch_size: 2\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
@@ -158,7 +158,7 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None
         assert f"own.yaml:{line}: {what}" in message
 
 
-def test_a_run_without_own_settings_writes_what_it_always_wrote() -> None:
+def test_keys_of_own_settings_are_dumped_only_where_they_are_set() -> None:
     assert "\nagents:" not in Config().dump()
     assert "row_weights" not in Config().dump()
     assert "row_weights" in Config(row_weights="bootstrap").dump()
@@ -177,7 +177,7 @@ def test_a_number_is_typed_with_all_the_digits_that_it_has() -> None:
     ]
 
 
-def test_differences_are_told_by_what_they_mean_and_not_by_how_they_are_written() -> None:
+def test_differences_compare_the_meaning_of_entries_and_not_their_spelling() -> None:
     as_list, as_mappings = Config(learning_rate=[1e-3, 2e-3]), Config(agents=[{"lr": 1e-3}, {"lr": 2e-3}])
     assert not as_list.diff(as_mappings)
     (change,) = as_list.diff(Config(learning_rate=[1e-3, 4e-3]))
@@ -209,7 +209,7 @@ def test_each_agent_has_the_rows_and_the_order_of_its_own_keys() -> None:
         assert not common.has_own_rows
 
 
-def test_another_data_set_of_an_agent_is_told_as_a_difference() -> None:
+def test_another_data_set_of_an_agent_is_a_difference() -> None:
     both = Config(dataset_name=[["a"], ["b"]]), Config(dataset_name=[["a"], ["c"]])
     (change,) = both[0].diff(both[1])
     assert (change.key, change.old, change.new, change.kind) == ("dataset_name", ["a", "b"], ["a", "c"], "free")

@@ -10,12 +10,8 @@ from ci_llm.config import Config, groups, load_config, parse_config, read_call
 from ci_llm.config.foreign import ALIASES, ALWAYS, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
+from tests.config.test_config import changed
 from tests.support.messages import Messages, require_typable
-
-
-def changed(config: Config) -> dict[str, Any]:
-    """What was given, and not what keys that say auto become by it."""
-    return {change.key: change.new for change in Config().diff(config) if change.key not in config._reasons}
 
 
 def refusal(*arguments: str) -> ConfigError:
@@ -144,7 +140,7 @@ def test_a_standard_name_is_accepted_where_the_thing_exists(word: str, comes_to:
 
 
 @pytest.mark.parametrize("word", ANSWERED)
-def test_another_standard_name_is_answered_with_what_to_do_instead(word: str, messages: Messages) -> None:
+def test_an_unsupported_name_is_answered_with_the_alternative(word: str, messages: Messages) -> None:
     error = refusal(word)
     messages.same(error)
     assert "did you mean" not in str(error)
@@ -160,7 +156,7 @@ def test_another_standard_name_is_answered_with_what_to_do_instead(word: str, me
         "special_tokens:\n  pad_token: x\n",
     ],
 )
-def test_a_group_of_axolotl_is_answered_with_what_to_write(written: str, tmp_path: Any, messages: Messages) -> None:
+def test_a_group_of_axolotl_is_answered_with_the_keys_to_write(written: str, tmp_path: Any, messages: Messages) -> None:
     (tmp_path / "c.yaml").write_text(written)
     with pytest.raises(ConfigError) as refused:
         load_config(tmp_path / "c.yaml")
@@ -175,7 +171,7 @@ def test_the_tables_of_names_do_not_overlap() -> None:
 
 
 def test_every_name_means_what_it_has_always_meant(messages: Messages) -> None:
-    """Every name of others, with every value that means something."""
+    """Every name of other trainers is read with every value that has a meaning."""
     names = [f"{name} is {key}" for name, key in ALIASES.items()]
     values = [f"{key}={word} is {value}" for key, words in VALUE_ALIASES.items() for word, value in words.items()]
     meant = [f"{name}={word} is {means}" for name, words in TRANSLATIONS.items() for word, means in words.items()]
@@ -187,7 +183,7 @@ def test_every_name_means_what_it_has_always_meant(messages: Messages) -> None:
         require_typable(way)
 
 
-def test_what_a_translation_means_is_a_key_with_a_value_of_it() -> None:
+def test_every_translation_is_a_valid_key_and_value() -> None:
     for name, values in TRANSLATIONS.items():
         for value, meaning in values.items():
             assert load_config(None, [f"{name}={value}"]) == load_config(None, [] if meaning == ALWAYS else [meaning])
@@ -215,7 +211,7 @@ def written(value: object) -> str:
 
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("name", "value"), ASKED.items())
-def test_an_option_without_effect_is_no_key_and_is_answered_once_with_the_reason(
+def test_an_option_without_effect_is_not_a_key_and_is_answered_once_with_the_reason(
     name: str, value: object, tmp_path: Any
 ) -> None:
     (tmp_path / "c.yaml").write_text(f"{name}: {written(value)}\n")
@@ -251,7 +247,7 @@ def test_a_value_that_asks_for_nothing_is_not_answered(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     "line", ["compile: max-autotune", "torch_compile: 1", "compile: 'true'", "compile: {mode: default}", "compile: [a]"]
 )
-def test_a_value_of_another_type_has_no_effect_either_and_is_no_mistake(line: str, tmp_path: Any) -> None:
+def test_an_option_without_effect_takes_values_of_any_type(line: str, tmp_path: Any) -> None:
     (tmp_path / "c.yaml").write_text(f"{line}\n")
     config = load_config(tmp_path / "c.yaml")
     for same in (config, read_call(config, {}).config):
@@ -340,7 +336,7 @@ def test_names_of_others_work_in_python_too() -> None:
     ],
     ids=lambda values: ",".join(values),
 )
-def test_a_mistake_in_python_is_told_in_the_same_words(values: dict[str, Any], messages: Messages) -> None:
+def test_a_mistake_in_python_gives_the_same_message(values: dict[str, Any], messages: Messages) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(**values)
     messages.same(caught.value)

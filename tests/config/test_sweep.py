@@ -55,7 +55,7 @@ def test_a_list_of_names_is_still_one_value() -> None:
     assert reading.config.lora_target_modules == ("q_proj", "v_proj")
 
 
-def test_the_section_of_a_file_and_what_wins_over_it(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_sweep_section_of_a_file(tmp_path: Path) -> None:
     text = (
         "num_agents: 4\nlora_rank: 16\nweight_decay: [0.0, 0.1]\n"
         "sweep:\n  lr: {low: 5e-4, high: 1.6e-2, log: true}\n  lora_rank: [4, 8]\n  trials: 7\n  sampler: random\n"
@@ -151,7 +151,7 @@ def test_the_longest_warm_up_of_any_trial(words: list[str], steps: int) -> None:
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_swept_is_one_message(words: list[str], messages: Messages) -> None:
+def test_keys_that_cannot_be_swept_are_refused_in_one_message(words: list[str], messages: Messages) -> None:
     with pytest.raises(ConfigError) as error:
         read_sweep(None, words)
     messages.same(error.value)

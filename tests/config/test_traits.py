@@ -1,4 +1,4 @@
-"""What holds of a key stands at the key; the tables made of it are those that runs and their files have always had."""
+"""Traits are declared at their key; the tables made of them equal those of earlier releases."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
 
 @pytest.mark.parametrize(("computed", "was"), TABLES)
 def test_a_table_holds_what_it_held_when_it_was_written_out(computed: Collection[Any], was: Collection[Any]) -> None:
-    """New keys may come; what is there stays, in its order where there is one."""
+    """Keys may be added; known ones stay, in their order where there is one."""
     assert type(computed)([each for each in computed if each in was]) == was  # type: ignore[call-arg]
 
 

@@ -19,7 +19,7 @@ def test_a_curve_falls_from_its_first_to_its_last_value() -> None:
     assert lines[-1].split() == ["1", "9"]
 
 
-def test_a_curve_bears_what_runs_bring() -> None:
+def test_curves_of_no_one_or_equal_points_and_of_nan_are_drawn() -> None:
     assert draw_curves({"o": []}, 80) == draw_curves({"o": [(5, 1.0)]}, 80) == ""
     assert draw_curves({"o": [(1, 1.0), (2, 2.0)]}, 5) == ""
     level = draw_curves({"o": [(1, 2.0), (10**6, 2.0)]}, 80).splitlines()

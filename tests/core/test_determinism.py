@@ -12,12 +12,12 @@ from ci_llm.core import determinism
 
 
 def draw() -> tuple[object, ...]:
-    """From every global generator; the second normal number of each comes from what the first one has left over."""
+    """Draw from every global generator; the second normal number of each uses the cached half of the first."""
     numbers = (random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()))
     return *numbers, *torch.rand(2).tolist(), float(torch.randn(()))
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_every_generator_continues_from_its_saved_state() -> None:
     draw()  # a normal number of Python and NumPy is left over for the next call
     state = determinism.capture()
     wanted = draw()
@@ -39,12 +39,12 @@ def test_a_key_sets_every_generator_and_each_part_of_it_counts() -> None:
 
 
 def test_keys_are_pinned() -> None:
-    """Another key would change the start, the dropout and the order of runs that are under way."""
+    """Another key would change the start, the dropout and the data order of runs that resume."""
     assert determinism.derive_seed(42, "adapter", 0) == 5490992225335850112
 
 
 def test_a_gpu_that_this_process_has_not_used_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop on the CPU of a machine with GPUs goes on on one without."""
+    """A loop on the CPU of a machine with GPUs resumes on one without."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

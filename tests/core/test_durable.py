@@ -40,7 +40,7 @@ values = st.recursive(
 
 @pytest.mark.slow
 @given(values)
-def test_typed_json_brings_back_what_it_was_given(value: object) -> None:
+def test_typed_json_restores_values_and_types(value: object) -> None:
     text = dump_json(value)
     assert repr(load_json(text)) == repr(value)
     parse_json(text)
@@ -173,7 +173,7 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert lives >= 8, "the parent, the draft, two files, two folders, the rename, the parent again"
 
 
-def test_a_new_folder_takes_nobodys_place_and_leaves_no_draft(tmp_path: Path) -> None:
+def test_a_new_folder_replaces_no_other_and_leaves_no_draft(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("")
     with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "mine") as draft:

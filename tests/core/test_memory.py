@@ -8,7 +8,7 @@ import torch
 from ci_llm.core.memory import free_memory, is_out_of_memory
 
 
-def test_what_torch_has_cached_on_a_gpu_is_free_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_cached_by_torch_on_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later run of the same process finds the memory of the one before in torch's cache."""
     told = {"mem_get_info": (10, 80), "memory_reserved": 70, "memory_allocated": 16}
     for name, value in told.items():

@@ -1,4 +1,4 @@
-"""metrics.jsonl as every program reads it: whole records only, and words for the numbers that JSON does not have."""
+"""metrics.jsonl as every program reads it: whole records only, with strings for numbers that JSON does not have."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def test_the_words_of_json_are_numbers() -> None:
     assert all(math.isnan(number(value)) for value in ("nan", None, "?", [1]))
 
 
-def test_finite_numbers_are_told_from_words() -> None:
+def test_finite_numbers_are_distinguished_from_words() -> None:
     record = {"step": 1, "loss": 0.5, "norm": math.inf, "word": "nan", "none": None}
     assert dict(finite_numbers(record)) == {"step": 1, "loss": 0.5}

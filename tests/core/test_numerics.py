@@ -1,4 +1,4 @@
-"""What a checkpoint calls the machine that computed it, and how people are told that another one goes on."""
+"""What a checkpoint calls the machine that computed it, and how people are told that another one resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_settings_are_named_only_where_they_are_set(monkeypatch: pytest.MonkeyPa
         (lambda n: n.update(machine={"GPU": "a GPU", "driver": "1.2"}), "device a GPU, 1.2 -> UNITS"),
     ],
 )
-def test_what_is_another_one_is_said(change: Callable[[Any], None], told: str) -> None:
+def test_every_difference_between_machines_is_named(change: Callable[[Any], None], told: str) -> None:
     now = names(CPU)
     before = copy.deepcopy(now)
     change(before)

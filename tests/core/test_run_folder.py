@@ -70,14 +70,14 @@ def test_a_record_that_is_not_of_this_program_is_one_error(
     assert parsed(path, upper, "this is not a note") == "A"
 
 
-def test_a_record_that_is_missing_is_left_to_the_caller_and_one_that_is_refused_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_left_to_the_caller_and_an_unreadable_one_is_explained(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         parsed(tmp_path / "none.json", Path.read_text, "this is not a note")
     with pytest.raises(BadInput, match="it cannot be read: Is a directory"):
         parsed(tmp_path, Path.read_text, "this is not a note")
 
 
-def test_what_an_attempt_began_with_is_read_or_is_nothing(tmp_path: Path) -> None:
+def test_the_record_of_an_attempts_beginning_is_read_or_empty(tmp_path: Path) -> None:
     assert read_began(tmp_path, 1) == {}
     record_attempt(tmp_path, 1, 7, {"slurm_job": "12"})
     assert {"step": 7, "slurm_job": "12"}.items() <= read_began(tmp_path, 1).items()

@@ -236,7 +236,7 @@ def test_the_earliest_failure_is_the_reason_whatever_the_main_process_wrote(tmp_
 
 @pytest.mark.parametrize("late", [failure("error:OSError", NOW + 1), failure(PEER_LOST, NOW - 1)])
 def test_a_clean_interruption_stays_one(tmp_path: Path, late: Failure) -> None:
-    """What goes wrong after it, and that a peer left, is not its cause."""
+    """Errors after the interruption, and a peer that left, are not recorded as its cause."""
     write_failure(tmp_path, 2, 0, late)
     leave(tmp_path, replace(RUNNING, status="interrupted", reason="signal:SIGTERM"))
     assert read_status(tmp_path, now=NOW).exit_code == 75

@@ -28,15 +28,15 @@ def crowd() -> Crowd:
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_what_is_taken_for_the_mean_is_the_mean(name: str) -> None:
-    """Else how sure the crowd is would be told of another distribution, or the mean be computed twice."""
+def test_the_mean_of_an_aggregator_is_the_plain_mean(name: str) -> None:
+    """Otherwise confidence would be that of another distribution, or the mean would be computed twice."""
     log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     found = aggregate(log_probs, name, Learned((0.5, 0.3, 0.2), 0.8))
     assert is_mean(name) == torch.allclose(found, log_probs.exp().mean(0).log(), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_what_comes_out_is_a_distribution_and_agents_that_agree_keep_theirs(name: str) -> None:
+def test_aggregators_return_a_distribution_and_keep_one_that_all_agents_share(name: str) -> None:
     log_probs = torch.randn(3, 2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     torch.testing.assert_close(aggregate(log_probs, name).exp().sum(-1), torch.ones(2, 5, dtype=torch.float64))
     alike = log_probs[:1].expand(3, -1, -1, -1)
@@ -82,21 +82,21 @@ def test_a_confident_agent_weighs_more() -> None:
 def test_a_vote_on_answers_known_by_hand(
     name: str, answers: list[str], probabilities: list[float], wins: int, rest: float
 ) -> None:
-    """Also if all texts are so long that their probabilities are 0 as floats."""
+    """This holds also for texts so long that their probabilities are 0 as floats."""
     vote = find_vote(name)
     assert vote is not None
     assert vote.winner(answers, [math.log(each) + rest for each in probabilities]) == wins
 
 
 @pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
-def test_a_vote_on_texts_that_the_crowd_holds_impossible(name: str) -> None:
+def test_a_vote_on_texts_with_probability_zero(name: str) -> None:
     vote = find_vote(name)
     assert vote is not None
     assert vote.winner(["", "3", "5"], [-1.0, -math.inf, -800.0]) == 2
     assert vote.winner(["", "3", "3"], [-1.0, -math.inf, -math.inf]) == 1
 
 
-def test_who_votes() -> None:
+def test_four_aggregators_vote_and_self_consistency_draws_samples() -> None:
     assert [name for name in AGGREGATORS if find_vote(name)] == [
         "majority",
         "rerank",
@@ -111,7 +111,7 @@ def test_who_votes() -> None:
 
 @torch.no_grad()
 def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
-    """Of a text under the mean of the agents, by K full passes without neighbours."""
+    """The log-probability of a text under the mean of the agents, by K full passes over this text alone."""
     each = []
     for k in range(K):
         with crowd.active_agent(k) as model:
@@ -139,7 +139,7 @@ def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
 
 
 @pytest.mark.slow
-def test_of_long_texts_the_more_probable_one_is_elected(crowd: Crowd) -> None:
+def test_a_vote_elects_the_more_probable_of_long_texts(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
     prompt, reference = prompter.ids(QUESTIONS[0]), prompter.tokenizer(rows("test")[0]["answer"])["input_ids"]
     noise = torch.randint(0, 200, (400,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -179,7 +179,7 @@ def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> N
 
 
 @pytest.mark.slow
-def test_self_consistency_draws_the_same_texts_for_a_prompt_whatever_stands_beside_it(crowd: Crowd) -> None:
+def test_texts_of_self_consistency_do_not_depend_on_other_prompts(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
     prompts = [prompter.ids(question) for question in QUESTIONS]
     decoding = Decoding(24, prompter.ends, "self_consistency", seed=3)

@@ -119,7 +119,7 @@ def test_record_pairs_the_gains_over_rows() -> None:
 
 
 def test_the_best_agent_is_chosen_on_the_rows_that_the_gains_are_over() -> None:
-    """The one of fewer and easier rows is no better: all agents answer all rows."""
+    """An agent trained on fewer and easier rows is not better: all agents answer all rows."""
     right = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
     sets = [AnswerScores(right[:, :1]), AnswerScores(right[:, 1:])]
     exact = AnswerScores.of_sets(sets, of_agent=[0, 1]).record()["exact_match"]
@@ -137,7 +137,7 @@ def test_the_best_agent_is_chosen_on_the_rows_that_the_gains_are_over() -> None:
         ([1.0, 0.0] * 50, 1.96 * 0.502519 / 10),
     ],
 )
-def test_an_interval_is_given_if_the_rows_can_give_one(difference: list[float], interval: float | None) -> None:
+def test_an_interval_is_given_only_where_the_rows_define_one(difference: list[float], interval: float | None) -> None:
     gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
     assert gain["value"] == pytest.approx(sum(difference) / len(difference))
     assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
@@ -151,7 +151,9 @@ def test_an_interval_is_given_if_the_rows_can_give_one(difference: list[float], 
         ("some", None, "over 9 rows, some of them trained on; data set mine"),
     ],
 )
-def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float | None, words: str) -> None:
+def test_the_table_names_its_rows_and_shows_only_intervals_that_exist(
+    trained_on: Any, interval: float | None, words: str
+) -> None:
     gain = {"value": 0.0, "interval95": interval}
     exact = {"agents": [0.5, 0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {
@@ -168,7 +170,7 @@ def test_the_table_shows_what_its_rows_can_show(trained_on: Any, interval: float
 
 
 def test_the_table_says_by_which_rows_agents_with_data_of_their_own_are_scored() -> None:
-    """Below a mean of 0.725 and a crowd of 0.550 stood a gain over that mean of +0.163."""
+    """The table showed a mean of 0.725, a crowd of 0.550, and yet a gain over the mean of +0.163."""
     gain = {"value": 0.163, "interval95": None}
     exact = {"agents": [0.45, 1.0], "crowd": 0.55, "crowd_minus_mean": gain, "crowd_minus_best": gain}
     record = {"n": 9, "rows_trained_on": "none", "measured_by": "generation", "exact_match": exact, "sets": [{}, {}]}
@@ -187,7 +189,7 @@ def test_the_table_of_one_agent_has_one_line() -> None:
     assert last.endswith("over 9 held-out rows; data set mine")
 
 
-def test_evaluation_says_what_was_measured_how() -> None:
+def test_an_evaluation_names_what_was_measured_and_how() -> None:
     forced = {"task": "t", "n": 9, "aggregator": "logit", "exact_match": {"crowd": 0.1}, "nll": {"crowd": 2.0}}
     assert merge_records(forced, None) == {**forced, "measured_by": "teacher_forcing"}
     record = merge_records(forced, AnswerScores(torch.ones(4, 5, dtype=torch.bool)))

@@ -42,7 +42,7 @@ def detailed(crowd: Crowd) -> list[Answer]:
 
 
 @pytest.mark.slow
-def test_details_change_no_answer_and_show_what_each_agent_says_alone(crowd: Crowd, detailed: list[Answer]) -> None:
+def test_details_change_no_answer_and_hold_the_answer_of_each_agent(crowd: Crowd, detailed: list[Answer]) -> None:
     assert [answer.prompt for answer in detailed] == QUESTIONS
     assert [answer.answer for answer in detailed] == crowd.generate(QUESTIONS, **SHORT)
     prompter = prompter_of(crowd)
@@ -56,7 +56,7 @@ def test_details_change_no_answer_and_show_what_each_agent_says_alone(crowd: Cro
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"aggregator": "logit"}, {"do_sample": True, "temperature": 2.0, "seed": 4}])
 def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, choices: dict[str, Any]) -> None:
-    """Every token, against full passes without cache, padding or neighbours, by formulas written again here."""
+    """Every token is compared with full passes over one prompt, by formulas that are written again here."""
     folder = save_crowd(crowd, tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
     agents = [peft.PeftModel.from_pretrained(plain, folder / "agent0", adapter_name="agent0").eval()]
@@ -105,7 +105,7 @@ def test_an_answer_is_the_sum_of_its_tokens(detailed: list[Answer]) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) -> None:
+def test_a_truncated_answer_is_marked_as_truncated(crowd: Crowd, detailed: list[Answer]) -> None:
     ended = next(answer for answer in detailed if answer.complete)
     [again] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens) - 1)
     assert (again.answer, again.complete) == (ended.answer, False), "without room for the end it is not known"
@@ -117,7 +117,7 @@ def test_an_answer_that_was_cut_says_so(crowd: Crowd, detailed: list[Answer]) ->
 
 
 @pytest.mark.slow
-def test_answers_come_batch_by_batch_and_the_batch_changes_none(crowd: Crowd, detailed: list[Answer]) -> None:
+def test_answers_arrive_by_batch_and_do_not_depend_on_its_size(crowd: Crowd, detailed: list[Answer]) -> None:
     found = answers(crowd, QUESTIONS, options_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
     assert isinstance(found, Iterator)
     first = next(found)
@@ -174,12 +174,12 @@ def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [5], {"role": "user", "content": "a"}])
-def test_what_is_no_prompt_is_refused(crowd: Crowd, prompts: Any) -> None:
+def test_a_value_that_is_not_a_prompt_is_refused(crowd: Crowd, prompts: Any) -> None:
     with pytest.raises(BadInput, match="a prompt is neither text nor a chat"):
         crowd.generate(prompts)
 
 
-def test_sampling_settings_without_sampling_are_told(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_settings_without_sampling_are_reported(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
     options_of(crowd, temperature=5.0, top_k=50)
     assert caplog.messages == ["temperature, top_k without effect: tokens are drawn only with do_sample=True"]
     caplog.clear()
@@ -200,7 +200,7 @@ def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
 
 
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each token of the base's own list, and at a stop string that is a special token, which no text shows."""
+    """It ends at each token of the base's list, and at a stop string that is a special token hidden in the text."""
     pad = crowd.pad_id
     settings, prompter = crowd.model.generation_config, prompter_of(crowd)
     row = Encoder(prompter.tokenizer).encode(Completion("2+3=", "5"))
@@ -253,19 +253,19 @@ def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) 
 
 
 class Held:
-    """Counts the tokens of the crowd, and holds whoever chooses the fifth from `reached` until `go_on` is set."""
+    """Counts the crowd's tokens; the choice of the fifth sets `reached` and waits until `released` is set."""
 
     TOKENS = 5
 
     def __init__(self, crowd: Crowd) -> None:
-        self.chosen, self.reached, self.go_on = 0, threading.Event(), threading.Event()
+        self.chosen, self.reached, self.released = 0, threading.Event(), threading.Event()
         self.hook = crowd.model.model.norm.register_forward_hook(self._count)  # called once in every pass
 
     def _count(self, *_: object) -> None:
         self.chosen += 1
         if self.chosen == self.TOKENS:
             self.reached.set()
-            assert self.go_on.wait(DEADLINE_S)
+            assert self.released.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def held(crowd: Crowd, detailed: list[Answer]) -> Iterator[Held]:
     held = Held(crowd)
     with held.hook:
         yield held
-        held.go_on.set()
+        held.released.set()
 
 
 @pytest.mark.slow
@@ -283,7 +283,9 @@ def test_a_stream_that_is_closed_stops_at_the_next_token(
 ) -> None:
     with crowd.stream(QUESTIONS[0], max_new_tokens=200) as stream:
         first, join = next(stream), stream._thread.join
-        monkeypatch.setattr(stream._thread, "join", lambda: (held.go_on.set(), join()))  # it was asked to stop by then
+        monkeypatch.setattr(
+            stream._thread, "join", lambda: (held.released.set(), join())
+        )  # it was asked to stop by then
         assert held.reached.wait(DEADLINE_S)
     assert (held.chosen, stream.result.complete) == (Held.TOKENS, False)
     assert stream.result.answer.startswith(first)
@@ -299,7 +301,7 @@ def test_a_stream_that_nobody_reads_ends_with_its_last_reference(crowd: Crowd, h
     assert held.reached.wait(DEADLINE_S)
     del stream
     gc.collect()
-    held.go_on.set()
+    held.released.set()
     thread.join(DEADLINE_S)
     assert (thread.is_alive(), held.chosen) == (False, Held.TOKENS)
 

@@ -86,7 +86,7 @@ MARKED = Chat((Message("user", "How many?"), Message("assistant", "2*3=6\n6+1=7\
         ([SHORT, PLAIN], "nll"),
     ],
 )
-def test_rows_say_by_what_they_are_judged(rows: list[Any], judge: str) -> None:
+def test_rows_decide_how_they_are_scored(rows: list[Any], judge: str) -> None:
     tokenizer = load_base("embedded").tokenizer
     encoder = Encoder(tokenizer)
     assert judged_by([encoder.encode(row) for row in rows], Prompter(tokenizer)) == judge
@@ -113,7 +113,7 @@ def test_the_gain_in_nll_is_the_difference_of_the_nlls() -> None:
     assert Scores(scores.right, nll, tokens).nll_gain("mean")["interval95"] is None
 
 
-def test_the_best_agent_and_the_rows_that_tell_it_from_the_next() -> None:
+def test_the_best_agent_is_named_with_the_rows_where_it_beats_the_next() -> None:
     scores = of_rows([[0, 0, 0, 0], [1, 1, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]], [[1.0] * 4] * 4, [1] * 4)
     assert best_agent(scores, None, "exact_match") == {"agent": 1, "next": 2, "rows_better": 2, "rows_worse": 1}
     answers = AnswerScores(torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool))

@@ -54,7 +54,7 @@ def plain(crowd: Crowd) -> list[Answer]:
 
 
 def calibration_of(answers: list[Answer], **changes: Any) -> Calibration:
-    """One of which every second answer was right; agent 1 is asked first."""
+    """A calibration in which every second answer was right and agent 1 is asked first."""
     found = [signals(answer.tokens) for answer in answers]
     right = [number % 2 == 0 for number in range(len(found))]
     agents = [(found, [False] * len(found)), (found, right), (found, [False] * len(found))]
@@ -93,7 +93,7 @@ def test_a_fit_exists_when_all_answers_are_alike(right: list[bool], low: float, 
     assert 0 <= found([-1e9, 7.0]) <= 1, "a signal far from all that were seen overflows nothing"
 
 
-def test_weights_are_those_of_greatest_likelihood() -> None:
+def test_fitted_weights_have_the_greatest_likelihood() -> None:
     log_probs = torch.rand(2, 500, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log()
     log_probs[0] += 0.3  # the first agent predicts better
     weights = learn_weights(log_probs, concentration=1e-6)
@@ -108,14 +108,14 @@ def test_weights_are_those_of_greatest_likelihood() -> None:
     assert learn_weights(log_probs, concentration=1e9) == pytest.approx((0.5, 0.5), abs=1e-5)
 
 
-def test_the_temperature_is_that_of_the_least_nats() -> None:
+def test_the_fitted_temperature_has_the_lowest_nll() -> None:
     nats = [(math.log(t) - math.log(0.77)) ** 2 for t in TEMPERATURES]
     assert learn_temperature(nats) == pytest.approx(0.77, rel=1e-6)
     assert learn_temperature([float(n) for n in range(len(TEMPERATURES))]) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("wanted", [0.2, 1.0, 3.0])
-def test_the_temperature_of_classes_is_that_of_the_least_nats(wanted: float) -> None:
+def test_the_fitted_temperature_of_classes_has_the_lowest_nll(wanted: float) -> None:
     draw = torch.Generator().manual_seed(4)
     logits = 2 * torch.randn(4000, 5, generator=draw, dtype=torch.float64)
     labels = logits.softmax(-1).multinomial(1, generator=draw).flatten()
@@ -140,7 +140,7 @@ def test_the_nats_at_each_temperature_are_those_of_the_softened_mixture() -> Non
 
 
 @pytest.mark.slow
-def test_what_is_learned_of_targets_lowers_their_nats(crowd: Crowd) -> None:
+def test_a_calibration_fitted_on_targets_lowers_their_nll(crowd: Crowd) -> None:
     prompter = prompter_of(crowd)
 
     def batches() -> Iterator[Batch]:
@@ -203,7 +203,7 @@ def test_answers_carry_the_probability_that_they_are_right(
 
 @pytest.mark.slow
 @bits_in_company
-def test_one_agent_is_asked_first_and_all_where_it_is_unsure(
+def test_one_agent_answers_and_all_are_asked_where_it_is_unsure(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompter = prompter_of(crowd)
@@ -237,7 +237,7 @@ def test_a_price_becomes_the_share_of_prompts_that_all_are_asked() -> None:
 
 
 @pytest.mark.slow
-def test_what_needs_a_calibration_is_refused_without_one(
+def test_requests_that_need_a_calibration_are_refused_without_one(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for choice in ({"abstain_below": 0.5}, {"agents_per_prompt": 1.6}):
@@ -257,13 +257,13 @@ def test_what_needs_a_calibration_is_refused_without_one(
 # How it is kept
 
 
-def test_it_survives_json(plain: list[Answer]) -> None:
+def test_a_calibration_survives_json(plain: list[Answer]) -> None:
     made = calibration_of(plain)
     assert Calibration.of(json.loads(json.dumps(made.record()))) == made
 
 
 @pytest.mark.slow
-def test_it_is_opened_with_the_agents_that_it_is_of_and_goes_where_they_go(
+def test_a_calibration_is_saved_opened_and_exported_with_its_agents(
     crowd: Crowd, plain: list[Answer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = save_crowd(crowd, tmp_path / "run" / "final_checkpoint")

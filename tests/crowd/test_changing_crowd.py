@@ -1,4 +1,4 @@
-"""A crowd that changes: storage without the agents that left, the bits of those that stay, copies that are copies."""
+"""A crowd that changes: removed agents free their storage, the others keep their bits, and clones are equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def become(crowd: Crowd, entries: Sequence[dict[str, Any]], sources: Sequence[in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_those_that_stay_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+def test_agents_that_stay_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
     together, rows = crowd_of([SMALL, LARGE, FEW_LAYERS], dtype), batch(ROWS)
     alone = [crowd_of([entry], dtype) for entry in (SMALL, FEW_LAYERS)]
     for crowd in (together, *alone):
@@ -60,7 +60,7 @@ def test_those_that_stay_have_the_bits_that_they_have_alone(dtype: torch.dtype) 
         assert torch.equal(row, single.agents.rows[0])
 
 
-def test_a_place_that_is_freed_costs_nothing() -> None:
+def test_a_removed_agent_takes_no_memory() -> None:
     bare, rows = base("llama", torch.float32), batch(ROWS)
     crowd = crowd_of([SMALL, LARGE, SMALL | {"seed": 4}], torch.float32)
     before = crowd.agents.weights.nbytes
@@ -78,7 +78,7 @@ def test_a_place_that_is_freed_costs_nothing() -> None:
     assert sum(each.numel() for each in crowd.parameters()) == bare.num_parameters() + crowd.agents.sizes[0]
 
 
-def test_a_copy_begins_as_its_original_and_goes_its_own_way_with_a_seed() -> None:
+def test_a_clone_starts_as_its_original_and_differs_with_its_own_seed() -> None:
     crowd, rows = crowd_of([LARGE], torch.float32), batch(ROWS)
     move(crowd, 0, rows)
     become(crowd, [LARGE, LARGE, LARGE | {"seed": 9}], [0, 0, 0])

@@ -75,7 +75,7 @@ def test_without_labels_every_token_but_the_first_counts(crowd: Crowd) -> None:
 ONE_EACH = [[-100, 6, -100, -100], [-100, -100, 7, -100], [-100, -100, -100, 8]]
 
 
-def test_agents_that_are_alike_do_not_disagree_and_others_do(crowd: Crowd) -> None:
+def test_equal_agents_do_not_disagree_and_others_do(crowd: Crowd) -> None:
     found = crowd.disagreement(PROMPTS, ANSWERS)
     assert found.shape == (2,)
     assert bool((found > 1e-3).all() and (found <= math.log(K)).all())
@@ -130,7 +130,7 @@ def test_temperature_0_takes_the_most_probable_token(crowd: Crowd) -> None:
         (lambda crowd: crowd.generate(ONES, stop_strings="x"), "only token ids come back"),
     ],
 )
-def test_what_does_not_fit_is_refused(crowd: Crowd, call: Any, message: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(crowd: Crowd, call: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         call(crowd)
 
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused(crowd: Crowd, call: Any, message: str) -> 
 ONES = torch.ones(1, 4, dtype=torch.long)
 
 
-def test_no_rows_are_no_numbers(crowd: Crowd) -> None:
+def test_no_rows_give_no_numbers(crowd: Crowd) -> None:
     assert crowd.log_probs([], []).shape == (K + 1, 0)
     assert crowd.disagreement([], []).shape == (0,)
 
@@ -189,7 +189,7 @@ def test_an_agent_on_a_quantised_base_is_refused(crowd: Crowd, monkeypatch: pyte
         crowd[0]
 
 
-def test_a_text_crowd_scores_what_continues_a_text() -> None:
+def test_a_crowd_of_plain_text_scores_continuations() -> None:
     crowd = disturbed_crowd("text")
     longer, shorter = crowd.log_probs(["Ann has", "Ann has"], [" 7 pens", " 7"]).T
     assert bool((longer < shorter).all())

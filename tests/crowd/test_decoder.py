@@ -92,7 +92,7 @@ def reference(crowd: Crowd, who: int | None, prompt: Sequence[int], how: str = "
     "family",
     ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "gpt_neox", "gpt2", "granite", "cohere"],
 )
-def test_crowd_agents_and_base_write_what_full_passes_give(family: str) -> None:
+def test_crowd_agents_and_base_write_the_texts_of_full_passes(family: str) -> None:
     crowd = moved(crowd_of(base(family, torch.float32)))
     assert crowd.route == "packed"
     requests = mixed(PROMPTS[:5])
@@ -103,7 +103,7 @@ def test_crowd_agents_and_base_write_what_full_passes_give(family: str) -> None:
     assert len({tuple(request.tokens) for request in requests}) > 15, "a mix-up would not be seen"
 
 
-def test_a_text_is_what_full_passes_give(llama: Crowd) -> None:
+def test_a_text_equals_that_of_full_passes(llama: Crowd) -> None:
     requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
     written(llama, requests)
     for request in requests:
@@ -114,7 +114,7 @@ def test_a_text_is_what_full_passes_give(llama: Crowd) -> None:
     assert len({tuple(request.tokens) for request in requests}) == len(EVERYBODY)
 
 
-def test_the_trial_forgives_a_token_that_is_off_by_rounding_and_no_wrong_column(
+def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
     llama: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder_module, "distance", lambda *_: 1.0)  # of some token, in bf16
@@ -129,7 +129,7 @@ def test_the_trial_forgives_a_token_that_is_off_by_rounding_and_no_wrong_column(
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_products_are_by_onednn_where_that_is_faster(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_use_onednn_where_it_is_faster(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_module, "onednn_is_faster", lambda: is_faster)
     crowd = moved(crowd_of(base("qwen2", torch.float32)))  # q, k and v have a bias
     requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
@@ -176,7 +176,7 @@ def bits(requests: Sequence[Request]) -> list[Any]:
 
 @pytest.mark.slow
 @bits_in_company
-def test_the_bits_of_a_text_do_not_depend_on_its_company() -> None:
+def test_the_bits_of_a_text_do_not_depend_on_other_texts() -> None:
     """On the embedded base; the products of the toys are so small that MKL takes another kernel for every size."""
     crowd = disturbed_crowd()
     assert crowd.prompter is not None
@@ -208,7 +208,7 @@ def test_a_prompt_is_read_once_for_the_crowd_and_its_agents_and_for_several_samp
     assert bits(alone) == bits(requests)
 
 
-def test_a_prompt_takes_the_beginning_that_another_has_left(llama: Crowd) -> None:
+def test_a_prompt_reuses_the_cached_prefix_of_another(llama: Crowd) -> None:
     common = PROMPTS[5]
     prompts = [[*common, 5, 6, 7], [*common, 8], [*common[:40], 9]]
     for who in EVERYBODY:
@@ -251,7 +251,7 @@ def test_settings_of_one_text_have_no_effect_on_another(llama: Crowd) -> None:
     assert first.top[0] == (first.id, first.log_probability), "the most probable token comes first"
 
 
-def test_a_row_that_fails_fails_alone(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_one_row_fails_that_row_only(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(K, 4, 9, generator=torch.Generator().manual_seed(0))
     logits[1, 1, 3] = float("nan")
     logits[:, 2, 0] = float("nan")
@@ -289,7 +289,7 @@ def test_a_row_that_fails_fails_alone(llama: Crowd, monkeypatch: pytest.MonkeyPa
     assert good.tokens == reference(llama, CROWD, PROMPTS[0])[0]
 
 
-def test_a_text_that_leaves_frees_its_slot_and_the_others_go_on(llama: Crowd) -> None:
+def test_a_text_that_is_dropped_frees_its_slot_and_the_others_continue(llama: Crowd) -> None:
     wanted = [Request(p, GREEDY) for p in PROMPTS[:4]]
     written(llama, wanted)
     end = wanted[0].tokens[2]

@@ -82,7 +82,7 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
         return float(torch.stack(total).mean())
 
     def nats(model: peft.PeftModel) -> float:
-        """Of the control's texts."""
+        """The mean NLL of the control's texts, in nats."""
         total = []
         for row in whole.control:
             ids, targets = row.input_ids.tolist(), row.supervised[1:]
@@ -95,7 +95,9 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
 
 
 @pytest.mark.slow
-def test_what_is_learned_from(saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]) -> None:
+def test_a_student_learns_from_the_training_prompts(
+    saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
+) -> None:
     _, _, [whole] = learned
     assert len(whole.student) == len(whole.control) > CONFIG.max_train_samples
     crowd = disturbed_crowd()
@@ -114,7 +116,7 @@ def test_what_is_learned_from(saved: Pretrained, learned: tuple[Adapter, Adapter
 
 
 @pytest.mark.slow
-def test_it_leaves_base_and_generators_as_they_were_and_gives_the_same_again(
+def test_distilling_leaves_base_and_generators_unchanged_and_repeats_exactly(
     saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
 ) -> None:
     state = torch.get_rng_state()
@@ -127,7 +129,7 @@ def test_it_leaves_base_and_generators_as_they_were_and_gives_the_same_again(
     crowd.detach()
 
 
-def test_what_is_no_start_is_refused(saved: Pretrained) -> None:
+def test_an_agent_that_does_not_exist_is_refused_as_a_start(saved: Pretrained) -> None:
     with pytest.raises(BadInput, match="there is no agent 7"):
         distil(saved, CONFIG, Distillation(start=7))
 
@@ -149,7 +151,7 @@ def test_a_bad_call_is_refused_before_anything_is_loaded(
     assert told in capsys.readouterr().err
 
 
-def test_a_crowd_that_no_run_trained_has_no_rows_to_distil_on(
+def test_a_crowd_without_a_run_has_no_rows_to_distil_on(
     saved: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_crowd(disturbed_crowd(), tmp_path / "crowd")

@@ -106,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crowd(place: Path) -> Crowd:
-    """On the embedded base, saved in `place/embedded/crowd`."""
+    """A crowd on the embedded base, saved in `place/embedded/crowd`."""
     return saved_crowd(place / "embedded", "embedded")
 
 
@@ -213,7 +213,7 @@ def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path,
 @pytest.mark.parametrize(
     "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "cat", "--into-base"]], ids=str
 )
-def test_no_card_names_a_path_of_this_machine(words: list[str], source: Path, tmp_path: Path) -> None:
+def test_a_card_names_no_path_of_this_machine(words: list[str], source: Path, tmp_path: Path) -> None:
     assert main(["export", str(source), "--to", str(tmp_path / "out"), *words]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     for path in (tmp_path, source.parent, BASE_FOLDER.parent, Path.home()):
@@ -223,7 +223,7 @@ def test_no_card_names_a_path_of_this_machine(words: list[str], source: Path, tm
     assert not list(tmp_path.glob(".*")), "no draft is left"
 
 
-def test_what_a_card_says_of_ranks_and_bases() -> None:
+def test_a_card_names_ranks_and_bases() -> None:
     card = crowd_card(CardFacts("Qwen/Qwen2.5-0.5B", [8, 20], trained=" for 5 optimizer steps on `openai/gsm8k`"))
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
     assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
@@ -309,7 +309,7 @@ def test_a_folder_that_exists_is_left_as_it_is(
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_a_damaged_checkpoint_is_no_fault_of_the_caller_and_still_one_message(
+def test_a_damaged_checkpoint_is_one_message_and_not_a_wrong_call(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = shutil.copytree(source, tmp_path / "run")
@@ -323,7 +323,7 @@ def test_a_damaged_checkpoint_is_no_fault_of_the_caller_and_still_one_message(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_has_not_saved_yet_and_a_path_that_is_not_there(
+def test_a_run_without_a_checkpoint_and_a_missing_path_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -333,7 +333,7 @@ def test_a_run_that_has_not_saved_yet_and_a_path_that_is_not_there(
         assert (code, message in err, "damaged" in err) == (2, True, False)
 
 
-def test_a_run_in_the_folder_of_another_is_not_taken_for_a_step_of_that_one(
+def test_a_run_inside_another_runs_folder_is_not_taken_for_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("run", "checkpoint_step_2"):
@@ -356,7 +356,9 @@ def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_of_a_common_start_the_mean_is_an_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_with_a_common_start_can_be_exported_as_their_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     loaded = load_base("embedded")
     alike = Crowd(loaded.model, LoraSettings(2, rank=2, initialize_adapters_rand=False), loaded.name)
     with torch.no_grad():
@@ -382,8 +384,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_crowd_from_the_hub(crowd: Crowd, source: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the hub's client lays it out: a snapshot of links to blobs."""
+def test_a_crowd_opens_from_the_hubs_cache(
+    crowd: Crowd, source: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cache has the layout of the hub's client: a snapshot of links to blobs."""
     repository, commit = hub / "models--someone--stories", "0" * 40
     snapshot = repository / "snapshots" / commit
     for number, file in enumerate(path for path in source.rglob("*") if path.is_file()):
@@ -417,7 +421,7 @@ def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("on_disk", "trained_in"), [("fp32", "bf16"), ("bf16", "fp32")])
-def test_a_merged_base_is_what_its_scores_say(
+def test_a_merged_base_has_the_scores_that_are_printed(
     on_disk: str, trained_in: str, server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has the dtype of the base on disk, was merged in fp32, and plain Transformers finds the NLL that is told."""
@@ -469,6 +473,8 @@ def test_a_distillation_that_loses_to_its_control_says_so() -> None:
     assert lost not in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll | {"own labels": 0.96}).table()
 
 
-def test_a_dtype_is_that_of_a_merged_base(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dtype_sets_the_dtype_of_a_merged_base(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(source), "--agent", "1", "--dtype", "bf16", "--to", str(tmp_path / "x")]) == 2
     assert "only a merged base has a dtype of its own" in capsys.readouterr().err

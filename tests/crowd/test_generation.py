@@ -45,7 +45,7 @@ CONFIG = Path(__file__).parents[2] / "configs.yaml"
 
 @torch.no_grad()
 def next_log_probs(crowd: Crowd, agent: int, ids: list[int]) -> torch.Tensor:
-    """One full pass of one agent over one row, without cache, padding or neighbours."""
+    """One full pass of one agent over one row, without cache, padding or other rows."""
     with crowd.active_agent(agent) as model:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
 
 @pytest.mark.slow
 def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> None:
-    """Pegasus counts pads as positions, so that a short prompt beside a long one would be continued in another way."""
+    """Pegasus counts pads as positions, so that padding would change the continuation of a short prompt."""
     shape = PegasusConfig(
         vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48
     )
@@ -112,12 +112,12 @@ def test_an_error_of_the_base_in_generation_is_one_message(
 
 
 @pytest.mark.parametrize("aggregator", ["probability", "majority"])
-def test_no_prompt_gives_no_text(llama: Crowd, aggregator: str) -> None:
+def test_an_empty_list_of_prompts_gives_no_texts(llama: Crowd, aggregator: str) -> None:
     assert llama.generate_ids([], Decoding(max_new_tokens=12, aggregator=aggregator), include_agents=True).crowd == []
 
 
 @pytest.mark.slow
-def test_mean_of_logits_is_another_crowd(llama: Crowd) -> None:
+def test_the_mean_of_logits_gives_other_texts(llama: Crowd) -> None:
     found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).crowd
     assert found == [reference_ids(llama, list(range(K)), prompt, "logit") for prompt in PROMPTS]
     assert found != llama.generate_ids(PROMPTS, GREEDY).crowd
@@ -183,7 +183,7 @@ def test_a_large_vocabulary_is_multiplied_once_for_all_rows(dtype: torch.dtype) 
     assert not crowd.detach().get_output_embeddings()._forward_pre_hooks
 
 
-def test_a_text_ends_at_its_end_and_the_others_go_on(llama: Crowd) -> None:
+def test_a_text_stops_at_its_end_token_and_the_others_continue(llama: Crowd) -> None:
     free = llama.generate_ids(PROMPTS, GREEDY, include_agents=True)
     end = free.crowd[0][3]
     found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, ends=frozenset({end, 5000})), include_agents=True)
@@ -210,7 +210,7 @@ def test_texts_of_a_batch_of_transformers_end_one_by_one(family: str) -> None:
     assert found.crowd == [text[: 1 + text[0] % 5] for text in free.crowd]
 
 
-def test_a_request_to_stop_ends_everything_at_the_next_token(llama: Crowd) -> None:
+def test_a_request_to_stop_ends_all_texts_at_the_next_token(llama: Crowd) -> None:
     answers = iter([False, False, True])
     generated = llama.generate_ids(PROMPTS, GREEDY, include_agents=True, stop=lambda: next(answers))
     wanted = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=3), include_agents=True)
@@ -331,7 +331,7 @@ def test_a_prompt_has_the_tokens_before_the_answer_in_training(template: str | N
     assert ends == ({"</s>", "<|im_end|>"} if "im_end" in (template or "") else {"</s>"})
 
 
-def test_a_prompt_that_opens_a_think_block() -> None:
+def test_a_prompt_keeps_the_think_block_that_its_template_opens() -> None:
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     tokenizer = templates.byte_tokenizer(templates.CHATML.replace(templates.PROMPT, prompt))
     ids = Prompter(tokenizer).ids("q")
@@ -358,7 +358,7 @@ def test_the_form_of_prompts_is_read_off_the_rows() -> None:
         assert form_of(Rows(raw, found, "here")) == form
 
 
-def test_one_prompt_or_many() -> None:
+def test_one_prompt_and_many_are_accepted() -> None:
     turn = {"role": "user", "content": "q"}
     assert prompts_of("q") == ["q"]
     assert prompts_of(["q", "r"]) == ["q", "r"]
@@ -441,7 +441,7 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_number_is_a_temperature(checkpoint: Path) -> None:
+def test_an_integer_is_accepted_as_a_temperature(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 3}
     assert crowd.generate(QUESTIONS, temperature=1, top_p=1, **how) == crowd.generate(QUESTIONS, **how)
@@ -450,7 +450,7 @@ def test_a_whole_number_is_a_temperature(checkpoint: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"aggregator": "majority"}, {"aggregator": "self_consistency", "seed": 3}])
 def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) -> None:
-    """With as many places as prompts, and with fewer, so that each that ends makes place for the next one."""
+    """There are as many slots as prompts, or fewer, so that prompts wait for a slot that becomes free."""
     crowd = crowd_of(base("llama")).eval()
     with torch.no_grad():
         crowd.agents.weights.mul_(4)
@@ -494,7 +494,7 @@ def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:
     one_by_one = crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3, batch_size=1)
     assert one_by_one == crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3)
     free = Counter(crowd.generate(QUESTIONS[0], max_new_tokens=16, do_sample=True)[0] for _ in range(4))
-    assert len(free) > 1, "without a seed every call draws anew"
+    assert len(free) > 1, "without a seed every call draws other samples"
 
 
 @pytest.mark.slow
@@ -528,7 +528,7 @@ def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path)
         Crowd.from_pretrained(copied)
 
 
-def test_a_folder_without_a_crowd(tmp_path: Path) -> None:
+def test_a_folder_without_a_crowd_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no checkpoint at this path"):
         Crowd.from_pretrained(tmp_path / "nowhere")
     with CheckpointManager(tmp_path, async_save=False) as manager:
@@ -554,8 +554,8 @@ def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["chat", "text"])
-def test_a_crowd_saved_by_another_loop(tmp_path: Path, form: Any) -> None:
-    """The embedded base was elsewhere, in another precision; no tokenizer was saved; prompts are plain text."""
+def test_a_crowd_saved_by_a_users_own_loop_opens(tmp_path: Path, form: Any) -> None:
+    """Its base was at another path and in another precision, it has no tokenizer, and prompts are plain text."""
     loaded = load_base("embedded", "bf16")
     elsewhere = str(Path("/somewhere/else", *BASE_FOLDER.parts[-3:]))
     crowd = Crowd(loaded.model, LoraSettings(num_agents=2, target_modules=("q_proj", "v_proj")), elsewhere)

@@ -177,7 +177,9 @@ def test_an_export_names_its_base_for_both_programs(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_of_a_base_in_a_folder_it_says_how_its_file_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_on_a_base_folder_says_how_to_make_its_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     loaded = load_base("embedded")
     crowd = Crowd(loaded.model, LoraSettings(2, rank=2), loaded.name, loaded.pad_id)
     crowd.prompter = Prompter(loaded.tokenizer)

@@ -75,16 +75,6 @@ def plain_model(outputs: int, dtype: torch.dtype) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(BASE_FOLDER, num_labels=outputs, dtype=dtype)
 
 
-@pytest.fixture
-def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of the base compute in fp32 whatever it is; where two sides differ by 1e-16, that makes it 1e-8."""
-
-    def forward(self: Any, states: Tensor) -> Tensor:
-        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", forward)
-
-
 def lora_config() -> Any:
     from peft import LoraConfig
 
@@ -267,7 +257,7 @@ def test_heads_follow_their_agents_into_another_crowd_and_precision() -> None:
     assert [*crowd.heads] == ["agent0", "agent1", "agent2"]
 
 
-def test_next_tokens_are_predicted_by_a_crowd_with_heads_as_without() -> None:
+def test_heads_do_not_change_the_prediction_of_next_tokens() -> None:
     assert crowd_of(CLASSES).choose_route() is None
 
 
@@ -305,7 +295,7 @@ def test_plain_peft_scores_texts_alike(tmp_path: Path) -> None:
     torch.testing.assert_close(crowd[1](**rows).logits.softmax(-1), found[1], rtol=0, atol=1e-5)
 
 
-def test_a_crowd_that_was_saved_knows_its_classes_in_order(tmp_path: Path) -> None:
+def test_a_saved_crowd_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
     names = [f"class {number}" for number in range(12)]
     one = saved(tmp_path / "crowd", names).score("Ann has 3 pens.", abstain_below=0.99)
     crowd = Crowd.from_pretrained(tmp_path / "crowd")
@@ -319,7 +309,7 @@ def test_a_crowd_that_was_saved_knows_its_classes_in_order(tmp_path: Path) -> No
     assert found.lower == pytest.approx(found.mean - found.std)
 
 
-def test_a_temperature_goes_with_its_crowd_into_scores_and_exports(tmp_path: Path) -> None:
+def test_a_temperature_is_applied_in_scores_and_exports(tmp_path: Path) -> None:
     crowd = saved(tmp_path / "crowd")
     [plain] = crowd.score("Ann has 3 pens.")
     crowd.calibration = Calibration.of_classes(torch.eye(3).log_softmax(-1), torch.arange(3), K, rows=3, data="here")
@@ -354,7 +344,7 @@ def test_rewards_are_of_answers(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> None:
-    """As Transformers pools before it."""
+    """Transformers pools the token before it."""
     crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
     crowd.model.config.pad_token_id = crowd.prompter.tokenizer.eos_token_id  # type: ignore[union-attr]
     ids = torch.tensor([crowd.prompter.row("2 + 2?\n", "4").input_ids]).long()  # type: ignore[union-attr]
@@ -385,7 +375,7 @@ def test_agents_start_from_adapters_with_heads_and_without(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_has_a_head_writes_nothing_and_what_writes_has_no_score(tmp_path: Path) -> None:
+def test_a_crowd_with_heads_refuses_to_write_and_one_without_refuses_to_score(tmp_path: Path) -> None:
     crowd = saved(tmp_path / "crowd")
     for ask in (lambda: crowd.generate("2 + 2?"), lambda: crowd.log_probs("2 + 2?", "4")):
         with pytest.raises(ModelError, match="these agents have heads"):

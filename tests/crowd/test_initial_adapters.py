@@ -83,8 +83,8 @@ def test_adapters_that_do_not_fit_are_refused(made: Any, error: type[CiLlmError]
         ({"trainable_token_indices": [3]}, r"also has \S+embed_tokens\.token_adapter\.trainable_tokens_delta\n"),
     ],
 )
-def test_adapters_that_are_no_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
-    """Those of the first three have the names and shapes of plain LoRA; only their settings differ."""
+def test_adapters_that_are_not_plain_lora_are_refused(changes: Any, message: str, tmp_path: Path) -> None:
+    """The first three adapters have the names and shapes of plain LoRA, and differ only in their settings."""
     save_adapter(base(dtype=torch.float32), tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         load_initial_adapters(crowd(), tmp_path)
@@ -98,7 +98,7 @@ def test_an_adapter_that_comes_with_another_vocabulary_is_refused(tmp_path: Path
     assert "its vocabulary was changed" in str(caught.value)
 
 
-def test_settings_of_an_older_peft_are_enough(tmp_path: Path) -> None:
+def test_settings_of_an_older_peft_are_accepted(tmp_path: Path) -> None:
     save_adapter(base(), tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     assert "every agent" in load_initial_adapters(crowd(), tmp_path)
@@ -140,7 +140,7 @@ def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> N
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("masks", ["dropout", "dropconnect"])
-def test_masks_of_their_own_make_equal_agents_different(masks: str, tmp_path: Path) -> None:
+def test_agents_with_equal_starts_and_their_own_masks_are_accepted(masks: str, tmp_path: Path) -> None:
     save_adapter(base(), tmp_path)
     made = crowd(**{masks: 0.2})
     load_initial_adapters(made, tmp_path)
@@ -167,14 +167,14 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         load_initial_adapters(crowd(), tmp_path)
 
 
-def test_the_folder_of_a_run_is_told_where_its_adapters_are(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_is_refused_with_the_place_of_its_adapters(tmp_path: Path) -> None:
     save_adapter(base(), tmp_path / "final_checkpoint" / "agent0")
     with pytest.raises(ModelError, match="there is no adapter here") as caught:
         load_initial_adapters(crowd(), tmp_path)
     assert caught.value.hint == f"this is the folder of a run: give {tmp_path / 'final_checkpoint'}"
 
 
-def test_a_crowd_of_which_a_run_has_stopped_the_first_agent(tmp_path: Path) -> None:
+def test_adapters_of_a_run_that_stopped_its_first_agent_are_read(tmp_path: Path) -> None:
     for k in (1, 10):
         save_adapter(base(), tmp_path / f"agent{k}", seed=k)
     (tmp_path / "ci_llm_meta_config.json").write_text('{"num_agents": 2, "folders": ["agent1", "agent10"]}')

@@ -85,7 +85,7 @@ def test_parts_are_joined_in_order() -> None:
     assert found.everyone.shape == (3, 6, 2)
 
 
-def test_a_figure_that_is_not_defined_is_not_there() -> None:
+def test_a_figure_that_is_not_defined_is_left_out() -> None:
     found = Classes(probabilities(0.9, 0.8)[None], torch.tensor([1, 1]))
     assert "auroc" not in found.figures
     assert found.figures["accuracy"] == [1, 1]
@@ -97,7 +97,7 @@ def test_f1_counts_classes_that_are_only_predicted() -> None:
     assert macro_f1(torch.tensor([2, 1]), torch.tensor([1, 1])) == pytest.approx((2 / 3 + 0) / 2)
 
 
-def test_bins_of_a_calibration_error_are_told_apart() -> None:
+def test_predictions_fall_into_their_bins_of_the_calibration_error() -> None:
     # Two rows of 0.95, one of them right, and one of 0.65, which is right.
     error = calibration_error([0.95, 0.95, 0.65], [True, False, True])
     assert error == pytest.approx((abs(1 - 1.9) + abs(1 - 0.65)) / 3)

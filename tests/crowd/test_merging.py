@@ -106,7 +106,7 @@ def test_agents_of_different_ranks_and_modules() -> None:
         merged(model, [one, other], merge_of("mean"))
 
 
-def test_the_mean_is_that_of_a_and_that_of_b() -> None:
+def test_merge_mean_averages_a_and_b() -> None:
     model = base()
     agents = agents_on(model)
     found = deltas(merged(model, agents, merge_of("mean", (1, 1, 2))))
@@ -119,7 +119,7 @@ def test_the_mean_is_that_of_a_and_that_of_b() -> None:
 
 
 @pytest.mark.parametrize(("name", "combination"), [("cat", "cat"), ("mean", "linear")])
-def test_factors_are_those_of_peft(name: str, combination: str) -> None:
+def test_merged_factors_equal_those_of_peft(name: str, combination: str) -> None:
     model = base()
     agents = agents_on(model, use_rslora=False)
     found = merged(model, agents, merge_of(name))
@@ -138,7 +138,7 @@ def test_factors_are_those_of_peft(name: str, combination: str) -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", METHODS)
-def test_of_equal_agents_every_merge_is_that_agent(name: str) -> None:
+def test_every_merge_of_equal_agents_is_that_agent(name: str) -> None:
     """PEFT's own weights of 1/K make `linear` K times too large."""
     model = base()
     agents = agents_on(model, alike=True)
@@ -165,7 +165,7 @@ def test_a_crowd_gives_its_base_back_with_the_same_bits() -> None:
         assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_a_base_by_itself_holds_nothing_of_its_crowd_and_recomputes_nothing() -> None:
+def test_a_base_taken_from_its_crowd_holds_no_hooks_and_recomputes_nothing() -> None:
     model = base()
     crowd = Crowd(model, LoraSettings(2, rank=2, target_modules=TARGETS), "toy")
     crowd.gradient_checkpointing_enable()
@@ -178,7 +178,7 @@ def test_a_base_by_itself_holds_nothing_of_its_crowd_and_recomputes_nothing() ->
     assert agents() is None
 
 
-def test_into_the_base() -> None:
+def test_agents_are_merged_into_the_base() -> None:
     model = base()
     agents = agents_on(model)
     weights = {name: model.get_submodule(name).weight.clone() for name in agents[0].modules}
@@ -214,12 +214,12 @@ def test_a_layer_narrower_than_the_rank_is_filled_up() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_for(words: Any, message: str) -> None:
+def test_wrong_names_ranks_and_weights_of_a_merge_are_refused(words: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         merge_of(**words)
 
 
-def test_what_does_not_fit_the_agents() -> None:
+def test_merges_that_do_not_fit_the_agents_are_refused() -> None:
     model = base()
     agents = agents_on(model)
     with pytest.raises(BadInput, match="2 weights for 3 agents"):
@@ -228,7 +228,7 @@ def test_what_does_not_fit_the_agents() -> None:
         merged(model, agents, merge_of("svd", rank=13))
 
 
-def test_a_misspelt_merge_is_told_the_right_one() -> None:
+def test_a_misspelt_merge_is_refused_with_the_right_name() -> None:
     with pytest.raises(BadInput) as caught:
         merge_of("distiled")
     assert "did you mean distilled?" in str(caught.value)

@@ -44,7 +44,7 @@ def test_target_log_probs_equal_plain_cross_entropy(family: dict[str, float], mo
 
 
 def test_a_loss_scale_that_fp16_cannot_hold_scales_gradients_that_it_can() -> None:
-    """65536 is infinite there, and the first step of every run in fp16 was lost."""
+    """65536 overflows in fp16, so that the first step of every run in fp16 was lost."""
     generator = torch.Generator().manual_seed(0)
     head = Head(torch.randn(11, 4, generator=generator).half() / 8, None)
     states = torch.randn(2, 3, 4, generator=generator).half().requires_grad_()
@@ -145,7 +145,7 @@ def test_joint_is_a_sum_over_tokens_and_interpolates_to_the_crowds_loss(crowd: C
     assert full.item() == pytest.approx(3 * crowd_loss.item(), rel=1e-12)
 
 
-def test_none_rewards_nothing_and_measures_the_gap(crowd: Crowd) -> None:
+def test_diversity_none_adds_no_term_and_measures_the_gap(crowd: Crowd) -> None:
     packed = batch((9, 17))
     output = output_of(crowd, packed)
     loss = Objective("none", weight=5.0)(output, packed, step=0)
@@ -166,7 +166,7 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     assert objective(output_of(crowd, single), single, step=2).diversity.item() == 0
 
 
-def test_row_states_never_take_a_neighbour(crowd: Crowd) -> None:
+def test_row_states_hold_only_their_own_row(crowd: Crowd) -> None:
     packed = batch((5, 8))
     states = output_of(crowd, packed).states
     assert torch.equal(row_states(states, packed, "last_token"), states[:, [4, 12]])

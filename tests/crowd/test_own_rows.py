@@ -99,7 +99,7 @@ def together(*rows: Sequence[Batch | None]) -> list[list[list[Batch | None]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
-def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
+def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
     (alone,) = train(model, [own], together(LONG))
     others = [{**kind, "seed": 70 + n} for n, kind in enumerate(EVERY_KIND)]
@@ -177,7 +177,7 @@ def test_row_weights_and_recomputed_layers_change_no_bit_of_it() -> None:
             assert not differences(alone, found[k]), (k, checkpointing)
 
 
-def test_a_neighbour_that_is_nan_changes_no_bit() -> None:
+def test_a_nan_agent_changes_no_bit_of_the_others() -> None:
     model = base("llama", torch.float32)
     (alone,) = train(model, [SMALL], together(SHORT))
     found = train(model, [LARGE, SMALL], together(LONG, SHORT), sick=0)
@@ -187,7 +187,7 @@ def test_a_neighbour_that_is_nan_changes_no_bit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_on_the_embedded_base(dtype: torch.dtype) -> None:
+def test_the_same_bits_on_the_embedded_base(dtype: torch.dtype) -> None:
     model = load_base("embedded").model.to(dtype)
     rows = [
         (batch((31, 57, 44)), batch((101, 7)), batch((64,))),

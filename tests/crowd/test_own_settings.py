@@ -108,7 +108,7 @@ def train(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own", EVERY_KIND, ids=["small", "large", "attention", "mlp", "dropping"])
-def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dtype: torch.dtype) -> None:
+def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
     (alone,) = train(model, [own])
     for name, company in COMPANY.items():
@@ -120,7 +120,7 @@ def test_an_agent_has_the_same_bits_alone_and_in_company(own: dict[str, Any], dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", first_fast(["gpt2", "qwen2", "gpt_neox", "gemma3"]))
 def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
-    """With biases, with layers that are no nn.Linear, with attention windows."""
+    """Families with biases, with layers that are not nn.Linear, and with attention windows."""
     model = base(family, dtype)
     for own in ({"rank": 3, "seed": 1}, {"rank": 4, "dropout": 0.2, "seed": 2}):
         (alone,) = train(model, [own])
@@ -142,7 +142,7 @@ def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sick", [0, 2])
-def test_a_sick_neighbour_changes_no_bit(sick: int) -> None:
+def test_a_nonfinite_agent_changes_no_bit_of_another(sick: int) -> None:
     model = base("llama", torch.float32)
     (alone,) = train(model, [SMALL])
     entries = [LARGE, SMALL, ATTENTION]
@@ -153,7 +153,7 @@ def test_a_sick_neighbour_changes_no_bit(sick: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_on_the_embedded_base(dtype: torch.dtype) -> None:
+def test_the_same_bits_on_the_embedded_base(dtype: torch.dtype) -> None:
     model = load_base("embedded").model.to(dtype)
     packed = [batch((31, 57, 44)), batch((101, 7)), batch((64,))]
     for own in (SMALL, DROPPING):

@@ -46,7 +46,7 @@ FEW: Final = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One corner of the promise."""
+    """One combination of settings for which the bits must be equal."""
 
     dtype: torch.dtype
     threads: int

@@ -182,7 +182,7 @@ def gradients_of(crowd: Crowd, agent: int) -> dict[str, Tensor]:
 
 
 def facts_of(crowd: Crowd, units: Sequence[Unit], mismatched: Sequence[Unit], batch: Batch) -> StepFacts:
-    """Of a step that is this micro-batch."""
+    """The facts of a step that consists of this micro-batch."""
     share = len(units) / sum(unit.num_learned for unit in units)
     return StepFacts((share,) * K, kl_of(crowd, mismatched))
 
@@ -382,7 +382,7 @@ def evidence(sums: Sequence[float], lengths: Sequence[int], **more: Any) -> Evid
     return Evidence(torch.tensor([sums], dtype=torch.float64), torch.tensor(lengths), **more)
 
 
-def test_a_certain_answer_has_finite_odds() -> None:
+def test_an_answer_with_probability_one_has_finite_odds() -> None:
     e = evidence([0.0, -3.0], [2, 3], nll=torch.zeros(1, 1), nll_tokens=torch.tensor([2]))
     e.sums.requires_grad_()
     losses = ours(case("orpo")).losses(e)
@@ -399,7 +399,7 @@ def own_loss(e: Evidence) -> Tensor:
 own_loss.needs = Needs()  # type: ignore[attr-defined]
 
 
-def test_a_loss_of_ones_own_is_named_by_module_and_function() -> None:
+def test_a_custom_loss_is_named_by_module_and_function() -> None:
     found = objective_of(f"{__name__}:own_loss", [Config()])
     assert found.needs == Needs()
     assert found.losses(evidence([-4.0, -6.0], [2, 2])).tolist() == [[2.0]]

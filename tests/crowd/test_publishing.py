@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_agents_and_card_arrive_private_and_open_from_there(
+def test_agents_and_card_are_pushed_to_a_private_repository_and_open_from_it(
     run: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["push", str(run), "--to", "hub:user/crowd", "--json"]) == 0
@@ -69,7 +69,7 @@ def test_agents_and_card_arrive_private_and_open_from_there(
 
 
 @pytest.mark.slow
-def test_a_push_that_the_hub_did_not_take_is_called_again(run: Path, hub: HubServer) -> None:
+def test_a_push_that_the_hub_refused_can_be_called_again(run: Path, hub: HubServer) -> None:
     hub.refuse = 409
     with pytest.raises(CheckpointError, match="does not take it") as failed:
         publishing.publish(run, "hub:user/again")
@@ -90,7 +90,7 @@ def test_a_merge_lies_beside_the_agents(run: Path, hub: HubServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_later_push_takes_away_what_this_crowd_no_longer_has_and_nothing_else(run: Path, hub: HubServer) -> None:
+def test_a_later_push_deletes_only_files_that_this_crowd_no_longer_has(run: Path, hub: HubServer) -> None:
     publishing.publish(run, "hub:user/twice", merge=merge_of("svd"))
     files = hub.files["user/twice"]
     own = {"LICENSE": b"mine", "agent0/notes.md": b"mine", "docs/README.md": b"mine"}
@@ -104,7 +104,9 @@ def test_a_later_push_takes_away_what_this_crowd_no_longer_has_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_without_a_login_the_way_is_named(run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_login_the_message_says_how_to_log_in(
+    run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_another")
     with pytest.raises(BadInput, match="the hub refuses \\(401\\)") as refused:
         publishing.publish(run, "hub:user/name")
@@ -122,10 +124,10 @@ def test_a_checkpoint_without_a_card_and_another_place_are_refused(
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_an_upload_that_is_broken_off_is_told(
+def test_an_interrupted_upload_is_reported(
     kind: type[Exception], run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its library has no type of its own for that."""
+    """The hub's library raises no exception of its own type for this."""
 
     def broken_off(*_: Any, **__: Any) -> Any:
         raise kind("LFS batch API returned errors")

@@ -19,7 +19,7 @@ def crowd_of(layers: int, dtype: torch.dtype = torch.float32) -> Crowd:
 
 
 def saved_bytes(crowd: Crowd, *, autocast: bool = False) -> int:
-    """Of all storages that one pass saves, without the base and the agents themselves."""
+    """The bytes of all storages that one pass saves, without those of the base and the agents."""
     owned = {p.untyped_storage()._cdata for p in [*crowd.parameters(), *crowd.buffers()]}
     found: dict[int, Tensor] = {}
 
@@ -38,7 +38,7 @@ def saved_bytes(crowd: Crowd, *, autocast: bool = False) -> int:
 
 
 def per_layer(dtype: torch.dtype = torch.float32, *, checkpointing: bool = False, autocast: bool = False) -> float:
-    """Of one more layer, per token and agent."""
+    """The bytes of one more layer, per token and agent."""
     totals = []
     for layers in (2, 4):
         crowd = crowd_of(layers, dtype)

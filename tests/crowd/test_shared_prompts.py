@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ci_llm.config import Config, parse_config
 from ci_llm.crowd.crowd import Crowd
@@ -45,16 +44,6 @@ def pairs(learn_prompt: bool = False) -> list[Unit]:
     return [*found, unit_of([example(begin, own), example(begin, own[:2])], learn_prompt=learn_prompt)]
 
 
-@pytest.fixture
-def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of the base compute in fp32 whatever it is; that would make 1e-16 of a difference 1e-8."""
-
-    def forward(self: Any, states: Tensor) -> Tensor:
-        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
-
-
 def step(crowd: Crowd, name: str, units: Sequence[Unit], cuts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, gradients and metrics of a step in micro-batches that end at these units."""
     facts = StepFacts((len(units) / sum(unit.num_learned for unit in units),) * K, torch.full((K, 1), 0.1).double())
@@ -80,7 +69,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(name: str, pass_per_agent:
     assert float(wanted[1].abs().max()) > 1e-3
 
 
-def test_what_is_computed_once_are_the_tokens_that_answers_begin_with() -> None:
+def test_only_the_common_beginning_of_answers_is_computed_once() -> None:
     units = pairs()
     batch = pack(units, range(5))
     assert batch.shared == (0, 8, 0, 0, 0, 16, 0, 21, 0, 12)
@@ -264,7 +253,7 @@ def test_a_base_that_computes_something_else_keeps_whole_rows(
     assert crowd.shares_prompts
 
 
-def test_a_run_keeps_what_it_began_with() -> None:
+def test_a_run_keeps_the_sharing_that_it_began_with() -> None:
     config = Config(objective="dpo", pass_per_agent=True, kernels="plain")
     alone = Processes(config)
 
@@ -280,7 +269,7 @@ def test_a_run_keeps_what_it_began_with() -> None:
     assert settled(before=config.model_copy(update={"shared_prompts": True})) is True
 
 
-def test_rows_that_are_padded_are_whole() -> None:
+def test_padded_rows_are_computed_whole() -> None:
     crowd: Crowd = crowd_of(torch.float64)
     batch: Batch = pack(pairs(), range(5))
     with torch.no_grad():

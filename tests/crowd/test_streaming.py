@@ -15,7 +15,7 @@ from tests.data.test_encoder import byte_tokenizer
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2: some pieces, and a token for every byte, runs of which are decoded together."""
+    """A tokenizer like Llama 2's: some pieces, and a token for every byte; runs of bytes are decoded together."""
     pieces = ["<unk>", "▁", "a", "b", "▁ab", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
     core = Tokenizer(models.BPE(vocab={p: n for n, p in enumerate(pieces)}, merges=[], byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -67,7 +67,7 @@ def test_a_long_text_is_not_decoded_again_with_every_token(tokenizer: Any, monke
     assert max(longest) < 100
 
 
-def test_a_character_comes_when_its_last_byte_has_come() -> None:
+def test_a_character_is_sent_with_its_last_byte() -> None:
     tokenizer = TOKENIZERS["byte level"]
     ids = tokenizer("é日b", add_special_tokens=False)["input_ids"]
     pieces: list[str] = []
@@ -79,7 +79,7 @@ def test_a_character_comes_when_its_last_byte_has_come() -> None:
     assert told == ["", "é", "é", "é", "é日", "é日b"]
 
 
-def test_bytes_that_are_no_character_come_at_the_end_as_the_tokenizer_decodes_them() -> None:
+def test_bytes_that_are_not_a_character_are_sent_at_the_end_as_decoded() -> None:
     for tokenizer in TOKENIZERS.values():
         ids = tokenizer("ab日", add_special_tokens=False)["input_ids"][:-1]
         pieces, _ = streamed(tokenizer, ids, [])
@@ -87,7 +87,7 @@ def test_bytes_that_are_no_character_come_at_the_end_as_the_tokenizer_decodes_th
         assert "\ufffd" in pieces[-1]
 
 
-def test_a_tokenizer_that_cleans_up_spaces_takes_none_back() -> None:
+def test_spaces_that_were_sent_are_never_taken_back() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
@@ -101,7 +101,7 @@ def test_a_tokenizer_that_cleans_up_spaces_takes_none_back() -> None:
     ("text", "stops", "held"),
     [("abc#", ["##"], 1), ("abc##x", ["##"], 0), ("ab", ["bcd", "abcd"], 2), ("abc", [], 0), ("abcd", ["abcd"], 0)],
 )
-def test_what_a_stop_string_may_begin_with_is_held_back(text: str, stops: list[str], held: int) -> None:
+def test_the_possible_beginning_of_a_stop_string_is_held_back(text: str, stops: list[str], held: int) -> None:
     assert held_back(text, stops) == held
 
 

@@ -11,7 +11,7 @@ from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import TokenUncertainty, agreement, decompose, of_text, token_uncertainty
 
 
-def test_agents_that_say_the_same_disagree_on_nothing() -> None:
+def test_equal_agents_have_no_disagreement() -> None:
     alike = torch.tensor([0.7, 0.2, 0.1]).log().repeat(4, 2, 1)
     total, expected, mutual = decompose(alike)
     own = -(0.7 * math.log(0.7) + 0.2 * math.log(0.2) + 0.1 * math.log(0.1))
@@ -47,7 +47,7 @@ def test_a_token_has_its_probability_in_the_distribution_it_was_chosen_from() ->
     assert found[1, 0].item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8))), "of the mean, always"
 
 
-def test_a_text_multiplies_its_probabilities_and_averages_the_rest() -> None:
+def test_a_texts_probability_is_a_product_and_its_other_numbers_are_means() -> None:
     whole = of_text([TokenUncertainty(0.5, 0.4, 0.3, 0.1), TokenUncertainty(0.125, 0.8, 0.3, 0.5)])
     assert whole.confidence == pytest.approx(0.0625)
     assert whole.log_probability == pytest.approx(math.log(0.0625))

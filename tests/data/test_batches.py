@@ -1,4 +1,4 @@
-"""Packed batches and their stream: right shift, right order, and no trace left in the global generator."""
+"""Packed batches and their stream: right shift, right order, and an unchanged global generator."""
 
 from __future__ import annotations
 

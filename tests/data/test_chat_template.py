@@ -35,7 +35,7 @@ def test_a_file_or_a_text_takes_the_place_of_the_tokenizers_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("wanted", ["chatlm", "no/such/file.jinja"])
-def test_what_is_no_template_is_refused(wanted: str) -> None:
+def test_a_value_that_is_not_a_template_is_refused(wanted: str) -> None:
     with pytest.raises(DataError, match="There is no such chat template") as caught:
         use_chat_template(byte_tokenizer(), wanted)
     assert caught.value.where == f"chat_template: {wanted}"

@@ -64,6 +64,7 @@ def learned(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def talk(*turns: str, trained_from: int = 0) -> Chat:
+    """A chat of these turns, of user and assistant in alternation."""
     roles = ["user", "assistant"] * len(turns)
     return Chat(tuple(map(Message, roles, turns)), trained_from)
 
@@ -95,7 +96,7 @@ def test_every_answer_and_its_end_is_learned(template: str | None, expected: lis
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("template", [CHATML, WORDS])
 def test_the_answers_of_any_chat_are_found(template: str) -> None:
-    """Also of turns that begin or end alike, of empty ones, and of one character that takes several tokens."""
+    """Turns may begin or end alike, be empty, or hold a character of several tokens."""
     tokenizer, chance = byte_tokenizer(template), random.Random(0)
     encoder = Encoder(tokenizer)
     for _ in range(50):
@@ -106,7 +107,7 @@ def test_the_answers_of_any_chat_are_found(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])
-def test_what_is_given_is_not_learned(template: str | None) -> None:
+def test_tokens_of_the_prompt_are_not_learned(template: str | None) -> None:
     tokenizer = byte_tokenizer(template)
     end = "<|im_end|>" if template else "</s>"
     example = Encoder(tokenizer).encode(talk("q1", "a1", "q2", "a2", trained_from=2))
@@ -126,7 +127,7 @@ def test_a_marked_answer_is_not_learned(template: str | None) -> None:
 
 
 def test_thoughts_that_the_template_shows_until_the_answer_follows() -> None:
-    """As gpt-oss: what was thought before a call of a tool is shown until the final answer is there."""
+    """Templates such as that of gpt-oss show the thoughts before a tool call until the final answer exists."""
     thoughts = "{% if m.thinking and loop.last or m.thinking and not messages[-1].role == 'assistant' %}"
     shown = TURN.replace(
         "{{ m.content }}", f"{thoughts}<think>{{{{ m.thinking }}}}</think>{{% endif %}}{{{{ m.content }}}}"

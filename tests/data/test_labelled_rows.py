@@ -58,7 +58,7 @@ def test_classes_are_found(labels: tuple[Any, ...], names: tuple[str, ...], numb
         ((-1, 1), 5, "2 different labels, such as '-1'"),
     ],
 )
-def test_labels_that_are_no_classes_are_refused(labels: Any, num_labels: int | None, message: str) -> None:
+def test_labels_that_are_not_classes_are_refused(labels: Any, num_labels: int | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         class_names(labels, num_labels, "here")
 
@@ -122,7 +122,7 @@ def test_the_hint_about_missing_columns_names_the_keys_of_the_objective(tmp_path
     assert "prompt, chosen, rejected" in str(refusal.value)
 
 
-def test_a_text_is_what_the_tokenizer_makes_of_it(tmp_path: Path) -> None:
+def test_a_text_has_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, *ROWS, {"text": "", "label": 1}, {"text": "Zoe", "label": None})
     tokens = tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache", classes=("0", "1", "2"))
     assert [row.label for row in tokens] == [0, 2]  # type: ignore[union-attr]

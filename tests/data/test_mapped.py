@@ -57,7 +57,7 @@ def test_a_part_of_files_and_rows_in_memory_stay_as_they_are(saved: Dataset) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_stretches")
-def test_what_was_read_does_not_stay_resident(saved: Dataset) -> None:
+def test_pages_that_were_read_do_not_stay_resident(saved: Dataset) -> None:
     rows = mapped(saved)
     files = [Path(file["filename"]) for file in saved.cache_files]
     assert sum(file.stat().st_size for file in files) > 20 * MEGABYTE
@@ -73,7 +73,7 @@ def resident_of_mappings(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_a_choice_of_rows_takes_a_few_bytes_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a million rows take megabytes, however they are held out, joined or weighted."""
+    """A million rows then take megabytes, whether they are held out, joined or weighted."""
     Dataset.from_dict({"text": ["word"] * 20_000}).save_to_disk(str(tmp_path / "rows"))
     splits = {"train": mapped(datasets.load_from_disk(str(tmp_path / "rows")))}
     monkeypatch.setattr("ci_llm.data.sources.open_splits", lambda *_: splits)

@@ -95,7 +95,7 @@ def test_a_weight_that_takes_no_row_is_refused() -> None:
         (["val_set_size=1.5"], "val_set_size 1.5 is neither a share below 1 nor a number of rows"),
     ],
 )
-def test_what_makes_no_sense_is_refused(keys: list[str], what: str) -> None:
+def test_values_that_make_no_sense_are_refused(keys: list[str], what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, keys)
     assert what in str(caught.value)
@@ -142,7 +142,7 @@ def test_commas_alone_name_a_data_set_that_does_not_exist() -> None:
         load_rows(Config(dataset_name=","), "train")
 
 
-def test_a_home_that_nobody_has_is_no_traceback() -> None:
+def test_an_unknown_home_folder_is_one_message() -> None:
     assert Config(dataset_name="~no-such-user/a.csv").dataset_names == ("~no-such-user/a.csv",)
 
 
@@ -150,9 +150,7 @@ def test_a_home_that_nobody_has_is_no_traceback() -> None:
 
 
 @pytest.mark.slow
-def test_agents_have_rows_of_their_own_and_share_what_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_have_their_own_rows_and_share_equal_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     for name in "ab":
         data: list[dict[str, Any]] = [{"question": f"{name}{n}", "answer": "a"} for n in range(20)]
@@ -170,7 +168,9 @@ def test_agents_have_rows_of_their_own_and_share_what_is_the_same(
     assert by_source(load_rows(Config(agents=[{"dataset_name": a}, {"dataset_name": b}]), "eval")) == {"a": 2, "b": 2}
 
 
-def test_a_common_set_knows_what_any_agent_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_common_evaluation_set_knows_the_training_rows_of_every_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     data: list[dict[str, Any]] = [{"question": f"a{n}", "answer": "a"} for n in range(20)]
     Dataset.from_list(data).to_parquet(tmp_path / "a.parquet")

@@ -35,7 +35,7 @@ def test_huge_data_sets_stay_inside(num_rows: int, seed: int, share_of_rows: flo
 
 
 def test_the_order_is_pinned() -> None:
-    """A change of these numbers changes the order of every run that is under way: checkpoints would lie."""
+    """Other numbers would change the data order of every run that resumes."""
     assert [permute(at, 10, seed=42, epoch=0) for at in range(10)] == [0, 4, 9, 3, 6, 2, 8, 7, 5, 1]
     assert [permute(at, 10, seed=42, epoch=1) for at in range(10)] == [6, 7, 2, 5, 8, 0, 4, 1, 3, 9]
     assert [permute(at, 8, seed=42, epoch=0) for at in range(8)] == [3, 5, 6, 4, 7, 0, 1, 2]
@@ -78,7 +78,7 @@ def test_an_empty_plan_is_refused(num_rows: int, global_batch_size: int) -> None
 
 @steady
 @given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), seed=SEEDS)
-def test_an_epoch_holds_every_row_once_and_its_last_step_what_is_left(
+def test_an_epoch_holds_every_row_once_and_its_last_step_the_rest(
     num_rows: int, global_batch_size: int, seed: int
 ) -> None:
     plan = Plan(num_rows, global_batch_size, seed)
@@ -93,7 +93,7 @@ def test_an_epoch_holds_every_row_once_and_its_last_step_what_is_left(
 @pytest.mark.slow
 @steady
 @given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), step=st.integers(0, 200))
-def test_samples_seen_counts_what_the_steps_took(num_rows: int, global_batch_size: int, step: int) -> None:
+def test_samples_seen_counts_the_rows_of_the_steps(num_rows: int, global_batch_size: int, step: int) -> None:
     plan = Plan(num_rows, global_batch_size, seed=1)
     assert plan.samples_seen(step) == sum(len(plan.rows(before)) for before in range(step))
     assert plan.epoch(step) == plan.samples_seen(step) / num_rows
@@ -125,7 +125,7 @@ def test_more_processes_than_rows() -> None:
 
 
 def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much work for a process of ten thousand as for one alone."""
+    """One of ten thousand processes does as much work as a single process."""
     found: list[int] = []
 
     def counted(position: int, num_rows: int, *, seed: int, epoch: int) -> int:
@@ -155,7 +155,7 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
     micro=st.integers(1, 4),
     step=st.integers(0, 40),
 )
-def test_what_is_dealt_is_the_share_of_the_step(
+def test_the_rows_of_a_process_are_its_share_of_the_step(
     num_rows: int, batch: int, processes: int, micro: int, step: int
 ) -> None:
     plan = Plan(num_rows, batch, seed=7)

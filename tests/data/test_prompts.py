@@ -56,7 +56,7 @@ def test_lines_are_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("texts", [["{a}", "{b}"], ['{"question": "q"}', "what is {}?"]])
-def test_lines_that_are_no_rows_are_prompts(texts: list[str]) -> None:
+def test_lines_that_are_not_rows_are_prompts(texts: list[str]) -> None:
     assert prompts_of_lines(texts, "here") == texts
 
 
@@ -90,7 +90,7 @@ def test_tables_are_read_as_training_reads_them(tmp_path: Path) -> None:
         ("f.jsonl", '{"input_ids": [1, 2]}', "it holds token ids", "row 0 (counted from 0)"),
     ],
 )
-def test_what_cannot_be_asked_is_named(tmp_path: Path, name: str, text: str, what: str, where: str) -> None:
+def test_rows_that_cannot_be_prompts_are_named(tmp_path: Path, name: str, text: str, what: str, where: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError) as caught:
         prompts_of_file(tmp_path / name)

@@ -62,7 +62,7 @@ def user(text: str) -> str:
 
 
 def jsonl(*rows: Json) -> Write:
-    """The rows twice, so that one can be left out of training and one is left."""
+    """A file with the rows twice, so that one copy can be held out of training."""
 
     def write(folder: Path) -> str:
         text = "".join(json.dumps(row) + "\n" for row in [*rows, *rows, *rows])
@@ -361,7 +361,9 @@ REFUSED_BY_SFT: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_SFT)
-def test_what_only_other_objectives_take_says_which(name: str, tmp_path: Path, messages: Messages) -> None:
+def test_keys_of_other_objectives_are_refused_with_the_objectives_that_take_them(
+    name: str, tmp_path: Path, messages: Messages
+) -> None:
     with pytest.raises(DataError) as caught:
         load_rows(Config(dataset_name=jsonl(REFUSED_BY_SFT[name])(tmp_path), objective="sft"), "train")
     messages.same(caught.value)
@@ -369,7 +371,9 @@ def test_what_only_other_objectives_take_says_which(name: str, tmp_path: Path, m
 
 @pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_on_says_why(name: str, tmp_path: Path, messages: Messages) -> None:
+def test_rows_that_cannot_be_trained_on_are_refused_with_the_reason(
+    name: str, tmp_path: Path, messages: Messages
+) -> None:
     with pytest.raises(DataError) as caught:
         list(load_rows(Config(dataset_name=jsonl(REFUSED[name])(tmp_path)), "train"))
     messages.same(caught.value)

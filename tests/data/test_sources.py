@@ -25,6 +25,7 @@ from ci_llm.data.prompts import texts_of_rows
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message, Pair
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
+from tests.data.test_encoder import talk as chat
 from tests.support.messages import Messages
 
 ROWS = [
@@ -39,12 +40,6 @@ def _no_network_and_an_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-def chat(*turns: str, trained_from: int = 0) -> Chat:
-    """Turns by turns: user, assistant, user, ..."""
-    roles = ["user", "assistant"] * len(turns)
-    return Chat(tuple(map(Message, roles, turns)), trained_from)
 
 
 EXPECTED = [chat(row["question"], row["answer"]) for row in ROWS]
@@ -107,8 +102,8 @@ def test_every_form_of_row_is_recognised(name: str) -> None:
     assert rows[1] == expected
 
 
-def test_what_is_asked() -> None:
-    """Before the last answer that is learned."""
+def test_the_question_of_a_row_is_the_turn_before_the_last_learned_answer() -> None:
+    """Answers that are not learned do not count."""
     assert chat("a", "b", "c", "d").question == "c"
     assert chat("a", "b", "c").question == "a"
     marked = Message("assistant", "d", learned=False)
@@ -279,7 +274,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", ["lines", "one file each", "list", "splits", "objects over several lines"])
 def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another one stands in a file before, or in a block that was written before."""
+    """An earlier file, or an earlier block, may hold a value of another type."""
     monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 100)
     rows = [f'{{"question": "q", "answer": {value}}}' for value in VALUES for _ in range(3)]
     name = "*.jsonl" if kind == "one file each" else "rows.json"
@@ -380,7 +375,7 @@ def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: 
 
 
 @pytest.mark.slow
-def test_what_is_held_out_follows_nothing_that_may_change(tmp_path: Path) -> None:
+def test_the_held_out_rows_do_not_depend_on_limits_and_seed(tmp_path: Path) -> None:
     name = _numbered(50, tmp_path)
     usual = _questions(Config(dataset_name=name), "train")
     assert _questions(Config(dataset_name=name, eval_samples=2), "train") == usual
@@ -456,7 +451,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
         ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
     ],
 )
-def test_rows_that_are_trained_on_are_told_from_those_held_out(
+def test_rows_that_are_trained_on_are_distinguished_from_held_out_rows(
     settings: dict[str, Any], count: int, word: str, tmp_path: Path
 ) -> None:
     config = Config(**{"dataset_name": _numbered(40, tmp_path), **settings})
@@ -474,7 +469,7 @@ def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_to_evaluate_on_are_drawn_by_the_seed(tmp_path: Path) -> None:
-    """Every tenth row is of another kind: evenly spread rows are all of it, or none."""
+    """Every tenth row is of another kind, so that evenly spread rows would be all of that kind or none."""
     name = _numbered(400, tmp_path)
     for keys in ({}, {"eval_split": "train", "eval_samples": 40}):
         drawn = [_questions(Config(dataset_name=name, seed=seed, **keys), "eval") for seed in (1, 2, 1)]
@@ -622,7 +617,7 @@ def test_bad_input_is_one_clear_message(
 
 def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
     class DroppedError(Exception):
-        """As the hub's client raises it: no OSError, and of a library that is none of ours."""
+        """An error like that of the hub's client, which is neither an OSError nor one of this package."""
 
     def drops(*_: object) -> None:
         raise DroppedError("Server disconnected without sending a response.")
@@ -647,10 +642,8 @@ def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
 
 def test_a_full_disk_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*_: object, **__: object) -> None:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+        full = OSError(errno.ENOSPC, "No space left on device")
+        raise DatasetGenerationError("An error occurred while generating the dataset") from full
 
     monkeypatch.setattr(datasets, "load_dataset", is_full)
     (tmp_path / "a.csv").write_text("text\na\n")
@@ -779,7 +772,7 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
-    """What was recognised by an earlier version is recognised in the same way."""
+    """Data that an earlier version recognised are still recognised in the same way."""
     for columns, name in {
         ("Question", "Answer", "text"): "text",
         ("prompt", "response", "text"): "text",

@@ -1,4 +1,4 @@
-"""The sampler's place in an epoch: a loop killed anywhere ends with the same bits, or is told why it cannot go on."""
+"""The sampler's place in an epoch: a killed loop ends with the same bits, or an error says why it cannot resume."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_killed_inside_an_epoch_a_plain_loop_ends_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_place_that_nobody_counted_is_not_guessed(workers: int, server: ForkServer, tmp_path: Path) -> None:
+def test_a_position_that_was_not_counted_is_not_guessed(workers: int, server: ForkServer, tmp_path: Path) -> None:
     how = {"folder": str(tmp_path), "workers": workers, "counted": False}
     assert server.run(loop, tmp_path / "log", kill_at=2, **how) == [-signal.SIGKILL]
     assert server.run(loop, tmp_path / "log", **how) == [1]
@@ -125,7 +125,7 @@ def test_epochs_end_where_they_would_have_ended() -> None:
         assert rows_of(first.batches(loader_of(first), epochs=2)) == everything[taken:], "as in the same process"
 
 
-def test_a_loop_over_epochs_goes_on_inside_one() -> None:
+def test_a_loop_over_epochs_resumes_inside_an_epoch() -> None:
     def taken(sampler: StatefulSampler) -> Iterator[list[int]]:
         for epoch in range(sampler.epoch, 3):
             sampler.set_epoch(epoch)
@@ -170,7 +170,7 @@ def test_the_loop_may_say_where_a_pass_starts(state: dict[str, Any]) -> None:
     assert sorted(sampler) == list(range(50)), "another epoch begins at its beginning"
 
 
-def test_what_cannot_be_counted_is_refused() -> None:
+def test_loaders_that_cannot_be_counted_are_refused() -> None:
     sampler = StatefulSampler(Rows(), seed=1)
     prepared: Any = Accelerator(cpu=True).prepare(loader_of(sampler))
     another = loader_of(StatefulSampler(Rows()))

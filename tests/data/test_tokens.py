@@ -1,4 +1,4 @@
-"""Tokenised once, kept under its content, the same whatever file it came from."""
+"""Rows are tokenised once and cached by their content, whichever file they come from."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_second_time_nothing_is_tokenised(
     assert [file.suffix for file in (tmp_path / "new" / "folder").iterdir()] == [".arrow"]
 
 
-def test_what_changes_the_tokens_changes_the_place(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_other_tokens_have_another_path_and_fingerprint(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     other = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     other.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     special = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER, eos_token="<pad>")
@@ -185,7 +185,7 @@ def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBa
 def test_tokens_go_to_the_disk_while_rows_are_read(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So memory holds one chunk, however many rows there are."""
+    """Memory then holds one chunk, however many rows there are."""
     encoded = 0
     at_writes: list[int] = []
     encode, write = Encoder.encode, durable.DISK.write
@@ -238,7 +238,7 @@ def test_nothing_left_to_learn(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_row_left_to_evaluate_is_told_from_none_to_learn_from(
+def test_messages_distinguish_no_row_to_evaluate_from_no_row_to_learn_from(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="No row is left to evaluate: 1 of 1 rows: 1 without an answer") as caught:
@@ -371,10 +371,10 @@ def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
     assert all(isinstance(row, Chat) and "####" in row.messages[-1].content for row in found[0].rows)
 
 
-def test_what_was_read_is_mapped_anew_before_it_is_much(
+def test_pages_that_were_read_are_mapped_again_before_they_are_many(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resident pages of a mapping only become more; rows that were handed out stay readable."""
+    """Resident pages of a mapping only grow in number; rows that were returned stay readable."""
     monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 10)
     monkeypatch.setattr(tokens, "READS_PER_MAPPING", 7)
     texts = rows([{"text": f"text {number}"} for number in range(25)])
@@ -435,7 +435,7 @@ def test_the_last_block_is_never_a_token_alone(extra: int, tokenizer: PreTrained
     assert found.num_targets == whole.num_targets
 
 
-def test_what_becomes_of_long_rows_is_as_asked_and_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_long_rows_are_treated_as_configured_with_a_message(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     def made(long_rows: str, raw: list[dict[str, Any]]) -> TokenizedRows:
         return tokenize(rows(raw), tokenizer, max_seq_length=40, long_rows=long_rows, cache_folder=tmp_path)
 

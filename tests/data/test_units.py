@@ -114,7 +114,7 @@ def test_a_margin_is_a_number_that_a_row_may_have(tmp_path: Path) -> None:
 
 
 def test_columns_of_single_rows_stay_single_rows(tmp_path: Path) -> None:
-    """A data set of pairs may have the chat of the better answer as well, which was learned before there were pairs."""
+    """A data set of pairs may also have the chat of the better answer, which older releases trained on."""
     row = {"messages": said("u hi", "a yes"), "chosen": said("u hi", "a yes"), "rejected": said("u hi", "a no")}
     assert isinstance(rows_of(tmp_path, row)[0], Chat)
     assert isinstance(rows_of(tmp_path, row, objective="dpo")[0], Pair)
@@ -128,7 +128,7 @@ def test_named_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a", "chosen": "b"}, TEXTS | {"images": ["cat.png"]}])
-def test_what_is_no_pair_is_refused(row: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_that_are_not_pairs_are_refused(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="The objective takes prompt, chosen and rejected, and the data set has"):
         rows_of(tmp_path, row, objective="dpo")
 
@@ -213,7 +213,7 @@ def test_auto_goes_by_the_columns(tmp_path: Path) -> None:
     assert "learning_rate" not in objective_by_rows(Config(learning_rate=0.1), [rows_of(tmp_path, TEXTS)], 4)
 
 
-def test_what_has_no_place_beside_the_objective_is_refused_once_it_is_known(tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_the_objective_are_refused_once_it_is_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
         objective_by_rows(Config(diversity="joint"), [rows_of(tmp_path, TEXTS)], 4)
     with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
@@ -230,7 +230,7 @@ def test_rows_of_two_kinds_are_refused(tmp_path: Path) -> None:
         load_rows(Config(dataset_name=f"{one},{other}", eval_dataset_name=str(one)), "train")
 
 
-def test_a_kept_unit_is_what_was_tokenised(tmp_path: Path) -> None:
+def test_a_unit_from_the_cache_equals_the_tokenised_one(tmp_path: Path) -> None:
     first, again = tokens_of(tmp_path, TEXTS), tokens_of(tmp_path, TEXTS)
     assert first.fingerprint == again.fingerprint
     assert first.fingerprint != tokens_of(tmp_path, TEXTS | {"rejected": "six"}).fingerprint

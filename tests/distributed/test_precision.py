@@ -1,4 +1,4 @@
-"""The choice of `mixed_precision: auto`: by the hardware of all processes; a run that goes on keeps its own."""
+"""The choice of `mixed_precision: auto`: by the hardware of all processes; a resumed run keeps its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_gpu_decides_by_its_own_support_and_not_by_emulation(monkeypatch: pyte
     assert speed.why.startswith("A GPU")
 
 
-def test_only_what_says_auto_is_chosen() -> None:
+def test_only_auto_is_chosen_by_the_hardware() -> None:
     assert chosen(AUTO, FAST) == {"mixed_precision": "bf16", "model_dtype": "bf16"}
     assert chosen(AUTO, SLOW) == {"mixed_precision": "no", "model_dtype": "fp32"}
     assert chosen(Config(mixed_precision="auto"), SLOW) == {"mixed_precision": "no"}
@@ -60,7 +60,7 @@ def test_one_slow_process_decides_for_all() -> None:
     assert slowest([FAST, FAST]) == FAST
 
 
-def test_a_run_keeps_what_its_checkpoint_says() -> None:
+def test_a_run_keeps_the_precision_of_its_checkpoint() -> None:
     before = Config(mixed_precision="no", model_dtype=None)
     assert chosen(AUTO, FAST, before) == {"mixed_precision": "no", "model_dtype": None}
     assert chosen(AUTO, SLOW, Config(mixed_precision="bf16")) == {"mixed_precision": "bf16", "model_dtype": None}

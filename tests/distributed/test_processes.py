@@ -114,7 +114,7 @@ def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_pat
 
 @pytest.mark.slow
 def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_path: Path) -> None:
-    """How many were asked for stands in Accelerate's own file."""
+    """The requested number of processes is in Accelerate's own file."""
     settings = tmp_path / "accelerate.yaml"
     settings.write_text("distributed_type: 'NO'\nnum_processes: 4\nnum_machines: 1\ndynamo_backend: INDUCTOR\n")
     command = ("launch", "--config_file", settings, WORLD, tmp_path, "wait")
@@ -134,7 +134,7 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
 
 @pytest.mark.slow
 def test_the_suggested_command_starts_all_requested_processes(tmp_path: Path) -> None:
-    """On a machine without GPUs; of itself, each of them would believe to be alone."""
+    """On a machine without GPUs each process would otherwise believe that it is alone."""
     with Child(SCRIPTS / "accelerate", "launch", "--num_processes=2", "--main_process_port=0", WORLD, tmp_path) as lone:
         run_all([lone])
     (one,) = told(tmp_path, 1)
@@ -217,7 +217,7 @@ class TestAlone:
         }
 
     def test_a_token_that_cannot_be_read_is_of_another_launcher(self, tmp_path: Path) -> None:
-        """It may be another user's. An error here, on one process, would leave the others waiting."""
+        """It may be that of another user, and an error on one process would leave the others waiting."""
         (tmp_path / ".launch-unreadable.json").mkdir()
         processes = alone()
         processes.require_same_folder(tmp_path)

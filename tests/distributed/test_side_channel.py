@@ -18,7 +18,7 @@ from ci_llm.errors import PeerLost
 
 @pytest.fixture
 def channel() -> Iterator[SideChannel]:
-    """A channel of one process, which communicates all the same."""
+    """A channel of one process that communicates as one of several would."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SideChannel()
     dist.destroy_process_group()
@@ -48,7 +48,7 @@ def test_an_error_without_a_message_is_a_lost_peer_too(channel: SideChannel, mon
     ids=lambda error: str(error)[:12],
 )
 def test_an_error_of_the_own_device_blames_no_peer(error: RuntimeError) -> None:
-    """The supervisor cuts the batch after one, and starts anew after the other."""
+    """The supervisor cuts the batch after one, and starts again after the other."""
     launch = read_launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     for at in (rendezvous_errors(launch), peer_errors()):
         with pytest.raises(RuntimeError) as told, at:

@@ -16,7 +16,7 @@ from tests.support.markdown import ROOT
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages speak of."""
+    """The finished runs that the pages use."""
     stage = tmp_path_factory.mktemp("stage")
     for name in ("configs.yaml", "train.py", "safe_train.py", "dry_run_sanity_check.py", "Makefile"):
         shutil.copy(ROOT / name, stage)

@@ -39,7 +39,7 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.fast_cases(59)
 @pytest.mark.parametrize("block", BLOCKS, ids=ident)
-def test_a_block_says_what_it_is_and_can_be_read(block: Block) -> None:
+def test_a_block_has_a_language_and_can_be_parsed(block: Block) -> None:
     assert block.language in LANGUAGES, "give it a language; `text` if it is no code"
     assert {*block.marks} <= {"not run", "needs", "file", "given", "floors"}
     if "not run" in block.marks:
@@ -60,7 +60,7 @@ def test_no_block_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def runnable(page: Path) -> list[Block]:
-    """What of a page is run here."""
+    """The blocks of a page that this file runs."""
     if page.parent == ROOT / "docs/recipes":
         return []
     blocks = [block for block in blocks_of(page) if "not run" not in block.marks]
@@ -83,7 +83,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page: Path, stage: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.campaign  # a minute of training on two cores
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_the_first_answer_of_the_readme_is_what_its_first_command_leads_to(
+def test_the_first_command_of_the_readme_gives_its_first_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

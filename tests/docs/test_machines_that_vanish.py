@@ -21,7 +21,7 @@ def manifest() -> Any:
     return yaml.safe_load((RECIPES / "kubernetes.yaml").read_text(encoding="utf-8"))
 
 
-def test_the_job_is_what_kubernetes_publishes() -> None:
+def test_the_job_is_valid_by_the_schema_of_kubernetes() -> None:
     job = manifest()
     kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
     job["spec"]["template"]["spec"]["restart_policy"] = "Never"
@@ -29,7 +29,7 @@ def test_the_job_is_what_kubernetes_publishes() -> None:
         kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_grace_of_the_pod_outlasts_that_of_the_run_and_an_interruption_is_no_end() -> None:
+def test_the_grace_of_the_pod_outlasts_that_of_the_run_and_an_interruption_is_retried() -> None:
     pod = manifest()["spec"]["template"]["spec"]
     [container] = pod["containers"]
     config = read_config(None, container["args"], {}).config
@@ -55,7 +55,7 @@ def served_by(words: list[str]) -> Options:
     return _options(words[words.index("serve") + 1 :])
 
 
-def test_the_served_crowd_is_what_kubernetes_publishes_and_ends_in_time() -> None:
+def test_the_served_crowd_is_valid_by_the_schema_of_kubernetes_and_ends_in_time() -> None:
     deployment, service = yaml.safe_load_all((RECIPES / "kubernetes-serve.yaml").read_text(encoding="utf-8"))
     for each in (deployment, service):
         kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)

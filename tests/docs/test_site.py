@@ -56,7 +56,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_it_has_the_first_page_the_first_run_and_the_signatures(site: Path) -> None:
+def test_the_site_has_the_first_page_the_first_run_and_the_signatures(site: Path) -> None:
     assert "ensemble of LoRA adapters" in (site / "index.html").read_text()
     assert "Interrupt it and resume" in (site / "first_run.html").read_text()
     names = (site / "api.html").read_text()
@@ -72,7 +72,7 @@ def test_links_to_files_of_the_repository_lead_to_copies(site: Path) -> None:
     assert 'href="slurm.html' in (site / "interruptions.html").read_text()
 
 
-def test_no_page_names_another_server_for_what_it_loads(site: Path) -> None:
+def test_no_page_loads_from_another_server(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(https?:[^\" >]+)", page.read_text())
         loaded += re.findall(
@@ -131,7 +131,7 @@ TYPE = """new Promise((done) => {
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-def test_the_search_answers_what_people_type_by_the_right_page(address: str, tmp_path: Path) -> None:
+def test_the_search_finds_the_right_page_for_typical_questions(address: str, tmp_path: Path) -> None:
     found = {}
     with Browser(tmp_path / "profile") as browser:
         for question in QUESTIONS:

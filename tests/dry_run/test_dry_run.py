@@ -1,4 +1,4 @@
-"""The dry run passes where a run will work, and where it will not, the check that says so is the right one."""
+"""The dry run passes where a run will work; where it will not, the right check fails."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def dry_run(folder: str, words: list[str], flipping: bool = False) -> int:
 
 
 def dry_run_with_a_bad_disk_on_one(folder: str, words: list[str]) -> int:
-    """The same in a world of which only process 1 cannot write."""
+    """A dry run on several processes, of which only process 1 cannot write."""
     if os.environ["RANK"] == "1":
         words = [*words, "output_dir=/proc/nothing"]
     return dry_run(folder, words)
 
 
 def flip_a_bit_of_whatever_is_large() -> None:
-    """A disk that takes one thing and keeps another, and reports no error."""
+    """A disk that stores other bytes than were written, and reports no error."""
     write = durable.DISK.write
 
     def faulty(handle: int, data: Any) -> int:
@@ -147,7 +147,7 @@ def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path
     assert "one process shares the base with nobody" in alone.text
 
 
-def test_what_fails_on_one_process_alone_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
+def test_a_check_that_fails_on_one_process_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     codes = server.run(dry_run_with_a_bad_disk_on_one, log, ranks=2, folder=str(tmp_path), words=[])
     text = log.read_text()
@@ -206,14 +206,14 @@ def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
     assert {"storage", "time"} <= set(found.of("ok")), "estimates need no batch that fits"
 
 
-def test_missing_data_fail_the_check_of_the_data_and_the_estimates_are_told(server: ForkServer, tmp_path: Path) -> None:
+def test_missing_data_fail_their_check_and_estimates_are_still_printed(server: ForkServer, tmp_path: Path) -> None:
     found = told(server, tmp_path, FEW_AGENTS, "dataset_name=nowhere.jsonl", "max_train_steps=10")
     assert found.codes == [1]
     assert found.of("FAILED") == ["data"]
     assert "at most" in found.lines["time"]
 
 
-def test_a_folder_without_weights_fails_the_check_of_the_model_and_the_estimates_are_told(
+def test_a_folder_without_weights_fails_the_check_of_the_model_and_estimates_are_still_printed(
     server: ForkServer, tmp_path: Path
 ) -> None:
     shutil.copytree(BASE_FOLDER, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -298,7 +298,7 @@ def test_the_estimate_counts_the_part_of_the_layers_that_a_process_stores(quanti
 
 
 def test_the_data_are_looked_at_where_no_process_has_started(tmp_path: Path) -> None:
-    """As after a precision that this machine does not have."""
+    """No process starts, for example, after a precision that this machine does not have."""
     (tmp_path / "my.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 300)
     words = [f"dataset_name={tmp_path / 'my.jsonl'}", "model_name=other", "eval_samples=auto"]
     context = CheckContext(load_config(None, words), read_launch(arguments=[]), Interrupts())
@@ -341,7 +341,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
 # Without a run
 
 
-def test_checks_that_need_what_failed_are_skipped_and_say_so() -> None:
+def test_checks_that_depend_on_a_failed_one_are_reported_as_skipped() -> None:
     def wrong(_: None) -> str:
         raise ConfigError("what", where="where", hint="hint")
 
@@ -406,7 +406,7 @@ def test_every_check_needs_checks_before_it() -> None:
 
 
 def test_on_a_terminal_each_check_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that have left the screen could not be drawn again, and would stand there twice."""
+    """Lines that have scrolled off the screen cannot be redrawn and would appear twice."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")

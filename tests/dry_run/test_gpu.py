@@ -1,4 +1,4 @@
-"""The checks of a GPU's paths pass where they work, and see what is wrong; here on the CPU, which has them all."""
+"""The checks of a GPU's paths pass where these work and fail where they do not; the tests run them on the CPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_half_precision_that_goes_wrong_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_moves_nobody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_moves_no_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: None)
     with pytest.raises(ModelError, match="not every agent has moved"):
         gpu.autocast(CPU)
@@ -98,7 +98,7 @@ def test_a_kernel_that_looks_into_the_next_row_is_seen(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_other_bits_are_told_or_where_determinism_is_required_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bits_are_reported_or_fail_where_determinism_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = iter((0.0, 1e-7, 0.0, 1e-7))
     exact = gpu.Toy.gradients
     monkeypatch.setattr(gpu.Toy, "gradients", lambda toy, dtype: exact(toy, dtype) + next(noise))

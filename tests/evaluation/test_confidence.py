@@ -68,7 +68,7 @@ def test_the_record_of_answers() -> None:
 
 @pytest.mark.parametrize(("right", "wrong", "shown"), [(2, 1, False), (10, 9, False), (9, 10, False), (10, 10, True)])
 def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool) -> None:
-    """`AUROC 1.000` was said of three rows."""
+    """`AUROC 1.000` was printed for three rows."""
     rows = [row(0.9, True, [True])] * right + [row(0.2, False, [False])] * wrong
     record = {"sureness": sureness_record(rows, None, "probability")}
     [line] = sureness_lines(SimpleNamespace(record=record, calibrated=None))  # type: ignore[arg-type]
@@ -77,8 +77,8 @@ def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool
     assert ("no AUROC below 10 of each" in line) != shown
 
 
-def test_long_answers_are_ranked_by_what_their_confidence_no_longer_shows() -> None:
-    """The confidence of each is 0 as it was written; the surest were simply the first of the file."""
+def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -> None:
+    """All confidences are written as 0, so that the first rows of the file were taken for the surest."""
     wrong = [row(0.0, False, [False], signal=-30.0 - number) for number in range(3)]
     right = [row(0.0, True, [True], signal=-20.0 - number) for number in range(7)]
     found = sureness_record([*wrong, *right], None, "probability")

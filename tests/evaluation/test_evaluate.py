@@ -286,7 +286,7 @@ def test_rows_that_leave_no_place_are_counted_and_not_asked(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "kind"), [(0, "none"), (1, "some"), (2, "all")])
-def test_copies_of_training_rows_are_no_held_out_rows(
+def test_copies_of_training_rows_do_not_count_as_held_out(
     copies: int, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [*embedded_rows("train")[:copies], *embedded_rows("test")[: 2 - copies]]
@@ -318,7 +318,7 @@ def test_where_no_row_has_place_nothing_is_scored(
 
 @pytest.mark.slow
 @bits_in_company
-def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
+def test_a_killed_evaluation_resumes_and_leaves_the_same_bytes(
     server: ForkServer, saved: Path, questions: Path, tmp_path: Path
 ) -> None:
     whole, killed, log = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl", tmp_path / "log"
@@ -335,10 +335,10 @@ def test_a_killed_evaluation_goes_on_and_leaves_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_evaluation_that_does_not_fit_goes_on_in_smaller_batches(
+def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
     killed: bool, server: ForkServer, saved: Path, questions: Path, tmp_path: Path
 ) -> None:
-    """In the same call where the allocator says so, in the next one where the kernel has ended it; the same scores."""
+    """It continues in the same call after the allocator's error, and in the next call after a kill."""
     log, short = tmp_path / "log", {"most": 2, "killed": killed}
     words = [str(saved), "--data", str(questions), "--batch-size", "8", SHORT, "--json", "--output"]
     assert server.run(evaluate, tmp_path / "ample", words=[*words, str(tmp_path / "ample.jsonl")]) == [0]
@@ -407,7 +407,7 @@ def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, caps
     assert "--split" in said
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refusal(capsys, tmp_path)
     assert "there is no checkpoint at this path" in told
     assert "evaluate, generate and chat also take a base" in told

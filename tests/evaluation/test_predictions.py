@@ -1,4 +1,4 @@
-"""A predictions file is appended durably, goes on after a kill, and is never mixed with answers of something else."""
+"""A predictions file is appended durably, continues after a kill, and is never mixed with answers of something else."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_damaged_source_is_named(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_two_evaluations_at_a_time_the_second_is_refused(path: Path) -> None:
+def test_a_second_evaluation_at_the_same_time_is_refused(path: Path) -> None:
     code = (
         "from tests.evaluation.test_predictions import *\n"
         f"for how in ({{}}, {{'overwrite': True}}):\n"
@@ -137,7 +137,7 @@ def test_of_two_evaluations_at_a_time_the_second_is_refused(path: Path) -> None:
     assert len(opened(path)) == 2
 
 
-def test_a_disk_that_refuses_a_line_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_cannot_be_written_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -46,7 +46,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def trace(folder: Path) -> dict[str, dict[int, list[int]]]:
-    """Rows of each micro-step of each process; one that was taken twice must have been the same twice."""
+    """The rows of each micro-step of each process; a repeated micro-step must have the same rows."""
     seen: dict[str, dict[int, list[int]]] = {}
     for file in sorted(folder.glob("rows*.jsonl")):
         steps = seen.setdefault(file.name, {})
@@ -127,7 +127,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(saved_once: Path, tmp_path: Path) -> Path:
-    """A copy of the state of a loop, to be mistreated."""
+    """A copy of the state of a loop, which a test may damage."""
     return Path(shutil.copytree(saved_once, tmp_path / "state"))
 
 
@@ -184,7 +184,7 @@ def test_the_latest_state_is_the_newest_whole_one(saved: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("last", ["random_states_0.pkl", "custom_checkpoint_1.pkl"])
 def test_a_folder_is_whole_when_its_last_file_is(last: str, tmp_path: Path) -> None:
-    """Objects that the loop has registered itself are written after everything else."""
+    """Objects that the loop itself registered are written last."""
     loop, folder = Loop(), tmp_path / "state"
     if last.startswith("custom"):
         loop.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1), torch.nn.Linear(2, 2))
@@ -210,7 +210,7 @@ def test_saving_again_replaces_the_folder(saved: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_restored_is_named() -> None:
+def test_objects_that_are_not_restored_are_named() -> None:
     assert Loop().said == []
     said = Loop(sampler=torch.utils.data.RandomSampler(range(19))).said
     assert len(said) == 1

@@ -87,7 +87,7 @@ def own(folder: str, loop: str, sent: str | None = None, step: int = 0) -> int:
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """The last checkpoint of each loop that nobody disturbed."""
+    """The last checkpoint of each undisturbed loop."""
     last = {}
     for loop, processes in (("torch_loop", 1), ("accelerate_loop", 1), ("accelerate_loop", 2)):
         folder = tmp_path_factory.mktemp("straight")
@@ -172,7 +172,7 @@ def test_a_callback_ends_a_run_and_the_rest_is_trained_without_it(server: ForkSe
 
 
 def test_the_notebook_trains_asks_and_exports(tmp_path: Path) -> None:
-    """As it stands, but for fewer steps and rows."""
+    """The notebook runs unchanged, except for fewer steps and rows."""
     missing = "there is no nbclient or ipykernel; pip install nbclient ipykernel"
     nbclient, _ = pytest.importorskip("nbclient", reason=missing), pytest.importorskip("ipykernel", reason=missing)
     book = nbformat.read(ROOT / "examples/quickstart.ipynb", as_version=4)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with our callback: killed or told to stop at a batch, it goes on and ends with the same bits.
+"""Lightning's Trainer with our callback: killed or told to stop at a batch, it resumes and ends with the same bits.
 
 What imports Lightning does so in the test: pytest imports this file for every choice of tests.
 """
@@ -144,7 +144,7 @@ def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
 
 
-def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+def test_loader_workers_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
     from lightning.pytorch import Callback
 
     class Signalling(Callback):  # type: ignore[misc]
@@ -156,7 +156,7 @@ def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> Non
     assert fit(tmp_path, Signalling(), loader=loader, max_steps=16, limit_val_batches=0).global_step == 16
 
 
-def test_workers_of_an_evaluation_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+def test_workers_of_an_evaluation_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
     from lightning.pytorch import Callback
 
     class Signalling(Callback):  # type: ignore[misc]
@@ -192,7 +192,7 @@ def test_handlers_and_plugins_are_given_back(tmp_path: Path) -> None:
     assert isinstance(trainer.train_dataloader, DataLoader)
 
 
-def test_without_lightning_one_line_says_so() -> None:
+def test_without_lightning_the_error_is_one_line() -> None:
     code = "import sys; sys.modules['lightning'] = None; import ci_llm; ci_llm.LightningCheckpoints"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert "Lightning is not installed" in done.stderr

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 }
 
 
-def test_a_run_under_ray_goes_on_after_a_process_was_killed(tmp_path: Path) -> None:
+def test_a_run_under_ray_resumes_after_a_process_was_killed(tmp_path: Path) -> None:
     run, killed = tmp_path / "run", tmp_path / "killed"
     words = arguments(max_train_steps=12, eval_steps="null", save_steps=4, global_batch_size=4, output_dir=run)
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # the path of a socket has at most 107 bytes

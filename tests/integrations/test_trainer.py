@@ -1,4 +1,4 @@
-"""Transformers' Trainer with our callback: killed or told to stop at a step, it goes on and ends with the same bits."""
+"""Transformers' Trainer with our callback: killed or told to stop at a step, it resumes and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_training_that_would_begin_again_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loader_workers_go_on_when_they_are_signalled_too(tmp_path: Path) -> None:
+def test_loader_workers_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     made = trainer(tmp_path, [checkpoints], dataloader_num_workers=2, per_device_eval_batch_size=1)
     checkpoints.resume(made)
@@ -181,7 +181,7 @@ def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"auto_find_batch_size": True}, {"ignore_data_skip": True}])
-def test_what_cannot_be_exact_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_that_cannot_resume_exactly_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match=next(iter(changes))):
         checkpoints.resume(trainer(tmp_path, [checkpoints], **changes))

@@ -23,7 +23,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released after every write of the file, so that tests wait for writes and not for time."""
+    """A semaphore that is released after every write of the file, so that tests wait for writes."""
     count = threading.Semaphore(0)
     write = hardware.write_json
 
@@ -144,7 +144,7 @@ def test_a_value_that_a_gpu_does_not_report_is_null(monkeypatch: pytest.MonkeyPa
     assert set(reading.values()) == {None}
 
 
-def test_the_file_has_what_the_driver_tells_and_its_peaks(
+def test_the_file_has_the_values_of_the_driver_and_their_peaks(
     tmp_path: Path, written: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads, closed = iter([20, 90]), []

@@ -55,7 +55,7 @@ def test_sixteen_agents_on_80_and_on_160_columns() -> None:
         assert len(first) == len(second)
 
 
-def test_of_more_agents_than_fit_there_are_mean_and_range() -> None:
+def test_agents_that_do_not_fit_are_shown_as_mean_and_range() -> None:
     assert drawn(79, 64)[2:] == ["loss 1.315  lowest 1.000 agent0  highest 1.630 agent63"]
 
 

@@ -54,7 +54,9 @@ def test_an_attempt_that_ends_before_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses_is_reported_and_the_steps_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_that_cannot_be_written_is_reported_and_training_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "profile").write_text("in the way")
     assert list(profiled(iter(range(3)), 1, tmp_path, "name")) == [0, 1, 2]
     assert "cannot be written, the run continues" in caplog.messages[0]

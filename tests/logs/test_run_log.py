@@ -41,7 +41,7 @@ def package_logger() -> Iterator[None]:
 
 
 class Clock:
-    """A clock that stands still until told."""
+    """A clock that moves only when the test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -317,7 +317,7 @@ def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
     assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
 
 
-def test_truncation_keeps_what_lies_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
+def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     log.truncate_metrics(5)
     for step in (1, 2, 2, 3, 10):
@@ -333,7 +333,7 @@ def test_truncation_keeps_what_lies_before_the_resumed_step(tmp_path: Path, scre
     assert lines(tmp_path) == []
 
 
-def test_losses_are_a_table_that_goes_on_where_the_run_resumes(tmp_path: Path, screen: io.StringIO) -> None:
+def test_the_table_of_losses_continues_where_the_run_resumes(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     for step in (1, 2, 3):
         log.loss(step, [0.1 * step, float("nan"), 0.2 * step])
@@ -480,7 +480,7 @@ def test_a_tracker_that_cannot_start_is_bad_input(tmp_path: Path, screen: io.Str
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []

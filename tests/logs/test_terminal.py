@@ -122,7 +122,7 @@ def test_an_area_that_cannot_be_drawn_costs_no_line(
     terminal.wait_for("the line", shows("saved     step 1"))
 
 
-def test_what_other_processes_write_is_kept_above_the_area(
+def test_output_of_other_processes_is_kept_above_the_area(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog]
 ) -> None:
     log = open_log(terminal)
@@ -135,7 +135,7 @@ def test_what_other_processes_write_is_kept_above_the_area(
     assert screen[2].startswith("step  2/4000")
 
 
-def test_what_other_code_prints_is_kept_whole_above_the_area(
+def test_output_of_other_code_is_kept_whole_above_the_area(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", terminal.file)
@@ -240,7 +240,7 @@ def test_a_terminal_that_is_lost_does_not_end_the_run(tmp_path: Path, open_log: 
 
 
 def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, open_log: Callable[..., RunLog]) -> None:
-    """As after Ctrl-S: the thread that draws waits, and the steps go on."""
+    """After Ctrl-S, for example, the drawing thread waits and the steps continue."""
     with PseudoTerminal(reads=False) as terminal:
         log = open_log(terminal, interval_s=0.0)
         log.progress(at(1))
@@ -261,7 +261,7 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run(tmp_path: Path, ope
 def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line wakes the thread that draws, which draws the area anew only if the clock says that it is time."""
+    """A line wakes the drawing thread, which draws the area again only once the interval is over."""
     now, drawn, draw = [0.0], list[str](), areas.ScreenArea.draw
     monkeypatch.setattr(areas, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(areas.ScreenArea, "draw", lambda *given: drawn.append(draw(*given)) or drawn[-1])
@@ -344,11 +344,11 @@ def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Pat
         log = RunLog({str(tmp_path)!r})
         log.progress(Position(1, 4, [1.0, 2.0]))
         logging.getLogger("ci_llm.tests").info("saved     step 1")"""
-    go_on = """
+    continued = """
         log.progress(Position(2, 4, [1.0, 4.0]))
         while "2/4" not in log._terminal._area._shown:
             time.sleep(0.01)"""
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, go_on)]
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, continued)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=DEADLINE_S, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = notebook.cells[0].outputs

@@ -109,7 +109,7 @@ def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: s
 
 
 def test_logits_agree_by_norm_but_for_a_wrong_mask_and_for_agents_mixed_up() -> None:
-    """A single token may be far off by rounding; rows of which a fifth is wrong may not, nor a neighbour's logits."""
+    """One token may be far off by rounding; rows with a fifth of wrong tokens, or another agent's, are refused."""
     torch.manual_seed(0)
     base = torch.randn(1, 28, 97)
     wanted = base + 0.05 * torch.randn(4, 28, 97)  # agents change a base little
@@ -148,7 +148,7 @@ def test_the_padded_route_equals_peft(family: str) -> None:
 def test_a_window_longer_than_the_rows_of_the_trial_is_not_lost(
     family: str, changed: dict[str, Any], route: str
 ) -> None:
-    """Some families apply it by their mask alone, which the packed route does not make."""
+    """Some families apply the window only by their mask, which the packed route does not make."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": 1}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}
     window = {"sliding_window": 70, "use_sliding_window": True, "num_experts": 4, "moe_intermediate_size": 16}
@@ -201,7 +201,7 @@ def test_three_optimizer_steps_equal_peft() -> None:
             )
 
 
-def test_peft_opens_what_is_exported_with_the_same_logits(tmp_path: Path) -> None:
+def test_peft_opens_exported_agents_with_the_same_logits(tmp_path: Path) -> None:
     model = base(dtype=torch.float32)
     crowd = crowd_of(copy.deepcopy(model), target_modules=("q_proj", "down_proj")).eval()
     packed = batch((12,))
@@ -490,7 +490,7 @@ def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For families whose source code does not show the read."""
+    """The trial finds this in families whose source code does not show the read."""
     monkeypatch.setattr(targets, "_passed_by", lambda *_: False)
     crowd = Crowd(base("mamba"), LoraSettings(), "toy")
     with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):

@@ -1,4 +1,4 @@
-"""IVON: the algorithm of its paper, gradients at weights that are drawn, and the same noise in any company."""
+"""IVON: the algorithm of its paper, gradients at drawn weights, and noise that does not depend on other agents."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def gradient_at_rest(crowd: Crowd) -> Tensor:
     return still.agents.gradients
 
 
-def test_a_step_without_a_draw_says_what_is_missing() -> None:
+def test_a_step_without_a_draw_is_an_error_that_names_it() -> None:
     crowd = crowd_of(AGENT)
     with pytest.raises(RuntimeError, match="call it first"):
         ivon_of(crowd).step()
@@ -186,7 +186,7 @@ def test_a_crowd_that_moves_draws_in_its_new_storage() -> None:
 
 @pytest.mark.slow
 def test_examples_are_the_tokens_that_an_agent_learns(tmp_path: Path) -> None:
-    """Of its own rows, if it has some, or what `ivon_ess` says."""
+    """They are counted over its own rows, if it has some, and `ivon_ess` overrides the count."""
     tokenizer, common = load_base("embedded").tokenizer, {"dataset_name": "embedded"}
     few, more = (load_rows(Config(**common, max_train_samples=n), "train") for n in (2, 5))
     each = [tokenize(rows, tokenizer, max_seq_length=256, cache_folder=tmp_path) for rows in (few, more)]

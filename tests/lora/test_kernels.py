@@ -108,7 +108,7 @@ def test_the_fast_head_says_how_improbable_a_target_is_beyond_the_smallest_proba
 
 
 def test_the_fast_head_keeps_the_small_slope_of_a_sure_target_in_16_bits() -> None:
-    """Its probability, 0.9991, is 1 in 16 bits."""
+    """The target's probability, 0.9991, rounds to 1 in 16 bits."""
     weight = torch.tensor([[7.0, 1.0], [0.0, 0.5], [0.0, -0.5]])
     states = torch.tensor([[[1.1, 0.0]]])
     slopes = []
@@ -137,7 +137,7 @@ def test_a_family_learns_the_same_by_the_parts_that_fit_it(family: str, part: st
 
 
 class ByOneDnn(TorchDispatchMode):
-    """Counts the products that oneDNN is asked for."""
+    """Counts the products that oneDNN computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_recomputed_layers_give_the_same_gradients_by_fast_kernels() -> None:
     [({"dropout": 0.2}, False), ({"agents": ({"rank": 2}, {"rank": 3}, {"rank": 2})}, False), ({}, True)],
     ids=["dropout", "shapes", "rows of its own"],
 )
-def test_what_cannot_be_joined_stays_with_the_layers(settings: dict[str, Any], own_rows: bool) -> None:
+def test_layers_that_cannot_be_joined_compute_alone(settings: dict[str, Any], own_rows: bool) -> None:
     rows = AgentBatches((batch((5, 8)), batch((4,)), batch((3, 6)))) if own_rows else None
     found = [learned(crowd_of(base(dtype=torch.float32), parts, **settings), rows) for parts in ((), ("joined",))]
     assert torch.equal(found[0][1], found[1][1])
@@ -260,7 +260,7 @@ def test_a_base_in_16_bits_computes_by_itself_what_it_computes_under_autocast() 
 
 @bits_in_company
 def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> None:
-    """Alone, an agent of q and v has no adapter at k at all."""
+    """An agent that adapts q and v has, in a run alone, no adapter at k."""
     model, few = base(dtype=torch.float32), {"seed": 3, "rank": 2, "target_modules": ("q_proj", "v_proj")}
     found = []
     for agents in ((few,), ({"seed": 4}, few)):

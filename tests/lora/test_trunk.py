@@ -57,7 +57,7 @@ def gradients(crowd: Crowd) -> list[Tensor]:
 
 
 def copies_read(layers: Any) -> list[list[int]]:
-    """For each layer the number of copies of the rows whenever it is computed, from now on."""
+    """For each layer the numbers of copies of the rows that it computes from now on."""
     read: list[list[int]] = [[] for _ in layers]
 
     def note(number: int) -> Any:
@@ -236,8 +236,8 @@ def test_rows_of_each_agents_own_go_through_the_trunk_without_a_gradient() -> No
 
 
 @pytest.mark.slow
-def test_the_crowd_generates_what_its_passes_say() -> None:
-    """The cache of keys and values holds those of the trunk for every agent."""
+def test_the_crowd_generates_the_texts_of_its_full_passes() -> None:
+    """The cache of keys and values holds one entry of the trunk for all agents."""
     crowd = crowd_on(base(layers=LAYERS)).eval()
     prompts = [[5, 6, 7, 8], [9, 10]]
     found = crowd.generate_ids(prompts, Decoding(max_new_tokens=6, ends=frozenset()), include_agents=True)
@@ -279,7 +279,7 @@ def embedded(settings: LoraSettings) -> Crowd:
 
 
 @pytest.mark.slow
-def test_peft_and_from_pretrained_open_what_is_saved(tmp_path: Path) -> None:
+def test_peft_and_from_pretrained_open_saved_agents(tmp_path: Path) -> None:
     own = ({"layers": "upper_half"}, {"layers": (1,), "target_modules": ("q_proj", "v_proj"), "seed": 5}, {})
     crowd = embedded(LoraSettings(rank=4, alpha=8, agents=own))
     last = len(crowd.model.model.layers)
@@ -314,7 +314,7 @@ def test_an_adapter_that_peft_trained_in_some_layers_becomes_an_agent(tmp_path: 
 
 @pytest.mark.slow
 def test_a_merge_of_agents_in_other_layers_has_the_layers_of_all() -> None:
-    """PEFT takes the names of all adapters, but the layers of the first: these would be lost."""
+    """PEFT takes the module names of all adapters but only the layers of the first, so layers would be lost."""
     crowd = embedded(LoraSettings(rank=4, alpha=8, agents=({"layers": "upper_half"}, {"layers": (0,), "seed": 5})))
     files = crowd.adapter_files()
     agents = [Adapter(files[f"agent{k}/adapter_config"], files[f"agent{k}/adapter_model"]) for k in range(2)]

@@ -39,7 +39,7 @@ class Node:
         return [entry.name for entry in self.head.line]
 
     def begin(self) -> int | None:
-        """Fill the disk and claim the mirror; the step from which the run goes on."""
+        """Fill the disk and claim the mirror; the step from which the run resumes."""
         self.fill()
         self.claim()
         return self.manager.latest_step()
@@ -84,7 +84,7 @@ def node(tmp_path: Path, url: str) -> Iterator[Callable[..., Node]]:
 
 
 class Refusing:
-    """A store that fails as long as it is told to, and counts what it is asked."""
+    """A store that fails while `refuses` says so, and counts its requests."""
 
     def __init__(self, store: objects.Objects) -> None:
         self._store, self.url = store, store.url
@@ -120,7 +120,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[Refusing]:
 
 
 def swaps_decide(store: objects.Objects) -> None:
-    """A swap of a store replaces what it knows and nothing else; for every kind of store the same."""
+    """Assert that a swap of a store replaces only the version that was read; used for every kind of store."""
     with pytest.raises(objects.Missing):
         store.get_version("head")
     store.swap("head", b"one", None)

@@ -53,7 +53,7 @@ def test_an_empty_disk_gets_the_newest_step_its_logs_and_its_count_of_attempts(n
     assert again.line == ["checkpoint_step_4", "checkpoint_step_3"]  # the limit counts what the mirror has
 
 
-def test_what_is_there_is_not_sent_again(node: Nodes, refusing: list[Refusing]) -> None:
+def test_blocks_that_are_there_are_not_sent_again(node: Nodes, refusing: list[Refusing]) -> None:
     one = node("disk")
     one.begin()
     one.save(1)
@@ -73,7 +73,7 @@ def version_of(path: Path) -> int:
     return int(json.loads(path.read_text())["format_version"])
 
 
-def test_what_shrinks_is_stored_compressed_and_comes_back_with_its_bytes(node: Nodes) -> None:
+def test_blocks_that_shrink_are_compressed_and_restored_with_their_bytes(node: Nodes) -> None:
     one = node("one", compression="auto")
     one.begin()
     one.save(1, 2)
@@ -127,7 +127,7 @@ def test_a_pruned_step_takes_its_blocks_with_it_and_no_others(node: Nodes) -> No
     assert len(objects_of(again, "records")) == 2
 
 
-def test_of_two_writers_the_last_to_claim_wins_and_nothing_mixes(node: Nodes, said: list[str]) -> None:
+def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nodes, said: list[str]) -> None:
     one = node("one")
     one.begin()
     one.save(1, 2)
@@ -158,13 +158,13 @@ def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: N
         late.claim()
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
     other.close()
-    assert late.begin() == 2, "called again it goes on from there"
+    assert late.begin() == 2, "called again it continues from there"
 
 
 def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed_meanwhile(
     node: Nodes, refusing: list[Refusing], said: list[str]
 ) -> None:
-    """The disk knows the generation that it was part of last."""
+    """The disk has a record of the last generation that it belonged to."""
     one = node("one")
     one.begin()
     one.save(1)
@@ -181,8 +181,8 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
 
 
-def test_what_a_loser_removes_the_winner_does_not_need(node: Nodes) -> None:
-    """Both send the same bytes: the loser's leftovers go, the winner's blocks are its own."""
+def test_the_loser_of_a_claim_removes_no_block_of_the_winner(node: Nodes) -> None:
+    """Both send the same bytes; only the leftovers of the loser are deleted."""
     one = node("one")
     one.begin()
     one.save(1, 2)
@@ -362,17 +362,17 @@ def test_a_disk_that_is_full_at_the_claim_delays_the_mirror_and_ends_no_run(
 
 
 def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[Refusing]) -> None:
-    """The store holds an older step up; the end of the grace asks for the newest, and that one is committed first."""
+    """An older step is still being sent when the grace begins; the newest one is committed first."""
     committed: list[int | None] = []
     one = node("one", keep=None, on_change=lambda state: committed.append(state.step))
     one.begin()
     one.save(1)
-    entered, go_on = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def hold(verb: str, key: str) -> bool:
-        if verb == "put" and not go_on.is_set():
+        if verb == "put" and not released.is_set():
             entered.set()
-            go_on.wait(DEADLINE_S)
+            released.wait(DEADLINE_S)
         return False
 
     refusing[0].refuses = hold
@@ -380,7 +380,7 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     assert entered.wait(DEADLINE_S)
     one.save(3, flush=False)
     one.mirror._limiter.hurry.set()
-    go_on.set()
+    released.set()
     assert one.mirror.flush(DEADLINE_S)
     assert 2 not in committed
     assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
@@ -390,24 +390,24 @@ def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Ref
     one = node("one", keep=1)
     one.begin()
     one.save(1)
-    entered, go_on = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def hold(verb: str, key: str) -> bool:
         if verb == "put":
             entered.set()
-            go_on.wait(DEADLINE_S)
+            released.wait(DEADLINE_S)
         return False
 
     refusing[0].refuses = hold
     one.save(2, flush=False)
     assert entered.wait(DEADLINE_S)
     assert one.mirror.sending == {2}
-    go_on.set()
+    released.set()
     assert one.mirror.flush(DEADLINE_S)
     assert one.mirror.sending == frozenset()
 
 
-def test_an_empty_disk_does_not_begin_anew_while_nobody_knows_what_the_mirror_holds(
+def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_read(
     node: Nodes, refusing: list[Refusing], said: list[str]
 ) -> None:
     one = node("one")
@@ -448,7 +448,7 @@ def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
 def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     is_empty: bool, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The filling ends at each of its reads from the mirror and each of its commits on the disk."""
+    """Filling is interrupted at each of its reads from the mirror and at each of its commits on the disk."""
     old = node("old", keep=None)
     old.begin()
     old.save(1)
@@ -486,9 +486,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
 
 
 @pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
-def test_where_nobody_knows_the_best_step_all_of_them_come_back(
-    text: str | None, steps: list[int], node: Nodes
-) -> None:
+def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, steps: list[int], node: Nodes) -> None:
     one = node("one", keep=None)
     one.begin()
     one.save(1, 2, 3)
@@ -500,7 +498,7 @@ def test_where_nobody_knows_the_best_step_all_of_them_come_back(
     assert fresh.manager.all_steps() == steps
 
 
-def test_a_disk_that_was_filled_in_part_does_not_go_on_without_the_mirror(
+def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = node("one", keep=None)
@@ -533,7 +531,7 @@ def test_without_a_claim_there_is_nothing_to_wait_for_and_nothing_to_tell(node: 
     assert one.mirror.metrics() == {"mirror/behind_s": 0, "mirror/sent_bytes": one.mirror.state.sent_bytes}
 
 
-def test_who_listens_late_is_told_the_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_listener_gets_the_current_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "_POLL_S", 0.01)
     told: queue.Queue[MirrorState] = queue.Queue()
     one = node("one")
@@ -597,7 +595,7 @@ def test_files_that_are_too_large_or_have_no_name_of_ours_do_not_follow(
     assert {*one.head.files} == {"small.log"}
 
 
-def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
+def test_a_bug_of_the_mirror_is_reported_and_does_not_end_the_run(
     node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     one = node("one")
@@ -614,7 +612,7 @@ def test_a_bug_of_the_mirror_is_told_and_does_not_end_the_run(
 # A copy for readers
 
 
-def test_a_local_copy_is_verified_and_made_anew_where_it_is_damaged(
+def test_a_local_copy_is_verified_and_written_again_where_it_is_damaged(
     node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))

@@ -14,7 +14,7 @@ from tests.mirror.conftest import swaps_decide
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_swap_replaces_what_it_knows_and_nothing_else(kind: str, tmp_path: Path) -> None:
+def test_a_swap_replaces_only_the_version_that_it_read(kind: str, tmp_path: Path) -> None:
     swaps_decide(open_objects(f"{kind}://{tmp_path}/prefix"))
 
 
@@ -54,13 +54,13 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["runs/one", "ftp://host/run", "hf://user/name", "https://host/run"])
-def test_what_is_no_url_of_a_mirror_is_refused(text: str) -> None:
+def test_a_value_that_is_not_a_url_of_a_mirror_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not the URL of a mirror"):
         open_objects(text)
 
 
 @pytest.mark.parametrize("url", ["file://scratch/mirror", "file://scratch"])
-def test_a_folder_that_is_no_whole_path_is_refused(url: str) -> None:
+def test_a_relative_folder_is_refused_as_a_mirror(url: str) -> None:
     with pytest.raises(ConfigError, match="'scratch' stands where a file URL has a machine") as refused:
         open_objects(url)
     assert "file:///path" in str(refused.value)
@@ -78,7 +78,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ci-llm[mirror]" in str(refused.value)
 
 
-def test_windows_paths_and_plain_names_are_no_urls() -> None:
+def test_windows_paths_and_plain_names_are_not_urls() -> None:
     assert [is_url(text) for text in ("a/b", "C:\\runs", "s3://b", "memory:///", 3)] == [
         False,
         False,

@@ -1,4 +1,4 @@
-"""The reader of a mirror before records, heads and tokens that are not as they were written."""
+"""The reader of a mirror refuses records, heads and tokens that were changed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_head_is_rebuilt_without_the_records_that_are_damaged(one: Node, said:
 
 
 def test_the_record_of_another_step_is_damage(one: Node) -> None:
-    """Each record is what its name says, and the head names the wrong one."""
+    """Each record matches its name, but the head names the wrong one."""
     first, second = (entry(one, f"checkpoint_step_{step}") for step in (1, 2))
     for swapped in (replace(second, record=first.record), replace(first, name="final_checkpoint")):
         with pytest.raises(DamagedCheckpoint, match=f"the record of {swapped.name} is that of another step"):
@@ -72,7 +72,7 @@ def test_the_record_of_another_step_is_damage(one: Node) -> None:
 
 
 def test_blocks_of_another_file_are_damage_of_the_step(one: Node) -> None:
-    """The sizes fit, and each block is what its name says."""
+    """The sizes fit and each block matches its name, but they belong to another file."""
     newest = entry(one, "checkpoint_step_2")
     record, manifest = one.mirror.reader.record(newest)
     name = "agent0/adapter_model.safetensors"
@@ -108,7 +108,7 @@ def test_a_mirror_of_which_nothing_verifies_gives_nothing(
 
 
 @pytest.mark.parametrize("read_all", [True, False])
-def test_a_list_shows_the_line_and_what_was_set_aside(read_all: bool, one: Node) -> None:
+def test_a_list_shows_the_steps_and_those_set_aside(read_all: bool, one: Node) -> None:
     first, second = one.head.line[::-1]
     flip(stored(one, one.mirror.reader.record(first)[0].blocks["optimizer.safetensors"][0].key), bit=900)
     stored(one, second.record).unlink()
@@ -139,7 +139,7 @@ def test_a_head_without_one_of_its_fields_is_none(one: Node) -> None:
             Head.parse(sealed({name: value for name, value in body.items() if name != field}))
 
 
-def test_a_step_that_cannot_be_is_no_entry(one: Node) -> None:
+def test_an_impossible_step_is_not_listed(one: Node) -> None:
     body = body_of(one, HEAD)
     for change in ({"name": "checkpoint_step_01"}, {"record": "records/g1/a.json"}, {"step": "2"}):
         with pytest.raises(ValueError, match="the head names a step that cannot be"):
@@ -154,8 +154,8 @@ def test_a_record_without_one_of_its_fields_is_none(one: Node) -> None:
             Record.parse(sealed({name: value for name, value in body.items() if name != field}))
 
 
-def test_of_two_generations_a_rebuilt_head_takes_the_later_one(node: Nodes) -> None:
-    """What the earlier one had from the first step of the later one on is superseded."""
+def test_a_rebuilt_head_takes_the_later_of_two_generations(node: Nodes) -> None:
+    """Steps of the earlier generation are superseded from the first step of the later one on."""
     one = node("one", keep=None)
     one.begin()
     one.save(1, 2, 3)

@@ -68,7 +68,7 @@ def check_context(words: list[str]) -> CheckContext:
     return CheckContext(load_config(None, words), read_launch(), Interrupts())
 
 
-def test_whatever_strikes_a_save_nothing_is_lost_broken_or_wrong(tmp_path: Path) -> None:
+def test_no_fault_in_a_save_loses_breaks_or_changes_a_step(tmp_path: Path) -> None:
     wanted = strikes(FAULTS, random.Random(20261122), None if size.in_full else 12, most=36)
     outcomes = campaign(mirrored.save_and_mirror, wanted, tmp_path)
     assert len(outcomes) >= 4
@@ -77,7 +77,7 @@ def test_whatever_strikes_a_save_nothing_is_lost_broken_or_wrong(tmp_path: Path)
     assert table({"mirror": outcomes}).splitlines()[-1] == f"| all | {len(outcomes)} |" + " 0 |" * len(HARMS)
 
 
-def test_the_campaign_sees_what_a_copied_folder_loses(tmp_path: Path, address: str) -> None:
+def test_the_campaign_notices_losses_of_a_copied_folder(tmp_path: Path, address: str) -> None:
     with FaultProxy(address) as proxy, ForkServer("tools.testbed.mirrored") as server:
         history = History(server, proxy, address, tmp_path, mirrored.save_and_sync)
         half_there = history.strike(Strike("kill after", 3))

@@ -1,4 +1,4 @@
-"""The writer of a mirror before stores that lie: lost answers, other bytes than were sent, conditions ignored."""
+"""The writer of a mirror on faulty stores: answers get lost, bytes change, conditions are ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.testbed.disks import Crash
 
 
 class Lying:
-    """A store of which single verbs can be replaced."""
+    """A store whose single operations can be replaced."""
 
     def __init__(self, url: str) -> None:
         self.store, self.url = open_objects(url), url
@@ -71,7 +71,7 @@ def test_a_mirror_of_the_version_before_is_read_and_written_on(lying: Lying, mon
     assert json.loads(lying.store.get("head.json"))["format_version"] == 2
 
 
-def test_a_sweep_leaves_what_a_later_writer_and_what_others_have_put_there(lying: Lying) -> None:
+def test_a_sweep_keeps_objects_of_later_writers_and_of_other_programs(lying: Lying) -> None:
     early = claimed(lying)
     late = claimed(lying)
     late.commit(with_story(late, b"two"))
@@ -188,7 +188,7 @@ def test_leftovers_that_the_store_does_not_remove_go_at_the_next_claim(lying: Ly
     assert len(dict(lying.store.list("blocks/"))) == 1
 
 
-def test_what_a_kill_leaves_of_a_put_into_a_folder_goes_at_the_next_claim(
+def test_leftovers_of_a_killed_put_are_removed_at_the_next_claim(
     lying: Lying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(self: Filesystem, source: Path, target: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_damaged_log_is_left_out_and_the_others_come_back(lying: Lying, tmp_pa
 @pytest.mark.parametrize(
     "key", ["blocks/g1/../../x-1", "blocks/gx/00-1", "records/g1/a.json", "", "blocks/g1/" + "0" * 32]
 )
-def test_a_name_that_is_no_block_is_refused(key: str) -> None:
+def test_a_name_that_is_not_a_block_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="is not the key of a block"):
         Block.parse(key)
 

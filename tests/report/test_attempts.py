@@ -1,4 +1,4 @@
-"""What attempts tell about themselves, and what the time of a run went into."""
+"""The records of attempts, and how the time of a run was spent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_that_went_back_further_has_lost_the_steps_of_several_attempts(tmp
     assert (second.outcome, second.reason, second.message) == ("failed", "nonfinite", "no agent had a finite step")
 
 
-def test_runs_of_older_releases_are_told_by_their_log(tmp_path: Path) -> None:
+def test_attempts_of_older_releases_are_read_from_their_log(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", steps=5)
     (folder / "metrics.jsonl").write_text("")
     (folder / "training.log").write_text(
@@ -96,8 +96,8 @@ def test_runs_of_older_releases_are_told_by_their_log(tmp_path: Path) -> None:
     assert (first.redone_steps, second.first_step) == (0, 5), "nothing is called lost of which nothing is known"
 
 
-def test_an_evaluation_that_the_attempt_before_owed_is_no_start_up(tmp_path: Path) -> None:
-    """Ended between a step and its evaluation, a run evaluates first."""
+def test_a_late_evaluation_of_the_attempt_before_does_not_count_as_start_up(tmp_path: Path) -> None:
+    """A run that ended between a step and its evaluation evaluates first when it resumes."""
     folder = leave_run(tmp_path / "run", steps=10)
     begin(folder, 2, 10, NOW + 20)
     line = {"step": 10, "eval/crowd/nll": 0.5, "attempt": 2, "time": NOW + 26}
@@ -113,7 +113,7 @@ def test_an_evaluation_that_the_attempt_before_owed_is_no_start_up(tmp_path: Pat
 
 
 def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path: Path) -> None:
-    """A heartbeat comes every five seconds: a process that was killed has taken steps since."""
+    """A heartbeat comes every five seconds, so that a killed process took steps after its last one."""
     keep_status(tmp_path)  # nothing has run here
     assert not (tmp_path / "attempts").exists()
     leave_status(tmp_path, "running", 20, attempt=3, heartbeat=NOW)

@@ -91,7 +91,7 @@ def test_runs_are_shown_by_what_their_objective_measures(tmp_path: Path) -> None
     assert "pairs ranked right 0.75" in text
 
 
-def test_of_a_single_run_all_is_told_that_is_known(runs: Path) -> None:
+def test_a_single_run_is_shown_in_full(runs: Path) -> None:
     text = "\n".join(drawn(runs / "sixteen", width=100, height=40))
     for words in ("20/5000", "20 of 5000 steps, 0 %", "1 steps/s, 100 tokens/s", "1:23:00 left", "16 agents"):
         assert words in text
@@ -130,7 +130,7 @@ def test_each_run_draws_its_curve_by_its_letter(tmp_path: Path) -> None:
     assert below.split() == ["1", "┤AA"]
 
 
-def test_where_there_is_no_room_the_curves_go_first_and_then_the_notes(runs: Path) -> None:
+def test_a_small_terminal_drops_first_the_curves_and_then_the_notes(runs: Path) -> None:
     def parts(height: int) -> tuple[bool, bool]:
         text = "\n".join(drawn(runs, width=160, height=height))
         assert "stopped" in text
@@ -139,7 +139,7 @@ def test_where_there_is_no_room_the_curves_go_first_and_then_the_notes(runs: Pat
     assert [parts(height) for height in (40, 24, 15, 9)] == [(True, True), (True, True), (True, False), (False, False)]
 
 
-def test_of_more_runs_than_fit_the_rest_is_counted(runs: Path) -> None:
+def test_runs_that_do_not_fit_are_counted(runs: Path) -> None:
     assert drawn(runs, width=80, height=6)[-2].strip() == "and 4 more: 3 running, 1 interrupted"
 
 
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_is_seen(tmp_path: Path) -> None:
     assert drawn(tmp_path / "run", width=80)[1].split() == ["run", "running", "2", "nan"]
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_shown_with_different_labels(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         leave_status(tmp_path / parent / "run", "completed", 1)
     text = "\n".join(drawn(tmp_path / "a/run", tmp_path / "b/run", width=250))

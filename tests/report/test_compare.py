@@ -33,7 +33,7 @@ def test_newcombes_interval_is_that_of_his_table() -> None:
 
 
 def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
-    """The same 60 of 100 rows right, and five more: that shows only row by row."""
+    """One run has the same 60 of 100 rows right and five more, which only a paired comparison shows."""
     one = [prediction(number, correct=number < 65) for number in range(100)]
     other = [prediction(number, correct=number < 60) for number in range(100)]
     scores = [evaluation(2, 100, share, 10) for share in (0.65, 0.6)]
@@ -63,7 +63,7 @@ def test_few_rows_have_no_interval() -> None:
 def test_rows_that_all_differ_alike_give_no_interval(
     tmp_path: Path, right: int, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in evaluation.json. A width of 0 would make any other run "a difference"."""
+    """evaluation.json has none either. With a width of 0 every other run would be "a difference"."""
     first = 40 if right == 0 else right
     runs = [
         leave_run(tmp_path / name, predictions=[prediction(n, correct=n < count) for n in range(40)], right=count / 40)
@@ -134,7 +134,7 @@ def test_answers_of_something_else_than_the_scores_are_not_paired(
 def test_answers_of_older_releases_are_paired_if_their_share_is_the_score(
     two: list[str], tmp_path: Path, right: int, measured_by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They did not write what the scores are of."""
+    """Those releases did not record which rows the scores are of."""
     rows = [prediction(number, correct=number < right) for number in range(40)]
     run = leave_run(tmp_path / "run", predictions=rows, right=0.75, asked={"measured_by": measured_by})
     other = Path(two[0], "evaluation.json")
@@ -153,9 +153,7 @@ def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) 
     assert [run["scores"][-1]["exact_match"] for run in told["runs"]] == [0.5, 0.75]
 
 
-def test_agents_have_the_names_that_they_were_given_above_what_is_about_all(
-    two: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_agents_are_shown_above_the_common_curves(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(two[1], "evaluation.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["easy", "rev"]}))
     assert main(["compare", *two]) == 0
@@ -200,7 +198,7 @@ def test_classes_and_pairs_are_compared_by_their_own_figures(
 def test_processes_and_rows_per_step_are_shown_where_they_differ(
     two: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No key tells a run of one process from one of two, each with the same batch_size."""
+    """No key differs between runs of one and of two processes with the same batch_size."""
     for folder, processes, rows in ((two[0], 1, 8), (two[1], 2, 16)):
         checkpoint = Path(folder, "checkpoint_step_20")
         (checkpoint / "manifest.json").write_text(json.dumps({"surroundings": {"processes": processes}}))

@@ -57,7 +57,7 @@ def test_a_line_counts_once_it_is_whole(path: Path) -> None:
     assert steps(tail) == [1, 2]
 
 
-def test_lines_that_are_no_records_are_passed_over(path: Path) -> None:
+def test_lines_that_are_not_records_are_skipped(path: Path) -> None:
     append(path, '{"step": 1, "ep\n[]\n{"step": "2"}\n\xff\n' + line(3))
     assert steps(MetricsTail(path)) == [3]
 
@@ -92,7 +92,7 @@ def test_a_folder_that_goes_and_comes_back(path: Path) -> None:
     assert steps(tail) == [7]
 
 
-def test_of_a_long_file_the_end_is_read(path: Path) -> None:
+def test_only_the_end_of_a_long_file_is_read(path: Path) -> None:
     append(path, "".join(map(line, range(1, 10_001))))
     tail = MetricsTail(path, at_most=2000)
     read = steps(tail)

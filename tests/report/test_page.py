@@ -1,4 +1,4 @@
-"""report.html: one file that stands alone and tells the truth, about runs that are over, running, or damaged."""
+"""report.html: one self-contained file with true statements about completed, running and damaged runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_names_inside_the_drawings_do_not_clash(drawn: Path) -> None:
 
 
 def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
-    """Prompts and answers come from data, paths and messages from anywhere."""
+    """Prompts, answers, paths and messages may hold any characters."""
     evil = "<script>alert('prompt')</script>"
     rows = [prediction(1, correct=False, prompt=evil, confidence=0.9), prediction(2, correct=True)]
     run = leave_run(tmp_path / "run <b>&", predictions=rows, status="interrupted")
@@ -100,7 +100,7 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_has_gone_on_says_of_which_step_scores_and_answers_are(tmp_path: Path) -> None:
+def test_a_run_trained_past_its_evaluation_says_from_which_step_scores_and_answers_are(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=20)
     answers = f"Answers of step 20 of {run}, to rows of my.jsonl."
     told = text_of(write_report(run))
@@ -130,7 +130,7 @@ def test_answers_of_the_best_step_are_those_of_the_result(tmp_path: Path) -> Non
         ("failed", "Failed after step 20, in 1 attempt."),
     ],
 )
-def test_a_run_that_is_not_over_says_so(status: str, told: str, tmp_path: Path) -> None:
+def test_the_page_of_an_unfinished_run_says_its_state(status: str, told: str, tmp_path: Path) -> None:
     page = text_of(write_report(leave_run(tmp_path / "run", status=status)))
     assert told in page
     assert "Agents and crowd are evaluated after the last step, which this run has not taken yet." in page
@@ -216,7 +216,7 @@ def test_a_damaged_file_is_named(
     assert not (run / "report.html").exists()
 
 
-def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", predictions=[{"prompt": ["a"], "answer": 1, "correct": 0, "confidence": "?"}])
     (run / "gpu_stats.json").write_text('{"peaks": {"host/memory_used_bytes": null, "gpu0/memory_used_bytes": 1e9}}')
     (run / "attempts/1").mkdir(parents=True)
@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
         ("s3://b/run", "a disk"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused(
+def test_a_folder_that_is_not_a_run_is_refused(
     path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2

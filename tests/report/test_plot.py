@@ -77,7 +77,7 @@ def test_a_number_that_is_missing_is_a_gap_and_one_alone_a_dot() -> None:
     assert "inf" not in svg
 
 
-def test_a_drawing_is_xml_that_says_what_it_shows() -> None:
+def test_a_drawing_is_xml_with_titles_and_labels() -> None:
     drawn = plot()
     drawn.line([(0, 0), (10, 1)], "agent0", "<agent> & co")
     drawn.bar(2, 4, 0.5, "kind-training", "training: 2 s", thickness=0.2)

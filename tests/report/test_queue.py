@@ -1,4 +1,4 @@
-"""squeue is asked beside the picture, seldom, and only where it is."""
+"""squeue is called in a thread, seldom, and only where it is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNNING = QueuedJob("RUNNING", "None", "1:20:00")
 
 
 class Controller:
-    """A squeue that answers when it is let, and counts."""
+    """A squeue that answers when the test allows it, and counts its calls."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
@@ -42,7 +42,7 @@ def test_a_slow_answer_is_not_waited_for() -> None:
     assert controller.asked == [("1", "2")]
 
 
-def test_it_is_asked_again_after_a_while_and_for_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squeue_is_asked_again_after_a_while_and_for_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = Controller()
     controller.may_answer.set()
     jobs = JobQueue(controller, is_there=True)
@@ -64,7 +64,7 @@ def test_without_squeue_and_without_jobs_nothing_is_asked() -> None:
     assert idle.has_left(None)
 
 
-def test_what_squeue_prints() -> None:
+def test_the_output_of_squeue_is_read() -> None:
     asked: list[list[str]] = []
 
     def squeue(command: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
 
 
 def test_free_text_is_shown_by_its_nll(tmp_path: Path) -> None:
-    """Its exact match, which is recorded all the same, says nothing."""
+    """The exact match of free text is recorded too, but has no meaning."""
     folder = running(tmp_path / "run", judged_by="nll")
     with (folder / "metrics.jsonl").open("a") as file:
         names = ("agent0", "agent1", "crowd")

@@ -1,4 +1,4 @@
-"""Runs that appear, go on and end: what is looked at, when it is over, and with which exit code."""
+"""Runs that appear, continue and end: what is looked at, when it is over, and with which exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.report.folders import leave_run, leave_status
 
 
 class Squeue:
-    """Lists what it is told to."""
+    """A squeue that lists the jobs of the test."""
 
     def __init__(self) -> None:
         self.listed: dict[str, QueuedJob] = {}
@@ -106,7 +106,7 @@ def test_a_status_that_cannot_be_read_says_why_and_ends_nothing(tmp_path: Path) 
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root may read everything, and is somebody else within the block."""
+    """Within the block root, who may read everything, becomes another user."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

@@ -63,7 +63,7 @@ def test_a_record_of_an_older_release_has_no_base() -> None:
         (record([0.6], 0.7), None),
     ],
 )
-def test_a_crowd_that_adds_nothing_is_told_with_what_to_serve(found: dict[str, Any], told: str | None) -> None:
+def test_notes_name_the_agent_to_serve_where_the_crowd_adds_nothing(found: dict[str, Any], told: str | None) -> None:
     said = [*notes(found, "my/run")]
     assert (said == []) if told is None else (len(said) == 1 and said[0].startswith(told)), said
 
@@ -133,7 +133,7 @@ def test_the_page_and_a_comparison_have_base_data_and_rates(tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["runs"][0]["data"] == ["val.jsonl, split train"]
 
 
-def test_ratings_of_one_kind_have_no_figures_that_are_no_numbers() -> None:
+def test_ratings_of_one_kind_have_no_nan_figures() -> None:
     nothing, known = ({"agents": [value], "crowd": value} for value in (float("nan"), 0.75))
     lines = [*judged_lines({"objective": "kto", "preferences": {"auroc": nothing, "margins": known}})]
     assert lines == [

@@ -87,7 +87,7 @@ def test_compare_shows_the_trials_of_one_sweep(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["best"] == 2
 
 
-def test_before_the_first_scores_compare_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_that_there_are_no_scores_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads((leave(tmp_path, "nll") / "sweep.json").read_text()) | {"trials": [], "best": None}
     (tmp_path / "sweep.json").write_text(json.dumps(record))
     assert main(["compare", str(tmp_path)]) == 0
@@ -95,7 +95,7 @@ def test_before_the_first_scores_compare_says_so(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("words", [["compare", "run"], ["report"]], ids=["beside a run", "without a status"])
-def test_what_takes_no_sweep_names_what_does(
+def test_commands_that_refuse_a_sweep_name_the_one_that_takes_it(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

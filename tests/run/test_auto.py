@@ -79,7 +79,7 @@ def test_auto_keeps_the_length_of_answers_with_which_the_run_began(given: Any, h
     assert now.settled_as(before).max_new_tokens_eval == holds
 
 
-def test_on_the_embedded_base_and_rows_auto_is_what_the_file_said_before() -> None:
+def test_auto_on_the_embedded_base_and_rows_gives_the_numbers_of_earlier_files() -> None:
     found = load_config(ROOT / "configs.yaml")
     assert values(found, NUMBERS) == NUMBERS
     assert (found.held_out, found.long_rows, found.crowd) == ("auto", "split", "fixed")
@@ -102,15 +102,15 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     assert load_config(tmp_path / "both.yaml").max_train_steps is None
 
 
-def test_a_config_that_is_handed_on_still_says_auto(own_base: Path) -> None:
-    """A call with another base does not inherit the numbers of the embedded one."""
+def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
+    """A later call with another base must resolve auto again and not inherit numbers of the embedded base."""
     given = Config(seed=3, learning_rate="auto")
     assert given.learning_rate == 8e-3
     found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
     assert (found.learning_rate, found.lora_rank, found.seed) == (2e-4, 16, 3)
 
 
-def test_the_rule_of_an_auto_crowd_is_for_the_base_that_it_was_measured_on(own_base: Path) -> None:
+def test_auto_of_crowd_applies_only_to_the_base_that_it_was_measured_on(own_base: Path) -> None:
     assert Config(crowd="auto").crowd == "auto"
     config = Config(crowd="auto", model_name=str(own_base))
     assert config.crowd == "fixed"
@@ -119,7 +119,7 @@ def test_the_rule_of_an_auto_crowd_is_for_the_base_that_it_was_measured_on(own_b
     assert config.settled_as(begun).crowd == "auto"
 
 
-def test_the_rate_and_the_noise_of_ivon_follow_the_base(own_base: Path) -> None:
+def test_rate_and_noise_under_ivon_follow_the_base(own_base: Path) -> None:
     found = Config(optimizer="ivon")
     assert (found.learning_rate, found.ivon_ess) == (2, None)
     own = Config(optimizer="ivon", model_name=str(own_base), num_agents=2, agents=[{"lora_rank": 1}, {}])
@@ -166,7 +166,7 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_on_the_embedded_base_auto_has_the_bits_of_the_numbers(tmp_path: Path) -> None:
+def test_auto_on_the_embedded_base_trains_the_same_bits_as_the_numbers(tmp_path: Path) -> None:
     few = QUICK | {"max_train_steps": 2, "pass_per_agent": False, "num_workers": 0, "eval_steps": None}
     auto = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "auto", **few).folder / "final_checkpoint"
     given = NUMBERS | {"held_out": "spread", "long_rows": "truncate"} | few
@@ -177,8 +177,8 @@ def test_on_the_embedded_base_auto_has_the_bits_of_the_numbers(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_values_that_it_began_with(own_base: Path, tmp_path: Path) -> None:
-    """Its file said numbers, and says auto now; or it says auto, and rows decided."""
+def test_a_resumed_run_keeps_the_values_that_it_began_with(own_base: Path, tmp_path: Path) -> None:
+    """The file had numbers and has auto now; or it had auto, which was resolved by the rows."""
     rows = str(questions(tmp_path / "rows.jsonl", 31))
     common = QUICK | {"model_name": str(own_base), "dataset_name": rows, "batch_size": 8, "num_workers": 0}
     old = {"learning_rate": 8e-3, "lora_rank": 8, "lora_alpha": 16, "max_seq_length": 23, "held_out": "spread"}
@@ -196,7 +196,7 @@ def test_a_run_goes_on_with_the_values_that_it_began_with(own_base: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_rows_beyond_the_positions_of_the_base_are_cut_and_it_is_said(own_base: Path, tmp_path: Path) -> None:
+def test_rows_longer_than_the_positions_of_the_base_are_cut_with_a_message(own_base: Path, tmp_path: Path) -> None:
     one = questions(tmp_path / "one.jsonl", 1, words=200)
     with pytest.raises(ci_llm.CiLlmError, match=f"whose answer begins after max_seq_length {POSITIONS}"):
         ci_llm.train(QUICK, model_name=str(own_base), dataset_name=str(one), output_dir=tmp_path / "none")

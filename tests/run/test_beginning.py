@@ -22,7 +22,7 @@ from tools.testbed.disks import FailingDisk
 
 
 def state(origin: str, step: int) -> dict[str, object]:
-    """What a checkpoint of a run holds, in miniature; `origin` says which run has written it."""
+    """A small state with the files of a run's checkpoint; `origin` says which run has written it."""
     parts = {key: {"origin": origin} for key in ("ci_llm_meta_config", "optimizer", "rng")}
     return {**parts, "train_state": {"origin": origin, "step": step}, "config.yaml": b"seed: 42\n"}
 
@@ -45,8 +45,8 @@ class Folder:
                 assert manager.save(step, state(self.path.name, step))
         return start
 
-    def went_on(self, *words: str, at_most: int | None = None) -> str | None:
-        """From where an attempt goes on: folder and step."""
+    def resumes_from(self, *words: str, at_most: int | None = None) -> str | None:
+        """The folder and step from which an attempt resumes."""
         source = self.begin(*words, at_most=at_most).source
         return None if source is None else f"{source.folder.relative_to(self.path.parent)}"
 
@@ -86,77 +86,79 @@ def from_path(path: Path) -> str:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["checkpoint_step_4", "checkpoint_step_8", "final_checkpoint", ""])
-def test_a_path_says_where_a_run_begins_and_afterwards_its_own_newest_wins(
+def test_a_path_says_where_a_run_begins_and_later_calls_take_its_own_newest_step(
     name: str, source: Folder, run: Folder
 ) -> None:
     words = from_path(source.path / name)
     began = name or "checkpoint_step_8"
-    assert run.went_on(words) == f"source/{began}"
-    assert run.went_on(words) == f"source/{began}"  # nothing was saved in between
+    assert run.resumes_from(words) == f"source/{began}"
+    assert run.resumes_from(words) == f"source/{began}"  # nothing was saved in between
     run.begin(words, saves=(9, 10))
-    assert run.went_on(words) == "run/checkpoint_step_10"
-    assert run.went_on() == "run/checkpoint_step_10"
-    assert run.went_on(words) == "run/checkpoint_step_10"
+    assert run.resumes_from(words) == "run/checkpoint_step_10"
+    assert run.resumes_from() == "run/checkpoint_step_10"
+    assert run.resumes_from(words) == "run/checkpoint_step_10"
     assert not (run.path / "superseded").exists()
-    assert source.went_on() == "source/checkpoint_step_8"
+    assert source.resumes_from() == "source/checkpoint_step_8"
 
 
-def test_null_begins_a_run_afresh_once_and_afterwards_its_own_newest_step_wins(run: Folder) -> None:
-    assert run.went_on("resume_from_checkpoint=null") is None
-    assert run.went_on("resume_from_checkpoint=null") is None
+def test_null_begins_a_run_afresh_and_later_calls_take_its_own_newest_step(run: Folder) -> None:
+    assert run.resumes_from("resume_from_checkpoint=null") is None
+    assert run.resumes_from("resume_from_checkpoint=null") is None
     run.begin("resume_from_checkpoint=null", saves=(3,))
-    assert run.went_on("resume_from_checkpoint=null") == "run/checkpoint_step_3"
+    assert run.resumes_from("resume_from_checkpoint=null") == "run/checkpoint_step_3"
 
 
-def test_latest_goes_on_from_where_the_run_began_as_long_as_it_has_saved_nothing(source: Folder, run: Folder) -> None:
+def test_latest_means_the_recorded_beginning_until_the_run_has_saved_a_step(source: Folder, run: Folder) -> None:
     run.begin(from_path(source.path / "checkpoint_step_4"))
-    assert run.went_on() == "source/checkpoint_step_4"
+    assert run.resumes_from() == "source/checkpoint_step_4"
 
 
 def test_before_anything_is_saved_the_value_given_last_counts(source: Folder, run: Folder) -> None:
-    """Nothing is lost by it: a wrong path is corrected by the next call."""
+    """A wrong path can still be corrected by the next call, because nothing was trained yet."""
     run.begin(from_path(source.path / "checkpoint_step_4"))
-    assert run.went_on(from_path(source.path / "checkpoint_step_8")) == "source/checkpoint_step_8"
-    assert run.went_on("resume_from_checkpoint=null") is None
-    assert run.went_on() is None
+    assert run.resumes_from(from_path(source.path / "checkpoint_step_8")) == "source/checkpoint_step_8"
+    assert run.resumes_from("resume_from_checkpoint=null") is None
+    assert run.resumes_from() is None
 
 
 def test_a_final_checkpoint_counts_with_its_step(run: Folder) -> None:
     run.begin(saves=(4, 8))
     run.finish()
     shutil.rmtree(run.path / "checkpoint_step_8")
-    assert run.went_on() == "run/final_checkpoint"
+    assert run.resumes_from() == "run/final_checkpoint"
 
 
 @pytest.mark.parametrize("name", ["checkpoint_step_8", "final_checkpoint"])
 def test_the_folder_of_the_run_and_its_own_newest_mean_latest(name: str, run: Folder) -> None:
     run.begin(saves=(4, 8))
     run.finish()
-    assert run.went_on(from_path(run.path)) == "run/checkpoint_step_8"
+    assert run.resumes_from(from_path(run.path)) == "run/checkpoint_step_8"
     words = from_path(run.path / name)
-    assert run.went_on(words) == "run/checkpoint_step_8"
+    assert run.resumes_from(words) == "run/checkpoint_step_8"
     run.begin(words, saves=(12,))
-    assert run.went_on(words) == "run/checkpoint_step_12"  # the same command, called again
+    assert run.resumes_from(words) == "run/checkpoint_step_12"  # the same command, called again
 
 
-def test_a_run_whose_own_steps_are_not_trusted_begins_where_it_began(source: Folder, run: Folder) -> None:
+def test_a_run_whose_own_steps_all_fail_verification_begins_where_it_began(source: Folder, run: Folder) -> None:
     words = from_path(source.path / "checkpoint_step_4")
     run.begin(words, saves=(5, 6))
-    assert run.went_on(words, at_most=5) == "run/checkpoint_step_5"
-    assert run.went_on(words, at_most=4) == "source/checkpoint_step_4"
+    assert run.resumes_from(words, at_most=5) == "run/checkpoint_step_5"
+    assert run.resumes_from(words, at_most=4) == "source/checkpoint_step_4"
     assert sorted(path.name for path in (run.path / "superseded").iterdir()) == [
         "checkpoint_step_5",
         "checkpoint_step_6",
     ]
 
 
-def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(source: Folder, run: Folder) -> None:
+def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_alternatives(
+    source: Folder, run: Folder
+) -> None:
     path = source.path / "checkpoint_step_4"
     run.begin(saves=(2, 6))
     for words in (from_path(path), "resume_from_checkpoint=null", from_path(run.path / "checkpoint_step_2")):
         refusal = run.refusal(words)
         assert "this folder holds checkpoints of steps 2, 6" in refusal.what
-        for way in ("latest goes on", "experiment_name=", "overwrite_output_dir=true", "restart_from="):
+        for way in ("latest continues", "experiment_name=", "overwrite_output_dir=true", "restart_from="):
             assert way in str(refusal.hint)
     run = Folder(run.path.parent / "other")
     run.begin(from_path(path), saves=(6,))
@@ -164,29 +166,29 @@ def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_ways_on(s
     run.refusal("resume_from_checkpoint=null")
 
 
-def test_a_folder_without_a_record_goes_on_as_it_did(source: Folder, run: Folder) -> None:
+def test_a_folder_without_a_record_resumes_as_before(source: Folder, run: Folder) -> None:
     run.begin(saves=(2, 6))
     (run.path / BEGINNING).unlink()
     assert "a fresh start is wanted" in run.refusal("resume_from_checkpoint=null").what
-    assert run.went_on() == "run/checkpoint_step_6"
+    assert run.resumes_from() == "run/checkpoint_step_6"
     (run.path / BEGINNING).unlink()
     words = from_path(source.path / "checkpoint_step_4")
-    assert run.went_on(words) == "source/checkpoint_step_4"
+    assert run.resumes_from(words) == "source/checkpoint_step_4"
     run.begin(words, saves=(7,))
-    assert run.went_on(words) == "run/checkpoint_step_7"
+    assert run.resumes_from(words) == "run/checkpoint_step_7"
 
 
-def test_latest_goes_on_where_the_record_is_damaged(run: Folder) -> None:
+def test_latest_resumes_where_the_record_is_damaged(run: Folder) -> None:
     run.begin(saves=(2, 6))
     record = read_beginning(run.path)
     (run.path / BEGINNING).write_bytes(b"\x00" + (run.path / BEGINNING).read_bytes()[1:])
-    assert run.went_on() == "run/checkpoint_step_6"
+    assert run.resumes_from() == "run/checkpoint_step_6"
     assert any("cannot be read" in line and str(run.path / BEGINNING) in line for line in run.lines)
     assert read_beginning(run.path) == record
 
 
 @pytest.mark.parametrize("words", [["resume_from_checkpoint=null"], ["restart_from=2"], ["overwrite_output_dir=true"]])
-def test_what_depends_on_a_damaged_record_is_refused(words: list[str], run: Folder) -> None:
+def test_calls_that_need_a_damaged_record_are_refused(words: list[str], run: Folder) -> None:
     run.begin(saves=(2, 6))
     (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -194,7 +196,7 @@ def test_what_depends_on_a_damaged_record_is_refused(words: list[str], run: Fold
 
 
 def test_a_run_without_a_step_needs_its_record(run: Folder) -> None:
-    """It may have begun from another run's checkpoint."""
+    """Without the record nobody knows whether it began from another run's checkpoint."""
     run.begin()
     (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -214,30 +216,30 @@ def test_restart_from_goes_back_once_and_newer_steps_are_superseded(run: Folder)
         "checkpoint_step_4",
         "checkpoint_step_6",
     ]
-    assert run.went_on("restart_from=2") == "run/checkpoint_step_3"  # a queue, a supervisor
-    assert run.went_on() == "run/checkpoint_step_3"
-    assert run.went_on("restart_from=2") == "run/checkpoint_step_2"  # given again
+    assert run.resumes_from("restart_from=2") == "run/checkpoint_step_3"  # a queue, a supervisor
+    assert run.resumes_from() == "run/checkpoint_step_3"
+    assert run.resumes_from("restart_from=2") == "run/checkpoint_step_2"  # given again
 
 
 def test_restart_from_a_path_begins_another_line(source: Folder, run: Folder) -> None:
     words = f"restart_from={source.path / 'final_checkpoint'}"
     run.begin(saves=(2, 12))
-    assert run.went_on(words) == "source/final_checkpoint"
+    assert run.resumes_from(words) == "source/final_checkpoint"
     assert {path.name for path in (run.path / "superseded").iterdir()} == {"checkpoint_step_2", "checkpoint_step_12"}
-    assert run.went_on(words) == "source/final_checkpoint"
+    assert run.resumes_from(words) == "source/final_checkpoint"
     run.begin(words, saves=(9,))
-    assert run.went_on(words) == "run/checkpoint_step_9"
+    assert run.resumes_from(words) == "run/checkpoint_step_9"
     back = f"restart_from={run.path / 'superseded' / 'checkpoint_step_12'}"
-    assert run.went_on(back) == "run/superseded/checkpoint_step_12"
+    assert run.resumes_from(back) == "run/superseded/checkpoint_step_12"
 
 
 def test_restart_from_takes_a_run_to_the_path_that_was_refused(source: Folder, run: Folder) -> None:
     run.begin(saves=(2,))
     path = source.path / "checkpoint_step_4"
     words = (from_path(path), f"restart_from={path}")
-    assert run.went_on(*words) == "source/checkpoint_step_4"
+    assert run.resumes_from(*words) == "source/checkpoint_step_4"
     run.begin(*words, saves=(5,))
-    assert run.went_on(*words) == "run/checkpoint_step_5"
+    assert run.resumes_from(*words) == "run/checkpoint_step_5"
 
 
 def test_restart_from_a_step_that_is_not_there_is_refused(run: Folder) -> None:
@@ -256,7 +258,7 @@ def test_overwriting_moves_the_run_aside_once_and_leaves_other_files(source: Fol
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).write_text("{}")
     words = ("overwrite_output_dir=true", from_path(source.path / "checkpoint_step_4"))
-    assert run.went_on(*words) == "source/checkpoint_step_4"
+    assert run.resumes_from(*words) == "source/checkpoint_step_4"
     aside = run.path / "overwritten" / "1"
     assert run.lines[1] == f"what was here moved to {aside}"
     moved = {path.name for path in aside.iterdir()}
@@ -268,24 +270,24 @@ def test_overwriting_moves_the_run_aside_once_and_leaves_other_files(source: Fol
     left = {path.name for path in run.path.iterdir() if not path.name.startswith(".")}
     assert left == {"mine.jsonl", "other", "overwritten", BEGINNING}
     run.begin(*words, saves=(5,))
-    assert run.went_on(*words) == "run/checkpoint_step_5"
-    assert run.went_on(words[0]) == "run/checkpoint_step_5"
-    assert run.went_on(words[1]) == "run/checkpoint_step_5"
-    assert run.went_on(*words) == "run/checkpoint_step_5"
+    assert run.resumes_from(*words) == "run/checkpoint_step_5"
+    assert run.resumes_from(words[0]) == "run/checkpoint_step_5"
+    assert run.resumes_from(words[1]) == "run/checkpoint_step_5"
+    assert run.resumes_from(*words) == "run/checkpoint_step_5"
 
 
-def test_overwriting_is_about_one_run_and_acts_again_for_another(source: Folder, run: Folder) -> None:
-    assert run.went_on("overwrite_output_dir=true") is None
+def test_overwriting_acts_once_per_run_and_again_for_another_run(source: Folder, run: Folder) -> None:
+    assert run.resumes_from("overwrite_output_dir=true") is None
     run.begin("overwrite_output_dir=true", saves=(3,))
-    assert run.went_on("overwrite_output_dir=true", "max_train_steps=9") == "run/checkpoint_step_3"
-    assert run.went_on("overwrite_output_dir=true", "learning_rate=3e-3") is None
+    assert run.resumes_from("overwrite_output_dir=true", "max_train_steps=9") == "run/checkpoint_step_3"
+    assert run.resumes_from("overwrite_output_dir=true", "learning_rate=3e-3") is None
     run.begin("overwrite_output_dir=true", "learning_rate=3e-3", saves=(4,))
     words = ("overwrite_output_dir=true", "learning_rate=3e-3", from_path(source.path))
-    assert run.went_on(*words) == "source/checkpoint_step_8"
+    assert run.resumes_from(*words) == "source/checkpoint_step_8"
     assert sorted(path.name for path in (run.path / "overwritten").iterdir()) == ["1", "2"]
     shutil.rmtree(run.path / "overwritten" / "1")  # to make space
     run.begin(*words, saves=(6,))
-    assert run.went_on("overwrite_output_dir=true", "learning_rate=4e-3") is None
+    assert run.resumes_from("overwrite_output_dir=true", "learning_rate=4e-3") is None
     assert sorted(path.name for path in (run.path / "overwritten").iterdir()) == ["2", "3"]
 
 
@@ -295,7 +297,7 @@ def test_a_run_cannot_begin_from_what_it_moves_aside(run: Folder) -> None:
     assert "restart_from=" in str(refusal.hint)
     inside = Folder(run.path / "other")
     inside.begin(saves=(4,))
-    assert run.went_on("overwrite_output_dir=true", from_path(inside.path)) == "run/other/checkpoint_step_4"
+    assert run.resumes_from("overwrite_output_dir=true", from_path(inside.path)) == "run/other/checkpoint_step_4"
 
 
 def test_a_disk_that_refuses_a_move_leaves_everything_where_it_was(run: Folder) -> None:
@@ -317,12 +319,12 @@ def test_a_disk_that_refuses_a_move_leaves_everything_where_it_was(run: Folder) 
     assert sorted(path.name for path in aside.iterdir()) == [path.name for path in entries]
 
 
-def test_what_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:
+def test_a_run_that_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:
     run.begin(saves=(2, 6))
     dead = run.path / ".taken-over-9-x" / "token" / "overwritten" / "1"
     dead.mkdir(parents=True)
     (run.path / "checkpoint_step_2").rename(dead / "checkpoint_step_2")
-    assert run.went_on() == "run/checkpoint_step_6"
+    assert run.resumes_from() == "run/checkpoint_step_6"
     assert load_checkpoint(run.path / "overwritten" / "1" / "checkpoint_step_2").manifest.step == 2
 
 
@@ -375,7 +377,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("key", ["resume_from_checkpoint", "restart_from"])
 @pytest.mark.parametrize(("make", "told"), OTHERS.items(), ids=lambda case: getattr(case, "__name__", ""))
-def test_what_is_no_checkpoint_of_a_run_is_one_message_with_the_way(make, told, key, run: Folder) -> None:  # type: ignore[no-untyped-def]
+def test_a_path_that_is_not_a_checkpoint_of_a_run_is_refused_with_one_message(make, told, key, run: Folder) -> None:  # type: ignore[no-untyped-def]
     given = make(run.path.parent / "given")
     with pytest.raises(BadInput) as caught:
         run.begin(f"{key}={given}")
@@ -387,7 +389,7 @@ def test_what_is_no_checkpoint_of_a_run_is_one_message_with_the_way(make, told, 
     assert not run.path.exists()
 
 
-def test_a_damaged_checkpoint_is_an_error_that_says_where_whole_ones_are(source: Folder, run: Folder) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_place_of_undamaged_ones(source: Folder, run: Folder) -> None:
     folder = source.path / "checkpoint_step_4"
     (folder / "optimizer.json").write_text("{}")
     with pytest.raises(DamagedCheckpoint) as caught:

@@ -1,4 +1,4 @@
-"""Wherever a run begins and however it is interrupted: it goes on from its own newest step, to the same bits."""
+"""Wherever a run begins and however it is interrupted: it resumes from its own newest step, to the same bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def beginnings(
 
 
 @pytest.mark.parametrize(("begin", "end", "ranks"), sampled_cases(CASES, SAMPLE))
-def test_an_interrupted_run_goes_on_from_its_own_newest_step(
+def test_an_interrupted_run_resumes_from_its_own_newest_step(
     begin: str, end: str, ranks: int, beginnings: Mapping[int, Beginnings], tmp_path: Path
 ) -> None:
     undisturbed = beginnings[ranks].undisturbed(begin)
@@ -88,8 +88,10 @@ LAUNCHERS = {
     ("begin", "ranks"),
     sampled_cases([("PATH", 1), ("null", 2), ("PATH", 2), ("null", 1)], [("null", 2)]),
 )
-def test_the_programs_themselves(begin: str, ranks: int, beginnings: Mapping[int, Beginnings], tmp_path: Path) -> None:
-    """safe_train.py over train.py, which is killed when it is about to commit the step after its first own one."""
+def test_safe_train_over_a_killed_train_py_ends_with_the_same_bits(
+    begin: str, ranks: int, beginnings: Mapping[int, Beginnings], tmp_path: Path
+) -> None:
+    """safe_train.py relaunches train.py, which is killed just before it commits its second own step."""
     runs = beginnings[ranks]
     undisturbed, newest = runs.undisturbed(begin), begins_at(begin) + 2
     (tmp_path / "die.py").write_text(DIE_ONCE)

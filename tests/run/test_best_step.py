@@ -71,14 +71,14 @@ def test_a_value_that_is_not_a_number_is_never_the_best() -> None:
     assert seen(0.7, math.inf).crowd == Best(10, 0.7)
 
 
-def test_the_state_holds_it_and_reads_older_states_without_it() -> None:
+def test_the_state_holds_the_best_step_and_states_without_it_are_read() -> None:
     state = TrainState(step=30, skipped=(0, 0), validation=seen(0.5, 0.3, 0.4))
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     older = {key: value for key, value in state.to_dict().items() if key != "validation"}
     assert TrainState.from_dict(older).validation == Validation()
 
 
-def test_the_failure_of_the_last_save_is_not_taken_for_one_of_the_best_step() -> None:
+def test_a_failed_last_save_is_not_mistaken_for_a_failed_save_of_the_best_step() -> None:
     class Failed:
         def wait_until_finished(self) -> None:
             raise CheckpointError("the last step was not written")
@@ -115,7 +115,7 @@ def test_settings_that_cannot_work_are_refused(words: list[str], message: str) -
         load_config(None, words)
 
 
-def test_names_that_users_of_transformers_type() -> None:
+def test_the_names_of_transformers_keys_are_understood() -> None:
     config = load_config(None, ["metric_for_best_model=eval_loss", "greater_is_better=false"])
     assert (config.metric_for_best_model, config.keeps_best) == ("nll", False)
     assert load_config(None, ["metric_for_best_model=eval_accuracy"]).metric_for_best_model == "exact_match"
@@ -168,7 +168,7 @@ def test_a_run_ends_with_its_patience_and_its_result_is_the_best_step(undisturbe
     ],
     ids=str,
 )
-def test_a_run_that_was_ended_between_finds_the_same_best_and_the_same_end(
+def test_a_run_that_was_killed_finds_the_same_best_step_and_the_same_end(
     trials: Trials, undisturbed: Path, fate: Fate
 ) -> None:
     folder = trials.new_folder()
@@ -178,8 +178,8 @@ def test_a_run_that_was_ended_between_finds_the_same_best_and_the_same_end(
     assert checkpoints(folder) == checkpoints(undisturbed)
 
 
-def test_an_evaluation_after_the_last_save_counts_on_a_resume(trials: Trials, undisturbed: Path) -> None:
-    """Killed right after the evaluation of a step whose checkpoint is older than it: the metrics remember."""
+def test_a_resume_counts_an_evaluation_made_after_the_last_save(trials: Trials, undisturbed: Path) -> None:
+    """The run is killed after an evaluation that no checkpoint holds yet; metrics.jsonl has its values."""
     folder = trials.new_folder()
     keys = {"save_steps": 4}
     assert spoilt(trials, folder, Fate("SIGKILL", steps=4, committed=4), **keys) == [-signal.SIGKILL]
@@ -191,7 +191,7 @@ def test_an_evaluation_after_the_last_save_counts_on_a_resume(trials: Trials, un
     assert not differences(account(undisturbed), account(folder))
 
 
-def test_two_processes_agree(trials: Trials) -> None:
+def test_two_processes_agree_on_the_best_step(trials: Trials) -> None:
     whole, cut = trials.new_folder(), trials.new_folder()
     assert spoilt(trials, whole, ranks=2) == [0, 0], (whole / "log").read_text()
     fate = Fate("SIGKILL", steps=5, committed=3)
@@ -201,7 +201,7 @@ def test_two_processes_agree(trials: Trials) -> None:
     assert not differences(account(whole), account(cut))
 
 
-def test_a_second_call_has_nothing_to_do_and_more_patience_goes_on(trials: Trials, undisturbed: Path) -> None:
+def test_a_second_call_trains_nothing_and_one_with_more_patience_continues(trials: Trials, undisturbed: Path) -> None:
     log = undisturbed / "log"
     assert spoilt(trials, undisturbed) == [0]
     assert f"This run is complete at step {LAST}" in log.read_text()
@@ -225,7 +225,7 @@ def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> Non
     assert (record["step"], record["best"]["crowd"]["step"]) == (LAST, BEST)
 
 
-def test_another_metric_begins_again(trials: Trials) -> None:
+def test_another_metric_starts_the_search_for_the_best_step_again(trials: Trials) -> None:
     folder = trials.new_folder()
     assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
     assert spoilt(trials, folder, metric_for_best_model="exact_match", early_stopping_patience=100) == [0]

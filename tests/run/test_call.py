@@ -60,7 +60,7 @@ KEYS: dict[str, Any] = {
 
 
 class Witness:
-    """Writes down what it is told, and does all that a callback should not do."""
+    """A callback that records every event, and disturbs generators and arguments as a careless one would."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
@@ -92,7 +92,7 @@ class Witness:
 
 
 class StopAt:
-    """Asks for a stop after a step, as a person or as a program."""
+    """A callback that stops the run after a step, by a signal or by the control."""
 
     def __init__(self, step: int, *, by_signal: bool = False) -> None:
         self.step, self.by_signal = step, by_signal
@@ -115,7 +115,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_callbacks_are_told_everything_and_change_no_bit(plain: Path, tmp_path: Path) -> None:
+def test_callbacks_receive_every_event_and_change_no_bit(plain: Path, tmp_path: Path) -> None:
     witness = Witness()
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], show_example=False)
     assert (result.status, result.step, result.reason) == ("completed", 4, None)
@@ -135,7 +135,7 @@ def test_callbacks_are_told_everything_and_change_no_bit(plain: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_whose_end_failed_after_its_scores_is_ended_by_the_next_call(tmp_path: Path) -> None:
-    """It was called complete; its mirror lacked the last step, and its status was "failed" for good."""
+    """Such a run was called complete, though its mirror lacked the last step and its status stayed "failed"."""
 
     class Fails:
         def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -206,7 +206,7 @@ def test_the_curves_of_a_result_are_those_of_its_history(plain: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_call_restores_signal_handlers_threads_and_generators(tmp_path: Path) -> None:
     def settings() -> list[Any]:
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
         wakeup = signal.set_wakeup_fd(-1)
@@ -226,7 +226,7 @@ def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
     [(StopAt(1), "callback"), (StopAt(1, by_signal=True), "signal:SIGINT")],
     ids=["by a callback", "by Ctrl-C"],
 )
-def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
+def test_a_stopped_run_is_saved_and_the_same_call_resumes_it(
     stop: StopAt, reason: str, plain: Path, tmp_path: Path
 ) -> None:
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[stop])
@@ -241,8 +241,8 @@ def test_a_stopped_run_is_saved_and_goes_on_with_the_same_call(
 
 
 @pytest.mark.slow
-def test_an_interrupted_job_is_put_back_when_all_else_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM ends what is left of the job then. The lease is released after it, because training.log needs it."""
+def test_an_interrupted_job_is_requeued_after_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM kills the job when it is requeued. The lease is released even later, because training.log needs it."""
     acts: list[str] = []
 
     def noted(name: str, act: Callable[..., object]) -> Callable[..., object]:
@@ -260,7 +260,7 @@ def test_an_interrupted_job_is_put_back_when_all_else_is_done(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_finished_run_that_went_on_is_complete_when_its_new_last_step_has_its_scores(tmp_path: Path) -> None:
+def test_an_extended_run_is_complete_when_its_new_last_step_has_its_scores(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = ci_llm.train(KEYS, output_dir=folder, max_train_steps=2)
     assert first.metrics["last_step"] == 2
@@ -290,7 +290,7 @@ def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_an_error_of_a_callback_ends_the_run_and_is_on_record(tmp_path: Path) -> None:
+def test_an_error_of_a_callback_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
     class Broken:
         def on_step_end(self, *_: object, **__: object) -> None:
             raise ZeroDivisionError
@@ -301,7 +301,7 @@ def test_an_error_of_a_callback_ends_the_run_and_is_on_record(tmp_path: Path) ->
 
 
 def two_runs(folder: str) -> int:
-    """On each of several processes: two runs in a row, and what they came to."""
+    """On each of several processes: trains two runs in a row and writes their results."""
     torch.set_num_threads(1)
     for name in ("one", "other"):
         result = ci_llm.train(KEYS, output_dir=Path(folder, name))
@@ -321,7 +321,7 @@ def test_every_process_of_a_launcher_gets_the_same_result_twice_in_a_row(server:
 
 
 @pytest.mark.slow
-def test_in_a_notebook_the_stop_button_returns_a_result_and_the_next_cell_goes_on(tmp_path: Path) -> None:
+def test_in_a_notebook_the_stop_button_returns_a_result_and_the_next_cell_resumes(tmp_path: Path) -> None:
     keys = {**KEYS, "output_dir": str(tmp_path / "run")}
     cells = [
         "import os, signal\nimport ci_llm\n"
@@ -383,7 +383,7 @@ def test_bad_input_is_an_exception_that_says_what_and_where(
 
 
 def test_max_runtime_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook that is older than it, a call trained nothing and ended the interpreter."""
+    """A call in a notebook older than `max_runtime` trained nothing and ended the interpreter."""
     calls: list[Any] = []
     monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
     monkeypatch.setattr(job, "run_job", lambda *args, **_: calls.append(args))
@@ -410,7 +410,7 @@ def test_a_second_run_at_the_same_time_is_refused_and_a_forked_child_may_train()
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_callback_for_an_event_that_nothing_calls_is_refused() -> None:
+def test_a_callback_for_an_event_that_does_not_exist_is_refused() -> None:
     class Misspelt:
         def on_step_ends(self, *_: object) -> None:
             raise AssertionError
@@ -419,7 +419,7 @@ def test_a_callback_for_an_event_that_nothing_calls_is_refused() -> None:
         Callbacks([Misspelt()])
 
 
-def test_a_class_in_place_of_a_callback_is_named() -> None:
+def test_a_class_in_place_of_a_callback_is_refused_by_name() -> None:
     class Watch:
         def on_step_end(self, *_: object) -> None:
             raise AssertionError
@@ -428,6 +428,6 @@ def test_a_class_in_place_of_a_callback_is_named() -> None:
         Callbacks([Watch])
 
 
-def test_a_control_has_no_other_wishes() -> None:
+def test_a_control_refuses_unknown_attributes() -> None:
     with pytest.raises(AttributeError):
         TrainerControl().should_save = True  # type: ignore[attr-defined]

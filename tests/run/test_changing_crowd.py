@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.crowd.crowd import Crowd
 from tests.support.agent_facts import facts_of
-from tests.support.asked import train_asked
+from tests.support.asked import complete, metrics, train_asked
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -29,12 +29,6 @@ def branched(trials: Trials) -> Path:
     return complete(trials, CELL, **BRANCHING)
 
 
-def complete(trials: Trials, cell: Cell, **keys: Any) -> Path:
-    folder = trials.new_folder()
-    assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
-    return folder
-
-
 def asked(
     trials: Trials, server: ForkServer, cell: Cell, *asks: Any, folder: Path | None = None, **options: Any
 ) -> Path:
@@ -48,10 +42,6 @@ def asked(
     )
     assert found == codes, (folder / "log").read_text()
     return folder
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
 # Branches
@@ -71,7 +61,7 @@ def test_a_run_that_branches_takes_the_agent_steps_of_the_crowd(branched: Path) 
     assert f"after step {BRANCH_POINT}: branch agent0; the crowd is agent0, agent1, agent2" in log
 
 
-def test_branches_differ_and_their_mean_is_an_agent(branched: Path) -> None:
+def test_branches_differ_and_have_a_common_start(branched: Path) -> None:
     crowd = Crowd.from_pretrained(branched / "run")
     rows = [row.detach() for row in crowd.agents.rows]
     assert crowd.num_agents == 3
@@ -104,7 +94,7 @@ def test_a_branch_has_the_bits_that_it_has_among_fewer(trials: Trials) -> None:
 
 @pytest.mark.parametrize("saved", range(BRANCH_POINT - 2, LAST))
 def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched: Path, saved: int) -> None:
-    """It goes on from a checkpoint before, at or after the branch point."""
+    """It resumes from a checkpoint before, at or after the branch point."""
     folder = trials.new_folder()
     fate = Fate("SIGKILL", saved + 1, 1, committed=saved) if saved + 1 < LAST else Fate("SIGKILL", LAST, None, saved)
     assert trials.train(CELL, folder, fate, save_steps=saved, **BRANCHING) == [-signal.SIGKILL]
@@ -115,7 +105,7 @@ def test_a_branching_run_killed_around_its_branch_point(trials: Trials, branched
     assert not differences(account(branched), account(folder))
 
 
-def test_branches_of_ivon_go_on_with_its_moments(trials: Trials) -> None:
+def test_branches_under_ivon_keep_its_moments(trials: Trials) -> None:
     cell = Cell(accumulation=2, optimizer="ivon")
     folder = trials.new_folder()
     fate = Fate("SIGKILL", BRANCH_POINT + 1, 1, committed=BRANCH_POINT)
@@ -154,7 +144,7 @@ def test_two_processes_branch_and_are_killed_around_it(trials: Trials) -> None:
         assert not differences(undisturbed, account(folder))
 
 
-def test_a_longer_run_branches_where_it_was_to_branch(trials: Trials) -> None:
+def test_a_run_with_more_steps_keeps_its_branch_point(trials: Trials) -> None:
     """The branch point is part of the checkpoint: 3 agents over 6 steps have 18 agent-steps, of which 6 are taken."""
     folder = trials.new_folder()
     fate = Fate("SIGTERM", BRANCH_POINT - 3)
@@ -173,7 +163,7 @@ PLAIN: Final = Cell()
 
 
 def own_facts(folder: Path, name: str) -> dict[str, Any]:
-    """Of one agent; a crowd that has changed tells the rate of each, another one that of all."""
+    """The facts of one agent, without the rate: a changed crowd logs one rate per agent, others a common one."""
     return {fact: value for fact, value in facts_of(folder, name).items() if "learning_rate" not in fact}
 
 
@@ -191,7 +181,7 @@ def stopped(trials: Trials, server: ForkServer) -> Path:
     return asked(trials, server, PLAIN, (2, ["stop", "1"]), **THREE)
 
 
-def test_the_others_go_on_as_if_the_stopped_agent_had_never_been_there(
+def test_the_others_train_as_if_the_stopped_agent_had_never_been_there(
     trials: Trials, unchanged: Path, stopped: Path
 ) -> None:
     for name in ("agent0", "agent2"):
@@ -220,7 +210,7 @@ def test_what_a_run_leaves_of_a_stopped_agent(stopped: Path) -> None:
 def test_a_run_killed_after_a_stop_stops_the_agent_at_the_same_step_again(
     trials: Trials, server: ForkServer, stopped: Path
 ) -> None:
-    """From a checkpoint before the stop: the record in the folder says when it was."""
+    """It resumes from a checkpoint before the stop; the record in the folder has the step of the stop."""
     fate = vars(Fate("SIGKILL", 3, 0, committed=1))
     folder = asked(
         *(trials, server, PLAIN, (2, ["stop", "1"])), **THREE, save_steps=1, fate=fate, codes=[-signal.SIGKILL]
@@ -236,7 +226,7 @@ def test_a_run_killed_after_a_stop_stops_the_agent_at_the_same_step_again(
     assert not request.exists()
 
 
-def test_a_run_killed_after_a_stop_goes_on_from_a_checkpoint_after_it(
+def test_a_run_killed_after_a_stop_resumes_from_a_checkpoint_after_it(
     trials: Trials, server: ForkServer, stopped: Path
 ) -> None:
     fate = vars(Fate("SIGKILL", 4, 0, committed=3))
@@ -248,9 +238,7 @@ def test_a_run_killed_after_a_stop_goes_on_from_a_checkpoint_after_it(
     assert not differences(account(stopped), account(folder))
 
 
-def test_a_copy_stays_equal_and_a_copy_with_other_settings_does_not(
-    trials: Trials, server: ForkServer, unchanged: Path
-) -> None:
+def test_a_clone_stays_equal_unless_it_has_other_settings(trials: Trials, server: ForkServer, unchanged: Path) -> None:
     asks = (2, ["clone", "2"]), (4, ["clone", "0", "learning_rate=1e-3", "seed=7", "name=slow"])
     folder = asked(trials, server, PLAIN, *asks, **THREE)
     final = account(folder)
@@ -276,7 +264,7 @@ def test_two_processes_stop_and_clone_at_the_same_step(trials: Trials, server: F
     assert not differences(account(undisturbed), account(folder))
 
 
-def test_what_cannot_be_done_is_refused_and_the_run_goes_on(
+def test_a_request_that_cannot_be_met_is_refused_and_the_run_continues(
     trials: Trials, server: ForkServer, unchanged: Path
 ) -> None:
     asks = (2, ["stop", "9"]), (3, ["clone", "8"])
@@ -298,8 +286,8 @@ def own_rows(*entries: str) -> dict[str, Any]:
     return THREE | {"agents": f"[{', '.join(entries)}]", "num_agents": len(entries)}
 
 
-def test_the_entry_of_a_stopped_agent_has_to_stay(trials: Trials, server: ForkServer) -> None:
-    """It ended in an IndexError."""
+def test_a_resume_without_the_entry_of_a_stopped_agent_is_refused(trials: Trials, server: ForkServer) -> None:
+    """This ended in an IndexError."""
     keys, fate = own_rows(*OWN_ROWS), vars(Fate("SIGKILL", 4, 0, committed=3))
     folder = asked(trials, server, CELL, (2, ["stop", "0"]), **keys, save_steps=3, fate=fate, codes=[-signal.SIGKILL])
     fewer = {**keys, **own_rows(*OWN_ROWS[1:])}
@@ -310,8 +298,8 @@ def test_the_entry_of_a_stopped_agent_has_to_stay(trials: Trials, server: ForkSe
     assert trials.train(CELL, folder, **keys) == [0], (folder / "log").read_text()
 
 
-def test_agents_with_rows_of_their_own_go_on_with_them(trials: Trials, server: ForkServer) -> None:
-    """A stop while loader workers have prepared the rows of all, and a clone; killed and resumed."""
+def test_clones_and_remaining_agents_keep_their_own_rows(trials: Trials, server: ForkServer) -> None:
+    """An agent is stopped after loader workers have prepared the rows of all, another one is cloned."""
     cell, keys = Cell(accumulation=2, workers=2), own_rows(*OWN_ROWS)
     asks = (2, ["stop", "1"]), (4, ["clone", "0"])
     folder = asked(trials, server, cell, *asks, **keys)

@@ -21,7 +21,7 @@ from ci_llm.run.crowd_changes import BY_HEART, TRAINING_NLL, change_of, choice_f
 from ci_llm.run.start.agent_settings import schedules
 from ci_llm.run.step.members import CrowdChange, Members, config_of
 from ci_llm.run.step.state import Choice, TrainState
-from tests.support.asked import train_asked
+from tests.support.asked import complete, metrics, train_asked
 from tests.support.crowds import bits_in_company
 from tests.support.faults import Fault, said, train
 from tools.testbed.forkserver import ForkServer
@@ -43,7 +43,7 @@ def test_an_agent_that_learns_its_rows_by_heart_is_joined() -> None:
 
 @pytest.mark.slow
 @given(st.integers(2, 12), st.integers(2, 5000))
-def test_either_way_the_agents_take_the_steps_of_a_fixed_crowd(agents: int, steps: int) -> None:
+def test_with_either_decision_the_agents_take_the_steps_of_a_fixed_crowd(agents: int, steps: int) -> None:
     config = AUTO.model_copy(update={"num_agents": agents})
     first = Members.first(config, steps)
     assert first is not None
@@ -94,7 +94,7 @@ def test_the_decision_is_part_of_the_state_of_a_run() -> None:
     assert "choice" not in TrainState(skipped=(0,)).to_dict()  # as older checkpoints have it
 
 
-def test_what_an_earlier_version_decided_is_refused() -> None:
+def test_a_decision_of_an_earlier_version_is_refused() -> None:
     earlier = {"step": 9, "training": 0.2, "crowd": 0.1, "agent": 2}
     with pytest.raises(CheckpointError, match="an earlier version decided"):
         TrainState.from_dict({**TrainState(skipped=(0,)).to_dict(), "choice": earlier})
@@ -113,7 +113,7 @@ def test_what_an_earlier_version_decided_is_refused() -> None:
         ({"max_train_steps": 1}, "one step leaves nothing"),
     ],
 )
-def test_what_leaves_nothing_to_decide(keys: dict[str, object], says: str) -> None:
+def test_settings_that_leave_nothing_to_decide_are_refused(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config(crowd="auto", **keys)
 
@@ -131,23 +131,13 @@ CELL: Final = Cell()
 in_trials = pytest.mark.slow
 
 
-def complete(trials: Trials, cell: Cell = CELL, **keys: Any) -> Path:
-    folder = trials.new_folder()
-    assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
-    return folder
-
-
 def read(folder: Path, name: str) -> Any:
     return json.loads((folder / "run" / name).read_text())
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def stays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a run of which one agent stays alone: it knows new rows as well, because they are its training rows."""
+    """Keys of a run whose first agent stays alone: its evaluation rows are its training rows, so it knows them."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, islice(rows("train"), 9))))
     return KEYS | {"dataset_name": file, "eval_dataset_name": file, "max_train_samples": 9, "eval_samples": 9}
@@ -160,13 +150,13 @@ JOINS: Final = KEYS | {"max_train_samples": 2, "learning_rate": 2e-2, "num_warmu
 @pytest.fixture(scope="module")
 def alone(trials: Trials, stays: dict[str, Any]) -> Path:
     """The folder of an undisturbed run of which one agent stays alone."""
-    return complete(trials, **stays)
+    return complete(trials, CELL, **stays)
 
 
 @pytest.fixture(scope="module")
 def joined(trials: Trials) -> Path:
-    """That of one in which the others join."""
-    return complete(trials, **JOINS)
+    """The folder of an undisturbed run in which the others join."""
+    return complete(trials, CELL, **JOINS)
 
 
 class TestRuns:
@@ -186,12 +176,12 @@ class TestRuns:
         (decided,) = [line for line in metrics(alone) if TRAINING_NLL in line]
         assert decided[TRAINING_NLL] >= BY_HEART * decided["eval/agent0/nll"]
 
-    def test_it_has_the_bits_of_one_agent_from_the_start(
+    def test_an_agent_that_stays_alone_has_the_bits_of_a_run_of_one_agent(
         self, trials: Trials, stays: dict[str, Any], alone: Path
     ) -> None:
         rate = 4e-3 / math.sqrt(3)  # of the configuration of a trial
         single = stays | {"crowd": "fixed", "num_agents": 1, "max_train_steps": AGENT_STEPS, "learning_rate": rate}
-        ours, theirs = account(alone), account(complete(trials, **single))
+        ours, theirs = account(alone), account(complete(trials, CELL, **single))
         same = [name for name in theirs if "adapter_model" in name or "exp_avg" in name or "witnessed" in name]
         assert len(same) > 8
         assert [name for name in same if ours[name] != theirs[name]] == []
@@ -231,10 +221,10 @@ class TestRuns:
         assert trials.train(CELL, folder, **stays) == [0], (folder / "log").read_text()
         assert not differences(account(alone), account(folder))
 
-    def test_what_was_decided_is_done_again_from_an_older_checkpoint(
+    def test_a_recorded_decision_is_repeated_from_an_older_checkpoint(
         self, trials: Trials, stays: dict[str, Any]
     ) -> None:
-        """Whatever the evaluation says the second time: the record does."""
+        """The recorded decision counts, also where the second evaluation would decide otherwise."""
         folder, fate = trials.new_folder(), Fate("SIGKILL", DECIDES + 3, committed=DECIDES + 2)
         often = {"save_steps": 1, "save_total_limit": 20}
         assert trials.train(CELL, folder, fate, **stays, **often) == [-signal.SIGKILL]
@@ -249,7 +239,7 @@ class TestRuns:
     def test_loader_workers_prepare_the_rows_of_both(self, trials: Trials, joined: Path) -> None:
         assert not differences(account(joined), account(complete(trials, Cell(workers=2), **JOINS)))
 
-    def test_two_processes_agree_and_repeat_it(self, trials: Trials) -> None:
+    def test_two_processes_agree_on_the_decision_and_repeat_it(self, trials: Trials) -> None:
         cell = Cell(ranks=2)
         undisturbed = complete(trials, cell, **JOINS)
         assert read(undisturbed, "evaluation.json")["last_step"] == JOINED

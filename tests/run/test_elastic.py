@@ -1,4 +1,4 @@
-"""Machines come, die and are taken away: every row counts once, and the weights are those of a world that stays."""
+"""Machines join, die and are preempted: every row counts once, and the weights equal those of a fixed world."""
 
 from __future__ import annotations
 

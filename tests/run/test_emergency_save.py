@@ -74,8 +74,8 @@ def test_an_error_of_the_emergency_save_is_reported_before_the_exit(
 
 
 @pytest.mark.parametrize("unreachable", [False, True])
-def test_the_job_is_put_back_when_everything_is_sent(monkeypatch: pytest.MonkeyPatch, unreachable: bool) -> None:
-    """Also when nothing could be sent."""
+def test_the_job_is_requeued_after_everything_was_sent(monkeypatch: pytest.MonkeyPatch, unreachable: bool) -> None:
+    """The job is requeued also when nothing could be sent."""
     done: list[object] = []
 
     def send() -> None:

@@ -70,7 +70,7 @@ def test_two_processes_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
 
-def test_dying_again_and_again(trials: Trials) -> None:
+def test_a_run_that_dies_five_times_ends_with_the_same_bits(trials: Trials) -> None:
     """Five attempts, each of which saves after two steps and dies after three; the sixth gets to the end."""
     cell = Cell(accumulation=4, dropout=0.1)
     folder = trials.new_folder()
@@ -152,7 +152,7 @@ def test_interrupted_and_resumed(trials: Trials, cell: Cell) -> None:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
-    """Killed there the run goes on from the step before it, which was saved; asked to stop, it saves that step."""
+    """Killed there the run resumes from the step before it, which was saved; asked to stop, it saves that step."""
     cell = Cell("mid epoch 1", dropout=0.1)
     folder = trials.new_folder()
     killed = name == "SIGKILL"
@@ -163,7 +163,7 @@ def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
 
 
 def test_a_process_without_rows_has_its_generators_restored(trials: Trials) -> None:
-    """The only step after the resume has one row: the second process draws nothing that would set them again."""
+    """The only step after the resume has one row, so the second process draws nothing that would reset them."""
     cell = Cell(dropout=0.1, ranks=2)
     undisturbed, folder = trials.new_folder(), trials.new_folder()
     assert trials.train(cell, undisturbed, max_train_steps=10) == [0, 0]

@@ -1,9 +1,9 @@
-"""A run that the first release saved at step 12 of 24, and that a kill ended, goes on here to the bits it had there.
+"""A run that the first release saved at step 12 of 24, and that a kill ended, resumes here to the bits it had there.
 
 Its config.yaml holds options that are no keys any more.
 
 The fixture holds the killed run, and of the undisturbed one the manifest and the adapters at step 24, as the processor
-of that day computed them. `ends.json` has the bits to which the first release itself goes on on other machines, by a
+of that day computed them. `ends.json` has the bits to which the first release itself resumes on other machines, by a
 digest of what such a machine computes without a line of this package: were it our own digest, a change of ours would
 change it too, and nothing would be compared any more. On a machine with another digest the adapters are compared to a
 tolerance. The test prints which.
@@ -67,7 +67,7 @@ def test_a_run_of_the_first_release_ends_with_its_bits(
     server: ForkServer, tmp_path: Path, backend: str, ranks: int
 ) -> None:
     take_killed(backend, tmp_path)
-    said = go_on(server, tmp_path, backend, ranks)
+    said = resume(server, tmp_path, backend, ranks)
     require_end(tmp_path, backend, said)
 
 
@@ -89,7 +89,7 @@ def test_an_option_without_effect_changes_nothing_whether_the_old_run_or_this_on
     take_killed("vanilla", tmp_path)
     if not words:
         record_asked(tmp_path / "killed/checkpoint_step_12")
-    said = go_on(server, tmp_path, "vanilla", 1, words)
+    said = resume(server, tmp_path, "vanilla", 1, words)
     require_end(tmp_path, "vanilla", said)
     assert "another run" not in said
     repeats_the_words = "num_agents=2"
@@ -117,7 +117,7 @@ def record_asked(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(changed.dump())
 
 
-def go_on(server: ForkServer, tmp_path: Path, backend: str, ranks: int, words: Iterable[str] = ()) -> str:
+def resume(server: ForkServer, tmp_path: Path, backend: str, ranks: int, words: Iterable[str] = ()) -> str:
     """Resume the run; returns its log."""
     arguments = [f"{key}={value}" for key, value in {**KEYS, "checkpoint_backend": backend}.items()]
     log = tmp_path / "log"

@@ -88,7 +88,7 @@ def test_rows_of_each_kind_are_those_of_a_file(kind: str, tmp_path: Path) -> Non
         assert (found.fingerprint, found.numbers) == (wanted.fingerprint, wanted.numbers)
 
 
-def test_the_same_rows_have_the_same_name_and_others_another() -> None:
+def test_equal_rows_have_equal_names_and_other_rows_have_other_names() -> None:
     first = kept_rows(ROWS, "dataset")
     written = Path(first).stat().st_mtime_ns
     assert kept_rows(iter(ROWS), "dataset") == first
@@ -144,7 +144,7 @@ def test_rows_that_cannot_be_used_are_refused_and_nothing_is_made(kind: str, arg
 
 
 def until_step_two_and_killed(folder: str, cache: str) -> int:
-    """In a process of its own: a run that is killed after the checkpoint of step 2."""
+    """Trains in a process of its own and is killed after the checkpoint of step 2."""
     os.environ["CI_LLM_CACHE"] = cache
 
     class Kill:
@@ -158,7 +158,7 @@ def until_step_two_and_killed(folder: str, cache: str) -> int:
 
 
 def to_the_end(folder: str, cache: str) -> int:
-    """In a process of its own."""
+    """Trains to the end on rows in memory, in a process of its own."""
     os.environ["CI_LLM_CACHE"] = cache
     torch.set_num_threads(1)
     ci_llm.train(dataset=lambda: iter(ROWS), output_dir=folder, **SHORT)
@@ -166,7 +166,7 @@ def to_the_end(folder: str, cache: str) -> int:
 
 
 def of_a_file(folder: str, file: str) -> int:
-    """In a process of its own."""
+    """Trains on the rows of a file, in a process of its own."""
     torch.set_num_threads(1)
     ci_llm.train(dataset=file, output_dir=folder, **SHORT)
     return 0
@@ -381,7 +381,7 @@ def test_a_quiet_call_prints_nothing_but_warnings_and_a_handler_gets_everything(
         ({"dataset": ROWS, "max_seq_length": 99999}, r"max_seq_length=99999(.|\n)*max_seq_length=\d+", "--"),
     ],
 )
-def test_messages_speak_of_arguments(
+def test_messages_name_arguments_of_the_call(
     keys: dict[str, Any], said: str, unsaid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 
 def stacks(folder: Path) -> list[str]:
-    """What the log says of each process that stood still, in the order of their numbers."""
+    """The stacks that the log shows of each process without progress, in the order of their numbers."""
     log = (folder / "run" / "training.log").read_text()
     parts = log.split("stacks of process ")[1:]
     return sorted(parts)
@@ -36,7 +36,7 @@ def stacks(folder: Path) -> list[str]:
 # A hang
 
 
-def test_a_process_that_never_comes_to_the_ballot(server: ForkServer, tmp_path: Path) -> None:
+def test_a_process_that_never_reaches_the_vote_is_reported_with_its_stack(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("hang", steps=(3,), process=1)
     assert train(server, tmp_path, fault, ranks=2, global_batch_size=8, hang_timeout=3) == [1, 1], said(tmp_path)
     assert fired(tmp_path) == [("hang", 3, 1)]
@@ -52,7 +52,7 @@ def test_a_process_that_never_comes_to_the_ballot(server: ForkServer, tmp_path: 
     assert train(server, tmp_path, ranks=2, global_batch_size=8) == [0, 0], said(tmp_path)
 
 
-def test_a_worker_of_the_loader_that_never_answers(server: ForkServer, tmp_path: Path) -> None:
+def test_a_loader_worker_that_never_answers_is_reported_with_its_stack(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("hang in a worker", steps=(5,))
     assert train(server, tmp_path, fault, num_workers=1, hang_timeout=3) == [1], said(tmp_path)
     assert [kind for kind, _, _ in fired(tmp_path)] == ["hang in a worker"]
@@ -122,7 +122,7 @@ def train_and_count(folder: str, words: list[str]) -> int:
         most[work] = max(most[work], since.total())
 
     class Counted(Decoder):
-        """The decoder of texts, and not that of the trial before the first of them."""
+        """Counts the steps of the decoder that writes texts, and not of the trial before the first text."""
 
         def step(self) -> list[Request]:
             count("generation")
@@ -138,7 +138,7 @@ def train_and_count(folder: str, words: list[str]) -> int:
 
 
 def test_every_micro_step_batch_and_token_is_a_sign_of_life(server: ForkServer, tmp_path: Path) -> None:
-    """Else a run that makes progress would be ended where its evaluation takes longer than its steps."""
+    """Otherwise a run whose evaluation takes longer than its steps would be ended although it makes progress."""
     keys = {"eval_steps": 4, "eval_samples": 60, "generation_eval_samples": 6, "max_new_tokens_eval": 8}
     words = [f"{key}={value}" for key, value in (KEYS | keys | {"max_train_steps": 6}).items()]
     codes = server.run(train_and_count, tmp_path / "log", folder=str(tmp_path), words=words)
@@ -179,7 +179,7 @@ def test_a_suspended_limit_counts_no_silence_and_learns_nothing() -> None:
 # A full disk
 
 
-def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_goes_on(server: ForkServer, tmp_path: Path) -> None:
+def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_continues(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("disk full", steps=(3,))
     assert train(server, tmp_path, fault, save_steps=4, async_save="false") == [0], said(tmp_path)
     assert fired(tmp_path) == [("disk full", 3, 0)]
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_goes_on(server:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_results_that_find_no_space_are_no_completed_run(ranks: int, server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_whose_results_find_no_space_is_not_completed(ranks: int, server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("disk full", steps=(11,))
     assert train(server, tmp_path, fault, ranks=ranks, save_steps=6) == [1] * ranks, said(tmp_path)
     status = read_status(tmp_path / "run")
@@ -202,7 +202,7 @@ def test_results_that_find_no_space_are_no_completed_run(ranks: int, server: For
     assert read_status(tmp_path / "run").status == "completed"
 
 
-def test_a_failure_that_cannot_be_written_hides_nothing(server: ForkServer, tmp_path: Path) -> None:
+def test_a_failure_is_raised_although_its_record_cannot_be_written(server: ForkServer, tmp_path: Path) -> None:
     faults = (Fault("bug", steps=(2,)), Fault("failure unwritten", steps=(2,)))
     assert train(server, tmp_path, *faults) == [1]
     assert {kind for kind, _, _ in fired(tmp_path)} == {"bug", "failure unwritten"}

@@ -67,12 +67,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be mistreated."""
+    """A copy of a finished run, which a test may damage."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.mark.slow
-def test_what_a_run_leaves(finished: Path) -> None:
+def test_a_completed_run_leaves_the_documented_files(finished: Path) -> None:
     assert (read_status(finished).status, read_status(finished).total_steps) == ("completed", 6)
     assert f"config    {CONFIG}; command line: num_agents=3 " in (finished / "training.log").read_text()
     assert sorted(p.name for p in finished.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_6"]
@@ -157,7 +157,7 @@ def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
 def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
     final = finished / "final_checkpoint"
     verify_folder(final)
-    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to go on"
+    assert not (finished / "checkpoint_step_6" / "agent0" / "tokenizer.json").exists(), "one copy is enough to resume"
     run_wide = AutoTokenizer.from_pretrained(final / "tokenizer")
     for k in range(3):
         own = AutoTokenizer.from_pretrained(final / f"agent{k}")
@@ -175,7 +175,7 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 def test_with_another_optimizer_the_moments_begin_again(
     before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused, unless that is wanted."""
+    """Another optimizer is refused unless `allow_inexact_resume` is set."""
     assert train(tmp_path, *before, "max_train_steps=2") == 0
     assert train(tmp_path, *now, "max_train_steps=4") == 2
     assert "optimizer was" in capsys.readouterr().err
@@ -205,10 +205,10 @@ def test_the_second_call_tries_a_push_again_that_failed(
 
 
 @pytest.mark.slow
-def test_a_push_that_is_broken_off_costs_no_second_evaluation(
+def test_a_push_that_was_interrupted_does_not_evaluate_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a job ends before its upload does, each attempt would have evaluated again."""
+    """Otherwise every attempt of a job that ends before its upload would evaluate again."""
 
     def broken_off(*_: object) -> None:
         raise KeyboardInterrupt
@@ -227,10 +227,10 @@ def test_a_push_that_is_broken_off_costs_no_second_evaluation(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [(RunLog, "finish_trackers"), (RunMirror, "end")])
-def test_a_call_that_is_broken_off_at_its_very_end_gives_folder_and_log_back(
+def test_a_call_interrupted_in_its_last_cleanup_releases_folder_and_log(
     last: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a notebook the process lives on after a second Ctrl-C, and its next call takes the folder."""
+    """The process of a notebook survives a second Ctrl-C, and its next call must be able to take the folder."""
 
     def broken_off(*_: object) -> None:
         monkeypatch.undo()  # once
@@ -255,10 +255,10 @@ def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
 
 
 @pytest.mark.slow
-def test_the_files_of_a_run_are_begun_in_the_work_folder_of_its_writer(
+def test_files_of_a_run_are_drafted_in_the_work_folder_of_its_writer(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a takeover stops a write that has begun already."""
+    """A takeover removes that folder, which stops a write that has already begun."""
     begun, rename = dict[str, set[Path]](), Filesystem.rename
 
     def noted(disk: Filesystem, source: Path, target: Path) -> None:
@@ -272,7 +272,9 @@ def test_the_files_of_a_run_are_begun_in_the_work_folder_of_its_writer(
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(run, "max_train_steps=8") == 0
     said = capsys.readouterr().out
     assert "step 6 of 8" in said
@@ -282,7 +284,7 @@ def test_a_longer_run_goes_on_and_says_what_it_is(run: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_run_that_is_longer_than_it_should_be_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_already_has_more_steps_than_asked_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(run, "max_train_steps=4") == 0
     told = "this run has taken 6 steps already, more than the 4 of max_train_steps: it ends here; restart_from=STEP"
     assert told in capsys.readouterr().out
@@ -311,8 +313,10 @@ def test_a_run_that_would_not_be_the_same_is_refused(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other threads would add up in another order."""
+def test_a_resumed_run_keeps_the_number_of_threads_that_it_began_with(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another number of threads would sum in another order."""
     surroundings: Any = verify_folder(run / "checkpoint_step_6").info["surroundings"]
     torch.set_num_threads(surroundings["threads"] + 1)
     assert train(run, "restart_from=4") == 0
@@ -321,7 +325,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(run: Path, capsys: py
 
 
 @pytest.mark.slow
-def test_another_version_of_a_library_is_named_and_no_refusal(
+def test_another_version_of_a_library_is_named_and_not_refused(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = numerics.version
@@ -352,7 +356,7 @@ def test_the_log_says_how_exact_a_run_with_other_settings_is(
 
 
 @pytest.mark.slow
-def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
+def test_going_back_moves_newer_checkpoints_away(run: Path) -> None:
     assert train(run, "restart_from=4", "max_train_steps=5") == 0
     assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
     assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
@@ -370,7 +374,7 @@ def test_going_back_moves_the_newer_ones_away(run: Path) -> None:
         ("", [], "nothing is left to train"),
     ],
 )
-def test_a_run_that_would_begin_where_it_ends_is_refused_before_any_evaluation(
+def test_a_run_that_begins_at_its_last_step_is_refused_before_any_evaluation(
     name: str, words: list[str], message: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path / "run", f"resume_from_checkpoint={finished / name}", *words) == 2
@@ -382,7 +386,7 @@ def test_a_run_that_would_begin_where_it_ends_is_refused_before_any_evaluation(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_final_checkpoint_of_another(
+def test_a_run_begins_from_the_final_checkpoint_of_another(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (f"resume_from_checkpoint={finished / 'final_checkpoint'}", "max_train_steps=8")
@@ -413,7 +417,7 @@ def flip_last_bit(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["a flipped bit", "an agent less"])
-def test_a_completed_run_whose_final_checkpoint_is_damaged_makes_it_again(
+def test_a_completed_run_writes_a_damaged_final_checkpoint_again(
     harm: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     final = run / "final_checkpoint"
@@ -434,7 +438,7 @@ def test_a_completed_run_whose_final_checkpoint_is_damaged_makes_it_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["branch_at=0.5", "crowd=auto"])
-def test_patience_does_not_end_a_run_before_its_crowd_is_there(how: str, tmp_path: Path) -> None:
+def test_patience_does_not_end_a_run_before_the_agents_of_its_crowd_train(how: str, tmp_path: Path) -> None:
     words = ["eval_steps=1", "early_stopping_patience=1", "early_stopping_threshold=99", "generation_eval_samples=0"]
     assert train(tmp_path / "run", how, *words) == 0
     status, record = read_status(tmp_path / "run"), json.loads((tmp_path / "run/evaluation.json").read_text())
@@ -444,7 +448,7 @@ def test_patience_does_not_end_a_run_before_its_crowd_is_there(how: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_is_overwritten_is_moved_aside_and_lends_nothing_to_the_new_one(
+def test_an_overwritten_run_is_moved_aside_and_the_new_one_uses_nothing_of_it(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "recovery.json").write_text(json.dumps({"learning_rate_factor": 0.5}))
@@ -467,7 +471,9 @@ def test_a_run_that_is_overwritten_is_moved_aside_and_lends_nothing_to_the_new_o
 
 
 @pytest.mark.slow
-def test_another_base_on_a_resume_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_with_another_base_is_refused_by_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
     base.model.norm.weight.data.mul_(1.5)
     base.save_pretrained(tmp_path / "other")
@@ -510,7 +516,7 @@ def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_is_named_and_the_one_before_taken(
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_taken(
     finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
@@ -526,7 +532,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_taken(
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_somebody_says_how_it_goes_on(
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_the_call_says_where_to_begin(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"}
@@ -536,7 +542,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_somebody_says_
     for _ in range(2):  # the second call finds them in quarantine
         assert train(run) == 1
         told = capsys.readouterr().err
-        assert "every checkpoint from which this run could go on is damaged" in told
+        assert "every checkpoint from which this run could resume is damaged" in told
         assert "restart_from=PATH" in told
         assert "overwrite_output_dir=true" in told
         status = read_status(run)
@@ -549,7 +555,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_somebody_says_
 
 
 @pytest.mark.slow
-def test_a_damaged_run_begins_again_where_that_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_begins_again_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"):
         flip_last_bit(run / name / "optimizer.safetensors")
     assert train(run) == 1
@@ -571,7 +577,9 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
 
 
 @pytest.mark.slow
-def test_a_target_module_that_the_base_lacks_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_target_module_that_the_base_lacks_is_refused_by_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert train(tmp_path / "run", "lora_target_modules=[q_proj,v_porj]", "max_train_steps=1") == 0
     told = "".join(capfd.readouterr())
     assert "warning: lora_target_modules: this model has no v_porj (did you mean v_proj?)" in told
@@ -606,7 +614,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
 def test_tokens_that_the_base_does_not_know_are_refused_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A token was added to the tokenizer, and the base was not resized."""
+    """A token was added to the tokenizer without resizing the embeddings of the base."""
     base = Path(shutil.copytree(BASE_FOLDER, tmp_path / "base"))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<new>"])
@@ -659,7 +667,7 @@ def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
     assert told == bool(copies)
 
 
-def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_a_usable_column_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "odd.jsonl"
     data.write_text('{"colour": "blue"}\n')
     assert train(tmp_path / "run", f"dataset_name={data}") == 2
@@ -669,7 +677,7 @@ def test_rows_without_a_usable_column(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", [None, "status.json", "beginning.json"])
-def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
+def test_an_interrupted_run_is_saved_and_resumes_to_the_same_bits(
     damaged: str | None,
     finished: Path,
     tmp_path: Path,
@@ -702,7 +710,7 @@ def test_an_interrupted_run_is_saved_and_goes_on_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_failure_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the sky fell")
 
@@ -716,9 +724,7 @@ def test_a_failure_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_where_an_attempt_begins_is_a_failure_on_record(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_at_the_start_is_recorded_as_a_failure(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -737,8 +743,8 @@ def test_a_disk_that_is_full_where_an_attempt_begins_is_a_failure_on_record(
     assert train(run, "max_train_steps=8") == 0
 
 
-def test_the_loss_is_taken_where_a_label_is_and_shifted_by_one() -> None:
-    """The original's two mistakes: paying for copies, and paying for the question."""
+def test_the_loss_counts_labels_only_and_is_shifted_by_one() -> None:
+    """The first CI-LLM had two mistakes: a loss for copying the input token, and a loss on the question."""
     example = Example(*(torch.tensor(x).numpy() for x in ([5, 6, 7, 8], [False, False, True, True])))
     packed = pack([example, example], [0, 1])
     assert packed.predict_from.tolist() == [1, 2, 5, 6]

@@ -51,14 +51,14 @@ def test_a_part_that_a_family_computes_otherwise_stays_plain(family: str, told: 
     assert kernels_of(Config(kernels="plain"), crowd) == "plain"
 
 
-def test_a_gradient_alone_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_with_only_its_gradient_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.SwiGlu, "backward", lambda _, grad: (grad * 0.2, grad * 0.3))
     crowd = crowd_on()
     assert [line[:17] for line in tried(crowd)] == ["gate stays plain:"]
     assert "gate" not in crowd.fast
 
 
-def test_a_process_that_finds_a_part_wrong_speaks_for_all() -> None:
+def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
     answers = iter([None, "it ran out of memory"] + [None] * 9)
     peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
     crowd = crowd_on()
@@ -66,7 +66,7 @@ def test_a_process_that_finds_a_part_wrong_speaks_for_all() -> None:
     assert crowd.fast == tuple(part for part in PARTS if part != "norms")
 
 
-def test_parts_that_do_not_fit_together_are_all_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_fail_only_together_all_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([None] * len(PARTS) + ["another peer's reason"])
     peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
     crowd = crowd_on()
@@ -84,7 +84,7 @@ def test_a_trial_without_memory_leaves_everything_plain() -> None:
 
 
 @pytest.mark.parametrize("own_rows", [False, True])
-def test_a_trial_leaves_no_trace(own_rows: bool) -> None:
+def test_a_trial_leaves_base_and_generators_as_they_were(own_rows: bool) -> None:
     crowd = crowd_on(dropout=0.1, dropconnect=0.1)
     tried(crowd, own_rows=own_rows)
     before, fast = everything(crowd), crowd.fast
@@ -123,7 +123,7 @@ def test_an_older_run_resumes_bitwise(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_another_route_is_no_bitwise_resume(
+def test_a_resume_by_another_route_is_not_called_bitwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older release padded the rows of some bases that this one packs."""
@@ -140,7 +140,7 @@ def test_another_route_is_no_bitwise_resume(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_a_run_keeps_its_kernels_and_others_are_no_bitwise_resume(
+def test_a_run_keeps_its_kernels_and_a_resume_with_others_is_not_called_bitwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(steps: int, *words: str) -> str:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from ci_llm.core.run_status import is_alive, read_status
-from tests.slurm.cluster import until
+from ci_llm.core.run_status import read_status
 from tests.support.campaign import sampled
-from tests.support.children import ROOT, SCRIPTS, Child, hold_at
+from tests.support.children import ROOT, SCRIPTS, Child, hold_at, processes_of
+from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import arguments, train_signalled
 
@@ -60,29 +59,19 @@ def launch(launcher: str, folder: Path, environment: Mapping[str, str], **keys: 
     return Child(SCRIPTS / name, *options, *port, ROOT / "train.py", *words, env={**ENVIRONMENT, **environment})
 
 
-def left(folder: Path) -> list[psutil.Process]:
-    """Every process that lives and has the run's folder on its command line: launcher, trainers, loader workers."""
-    return [one for one in psutil.process_iter() if is_alive(one.pid) and str(folder) in " ".join(_command(one))]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
-
-
 def stop(child: Child, folder: Path) -> list[str]:
-    """End the launcher and wait until everything below it has ended; what was said, no traceback of ours in it."""
+    """End the launcher, wait until every process of the run has ended, and return its output without a traceback."""
     child.signal(signal.SIGTERM)
-    until("nothing of it is left", lambda: not left(folder))
+    wait_until("every process of the run has ended", lambda: not processes_of(folder))
     child.wait()
     assert not [line for line in child.seen if 'File "' in line and "ci_llm" in line], child.seen
     return child.seen
 
 
 @pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[:5:2]), ids=", ".join)
-def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> None:
+def test_a_launcher_asked_to_end_before_or_after_training_leaves_no_process(
+    case: tuple[str, str], tmp_path: Path
+) -> None:
     launcher, when = case
     seen, place, keys, step = MOMENTS[when]
     with launch(launcher, tmp_path, hold_at(place), **keys) as child:
@@ -96,8 +85,10 @@ def test_before_and_after_training(case: tuple[str, str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "launcher", sampled([*LAUNCHERS], [one for one in LAUNCHERS if one != "accelerate, 2 processes"])
 )
-def test_in_training(launcher: str, server: ForkServer, tmp_path: Path) -> None:
-    """A launcher that starts a run which goes on is seen under the supervisor and on SLURM: here only the run does."""
+def test_a_launcher_asked_to_end_in_training_saves_and_leaves_no_process(
+    launcher: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """A launcher whose run resumes is tested under the supervisor and on SLURM: here only the run does."""
     with launch(launcher, tmp_path, {}, **LONG) as child:
         child.read_until("step 1/")
         said = stop(child, tmp_path)

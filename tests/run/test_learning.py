@@ -27,7 +27,7 @@ GOOD = ("as shipped", "no warm-up", "one row per step", "one agent, two rows per
 
 
 def told(curve: list[list[float]], every: int) -> Iterator[tuple[int, str | None]]:
-    """(step, warning) wherever a run of this curve would look."""
+    """The (step, warning) pairs that a run with this loss curve would log."""
     learning = Learning([f"agent{k}" for k in range(len(curve[0]) // 2)], len(curve))
     for step, values in enumerate(curve, 1):
         agents = len(values) // 2
@@ -59,7 +59,7 @@ def test_vanished_gradients_are_reported_before_any_loss_is_compared() -> None:
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("spread", [0.1, 0.3, 0.6, 1.0])
 def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
-    """Runs that learn nothing at all: their loss goes up and down as their batches do."""
+    """These runs learn nothing, so that their loss varies only with their batches."""
     drawn = random.Random(0)
     accused = 0
     for _ in range(100):
@@ -132,7 +132,7 @@ def test_the_table_of_scores_ends_with_the_warning() -> None:
 def test_a_run_whose_loss_rises_says_so_in_all_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The losses are given: what a rate far too large makes of them depends on the rounding of the processor."""
+    """The losses are set by the test: those of a rate that is far too large depend on the processor's rounding."""
     losses, count, look = itertools.chain([1.0] * FIRST, itertools.repeat(9.0)), Learning.count, Learning.look
     monkeypatch.setattr(Learning, "count", lambda self, found: count(self, [next(losses)] * len(found)))
     monkeypatch.setattr(Learning, "look", lambda self, found: look(self, [1.0] * len(found)))

@@ -21,7 +21,7 @@ from tools.testbed.tiny import base, batch
 
 
 @pytest.mark.slow
-def test_a_step_clips_the_mean_gradient_of_each_agent_and_moves_it_at_its_own_rate() -> None:
+def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
     model, packed, rates = base(), batch(), (0.1, 0.05, 0.025)
     crowd = crowd_of(copy.deepcopy(model))
     twins = twins_of(model, crowd, packed)

@@ -1,4 +1,4 @@
-"""Who is in the crowd, as values: branches and their agent-steps, stops, clones, and what is asked for by files."""
+"""The members of a crowd as values: branches and their agent-steps, stops, clones, and requests by files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_step_by_epochs_leaves_no_room_for_the_others(keys: dict[str, object
     assert members.planned[0].step < members.total_steps(Config(num_agents=2, **keys), 2)
 
 
-def test_branches_are_as_the_entries_say_and_draw_their_row_weights() -> None:
+def test_branches_have_the_settings_of_their_entries_and_draw_row_weights() -> None:
     config = Config(
         branch_at=0.5, agents=[{"name": "fast", "learning_rate": 1e-2}, {"row_weights": "uniform", "seed": 7}]
     )
@@ -112,7 +112,7 @@ def test_branches_that_would_stay_equal_are_refused() -> None:
         ({"max_train_steps": 1}, "one step has no point to branch at"),
     ],
 )
-def test_what_excludes_branches(keys: dict[str, object], says: str) -> None:
+def test_settings_that_exclude_branches_are_refused(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Config(branch_at=0.5, **keys)
 
@@ -161,7 +161,7 @@ def test_numbers_stay_with_their_agents_and_are_never_given_again() -> None:
     assert (one_by_one.agents, last) == (found.agents, sources)
 
 
-def test_a_clone_has_what_its_original_has_and_what_it_was_given() -> None:
+def test_a_clone_has_the_settings_of_its_original_and_those_it_was_given() -> None:
     config = Config(agents=[{"name": "one", "learning_rate": 1e-2, "weight_decay": 0.1}, {}])
     found, _ = after(members_of(config), CrowdChange(1, "clone", 0, {"learning_rate": 1e-3, "seed": 5}), config=config)
     assert config_of(config, found).agents[2] == {
@@ -181,7 +181,7 @@ def test_agent_steps_count_every_agent() -> None:
     assert TrainState(step=10, skipped=(0,) * 2, members=found).agent_steps == 28
 
 
-def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
+def test_a_request_that_cannot_be_met_is_refused_with_the_reason() -> None:
     one, _ = after(members_of(Config(num_agents=2)), CrowdChange(1, "stop", 0), config=Config(num_agents=2))
     assert one.objection(CrowdChange(2, "stop", 1)) == "agent1 is the only agent that trains"
     assert one.objection(CrowdChange(2, "clone", 0)) == "there is no agent0: there are agent1"
@@ -225,7 +225,7 @@ def test_the_state_of_a_run_carries_its_members_through_a_checkpoint() -> None:
 # Requests
 
 
-def test_a_request_is_decided_once_and_stays_on_record(tmp_path: Path) -> None:
+def test_a_request_is_decided_once_and_stays_recorded(tmp_path: Path) -> None:
     assert not is_waiting(tmp_path)
     asked = ask(tmp_path, "clone", 2, {"learning_rate": 1e-3})
     assert is_waiting(tmp_path)
@@ -254,7 +254,7 @@ def test_a_request_is_decided_once_and_stays_on_record(tmp_path: Path) -> None:
         ('{"verb": "clone", "agent": 1, "own": {"data_seed": 4}}', "so its data_seed"),
     ],
 )
-def test_a_file_that_is_no_request_is_refused(tmp_path: Path, content: str, says: str) -> None:
+def test_a_file_that_is_not_a_request_is_refused(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "odd.json").write_text(content)
     (found,) = read_waiting(tmp_path)
@@ -264,7 +264,7 @@ def test_a_file_that_is_no_request_is_refused(tmp_path: Path, content: str, says
     assert not is_waiting(tmp_path)
 
 
-def test_a_full_disk_is_told_once_and_the_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_once_and_the_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = SimpleNamespace(
         config=Config(output_dir=str(tmp_path)),
         state=TrainState(step=3),
@@ -295,7 +295,7 @@ def refusing(code: int) -> Callable[..., None]:
     return refuse
 
 
-def test_a_request_holds_only_what_is_checked_again(tmp_path: Path) -> None:
+def test_a_request_holds_the_typed_keys_and_a_clone_checks_them_again(tmp_path: Path) -> None:
     asked = ask(tmp_path, "clone", 0, {"name": "x", "num_warmup_steps": None})
     written = json.loads((tmp_path / FOLDER / f"{asked.id}.json").read_text())
     assert written == {"verb": "clone", "agent": 0, "own": {"name": "x", "num_warmup_steps": None}}
@@ -304,7 +304,7 @@ def test_a_request_holds_only_what_is_checked_again(tmp_path: Path) -> None:
         settings_of_clone(entries_of({"learning_rate": -1.0}, "here"))
 
 
-def test_a_record_that_is_none_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_record_is_an_error(tmp_path: Path) -> None:
     (tmp_path / CROWD_CHANGES).write_text('{"a": 1}')
     with pytest.raises(CheckpointError, match="no record of changes"):
         read_record(tmp_path)

@@ -1,4 +1,4 @@
-"""A run whose disk is gone: killed anywhere, it goes on from its mirror alone, to the bits of the undisturbed run."""
+"""A run whose disk is gone: killed anywhere, it resumes from its mirror alone, to the bits of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials
     assert odd == [], (odd, (folder / "log").read_text())
 
 
-def test_a_fresh_node_continues_one_story(trials: Trials) -> None:
-    """Interrupted by a signal, which sends the newest step within the grace; then another disk, and a complete run."""
+def test_a_fresh_node_resumes_from_the_mirror_of_an_interrupted_run(trials: Trials) -> None:
+    """A signal interrupts the run, which sends its newest step; on an empty disk the same command completes it."""
     cell = Cell()
     folder = trials.new_folder()
     mirror = {"mirror": f"file://{folder}/mirror"}

@@ -1,4 +1,4 @@
-"""A signal at any moment: the run saves, says so, and the same command goes on to the same bits."""
+"""A signal at any moment: the run saves, says so, and the same command resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(server: ForkServer, folder: Path, moment: Moment | None = None, **opti
 
 
 def learned(folder: Path) -> dict[str, bytes]:
-    """What a run has learned, and what it would go on with."""
+    """What a run has learned, and what it would resume with."""
     final = folder / "run" / "final_checkpoint"
     return {str(path.relative_to(final)): path.read_bytes() for path in sorted(final.rglob("*.safetensors"))}
 
@@ -47,7 +47,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on(
+def test_a_run_that_is_asked_to_stop_is_saved_and_resumes(
     name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
     moment = MOMENTS[name]
@@ -89,7 +89,7 @@ def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_t
     assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
 
 
-def test_a_request_to_save_is_met_and_the_run_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_request_to_save_is_met_and_the_run_continues(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)  # in step 3, of which nobody keeps a checkpoint
     keys = {"save_total_limit": "null", "save_steps": "null"}
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
@@ -98,7 +98,7 @@ def test_a_request_to_save_is_met_and_the_run_goes_on(server: ForkServer, undist
     assert learned(tmp_path) == learned(undisturbed)
 
 
-def test_a_run_whose_time_is_over_leaves_and_goes_on(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_whose_time_is_over_is_saved_and_resumes(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     assert train(server, tmp_path, keys={"max_runtime": deadline.MARGIN_S - 1}) == [0]
     said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
     assert (status.status, status.reason) == ("interrupted", "walltime"), said
@@ -151,7 +151,7 @@ def test_a_process_whose_peer_is_gone_leaves_with_what_is_committed(server: Fork
 def test_in_an_elastic_job_a_process_whose_peer_is_gone_saves_the_last_boundary_alone(
     lost: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """Process 1 as well, which takes over from process 0. It happens in the fourth step; no save is due."""
+    """The peer dies in the fourth step, where no save is due; process 1 takes the folder over from process 0."""
     moment = Moment("ci_llm.run.loop.apply_gradients", 4)
     keys = {"save_steps": "null", "eval_steps": "null"}
     codes = train(server, tmp_path, moment, ranks=2, rank=lost, sent="SIGKILL", elastic=True, keys=keys)
@@ -175,9 +175,7 @@ def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server:
     assert "error: the run in this folder has another crowd" in (tmp_path / "again").read_text()
 
 
-def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them_finds(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_run_folder_that_processes_do_not_share_is_refused(server: ForkServer, tmp_path: Path) -> None:
     how = {"folder": str(tmp_path), "words": arguments()}
     assert server.run(moments.train_apart, tmp_path / "log", **how) == [0]
     assert server.run(moments.train_apart, tmp_path / "again", ranks=2, **how) == [2, 2]
@@ -186,7 +184,7 @@ def test_processes_with_different_folders_conclude_nothing_from_what_one_of_them
     assert "complete" not in said
 
 
-def test_what_process_0_alone_sees_is_refused_by_all(server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_that_only_process_0_sees_ends_all_processes(server: ForkServer, tmp_path: Path) -> None:
     store, log = CheckpointStore(tmp_path / "run"), tmp_path / "log"
     store.acquire_lease()
     assert train(server, tmp_path, ranks=2) == [2, 2], log.read_text()
@@ -223,7 +221,7 @@ def test_a_long_step_that_ends_within_the_grace_is_finished(server: ForkServer, 
     assert (status.status, status.step) == ("interrupted", 3)
 
 
-def test_when_a_step_is_given_up() -> None:
+def test_a_step_is_given_up_when_it_cannot_end_within_the_grace() -> None:
     until = MARGIN_S + 100.0
     assert seconds_left(10.0, 0.0, until, [30.0], [5.0]) == 85.0  # fits, and may take longer than expected
     assert seconds_left(10.0, 0.0, until, [96.0], [5.0]) == 0.0  # would end too late to be saved: at once

@@ -63,7 +63,7 @@ def name_in(text: str) -> str:
     return found[1]
 
 
-def test_the_name_tells_what_differs_and_is_a_plain_name_of_no_folder(tmp_path: Path) -> None:
+def test_the_suggested_name_tells_what_differs_and_is_not_taken(tmp_path: Path) -> None:
     assert name_in(hint(tmp_path, num_agents=8, learning_rate=1e-3)) == "num_agents8-learning_rate0.001"
     assert name_in(hint(tmp_path, num_agents=8, experiment_name="a")) == "a-num_agents8"
     assert name_in(hint(tmp_path, init_from="runs/one two")) == "init_fromruns_one_two"
@@ -78,5 +78,5 @@ def test_the_name_tells_what_differs_and_is_a_plain_name_of_no_folder(tmp_path: 
     assert name_in(hint(tmp_path, num_agents=8)) == "num_agents8-2"
 
 
-def test_the_old_values_are_there_to_paste(tmp_path: Path) -> None:
-    assert "num_agents=4 max_grad_norm=1 goes on with the old run" in hint(tmp_path, num_agents=8, max_grad_norm=None)
+def test_the_hint_has_the_old_values_to_paste(tmp_path: Path) -> None:
+    assert "num_agents=4 max_grad_norm=1 continues the old run" in hint(tmp_path, num_agents=8, max_grad_norm=None)

@@ -57,7 +57,7 @@ WORDS = [
 def test_a_suggestion_is_a_command_that_the_trainer_takes(
     words: list[str], suggested: Callable[..., dict[str, list[str]]]
 ) -> None:
-    """`max_train_steps=... max_train_samples=null` behind a command that has them was `given twice`."""
+    """Suggested keys that the command already had were refused as `given twice`."""
     said = suggested(*words)
     assert set(said) == {"longer", "own data"}
     for command in said.values():
@@ -72,8 +72,8 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
 
 
-def test_a_run_that_python_called_suggests_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were command lines with `--config /dev/null`."""
+def test_a_run_called_from_python_suggests_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suggestions after a call were command lines with `--config /dev/null`."""
     monkeypatch.chdir(ROOT)
     command = partial(command_line, replace(LAUNCH, called_at=1.0))
     own, toy = Config(model_name="there/base", dataset_name="there/rows"), Config()
@@ -85,7 +85,7 @@ def test_a_run_that_python_called_suggests_calls(monkeypatch: pytest.MonkeyPatch
     assert line.removeprefix("own data   ").startswith(made)
 
 
-def test_agents_that_all_have_own_data_are_not_told_to_take_own_data(
+def test_own_data_is_not_suggested_where_all_agents_have_it(
     suggested: Callable[..., dict[str, list[str]]], tmp_path: Path
 ) -> None:
     """The common dataset_name is `embedded`, and no agent reads it."""
@@ -93,7 +93,7 @@ def test_agents_that_all_have_own_data_are_not_told_to_take_own_data(
     assert {*suggested(f"agents=[{{dataset_name: {tmp_path / 'a.jsonl'}}}]")} == {"longer"}
 
 
-def test_what_else_was_typed_stays_but_for_a_larger_base(suggested: Callable[..., dict[str, list[str]]]) -> None:
+def test_suggestions_keep_typed_keys_except_for_a_larger_base(suggested: Callable[..., dict[str, list[str]]]) -> None:
     words = ["--epochs", "7", "learning_rate=8e-3", "--K", "3"]
     said = suggested(*words)
     assert said["longer"] == [*words[2:], "max_train_steps=..."]
@@ -101,7 +101,9 @@ def test_what_else_was_typed_stays_but_for_a_larger_base(suggested: Callable[...
     assert suggested(*words, "model_name=Qwen/Qwen2.5-0.5B")["own data"][:5] == words
 
 
-def test_far_from_the_project_the_preset_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_the_project_a_preset_is_suggested_by_its_full_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder, path in ((ROOT, Path(PRESET)), (tmp_path, ROOT / PRESET)):
         monkeypatch.chdir(folder)
         assert f"own data   {path}   with" in next_steps(Config(), lambda changes: str(changes.get("config")))[-1]
@@ -148,7 +150,7 @@ LAUNCH = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
         (20, 3, 2, "early_stopping_patience=5 max_train_steps=..."),
     ],
 )
-def test_the_longer_run_is_one_that_goes_on(
+def test_the_suggested_longer_run_trains_further(
     step: int, without_better: int, patience: int | None, keys: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After early stopping, more steps alone ended at the same step again."""
@@ -159,7 +161,7 @@ def test_the_longer_run_is_one_that_goes_on(
     run.__dict__.update(config=config, state=state, total_steps=20)
     log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
     [longer] = [line for line in caplog.messages if line.startswith("longer")]
-    assert longer.endswith(f" {keys}   goes on from here")
+    assert longer.endswith(f" {keys}   continues from here")
 
 
 def test_adapters_without_finite_scores_are_named_and_not_offered(caplog: pytest.LogCaptureFixture) -> None:

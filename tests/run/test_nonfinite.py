@@ -30,7 +30,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 # One agent
 
 
-def test_the_other_agents_keep_their_bits(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_nonfinite_agent_changes_no_bit_of_the_others(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=(2, 5, 6), agents=(1,))
     assert train(server, tmp_path, fault) == [0], said(tmp_path)
     assert [step for _, step, _ in fired(tmp_path)] == [2, 5, 6]
@@ -43,8 +43,8 @@ def test_the_other_agents_keep_their_bits(server: ForkServer, undisturbed: Path,
     assert "agent1    not finite in step 6, 1 in a row: left out, learning rate x 0.667 -> x 0.444" in said(tmp_path)
 
 
-def test_a_bad_row_of_one_agent_costs_it_no_more_than_it_would_alone(server: ForkServer, tmp_path: Path) -> None:
-    """Each reads the rows in an order of its own, so that one agent's bad batch is not the other's."""
+def test_a_bad_row_costs_its_agent_no_more_than_in_a_run_alone(server: ForkServer, tmp_path: Path) -> None:
+    """Each agent reads the rows in its own order, so that they meet the bad row in different batches."""
     one, other = "{seed: 1, data_seed: 3}", "{seed: 2, data_seed: 4}"
     fault = Fault("nan gradient", steps=(4,), agents=(0,))
     for name, agents in (("alone", [one]), ("beside", [one, other])):
@@ -95,8 +95,8 @@ def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
     assert float(state["optimizer"]["agent0"]["step"]) == 12
 
 
-def test_an_episode_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
-    """Two steps before the checkpoint and one after it are three in a row, and the snapshot is the one of before."""
+def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
+    """Two steps before the checkpoint and one after it are three in a row; the rollback is to the older snapshot."""
     keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
     fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
@@ -107,7 +107,7 @@ def test_an_episode_goes_on_over_a_resume(server: ForkServer, tmp_path: Path) ->
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
 
 
-def test_one_exhausted_agent_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
+def test_an_agent_with_no_rollback_left_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
     assert train(server, tmp_path, fault, max_consecutive_nonfinite=2, save_steps=3) == [1]
     assert [step for _, step, _ in fired(tmp_path)] == [4, 5, 6, 7]
@@ -117,10 +117,10 @@ def test_one_exhausted_agent_ends_the_attempt(server: ForkServer, tmp_path: Path
     assert "agent1: from step 5 on not finite 2 times in a row, rolled back, and as often once more" in failure.message
 
 
-def test_an_exhausted_agent_is_dropped_where_that_is_asked_for(
+def test_an_agent_with_no_rollback_left_is_dropped_on_request(
     server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Also by the attempt that follows a kill; and the evaluation names it."""
+    """The attempt after a kill drops it too, and evaluation.json names it."""
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
     keys = {"max_consecutive_nonfinite": 2, "drop_nonfinite_agents": "true", "save_steps": 9}
     assert train(server, tmp_path, fault, Fault("kill", steps=(10,), committed=9), **keys) == [-9]
@@ -131,7 +131,7 @@ def test_an_exhausted_agent_is_dropped_where_that_is_asked_for(
     assert metrics(tmp_path)[-1]["train/agent1/skipped_steps"] == 8
 
 
-def test_beside_a_dropped_agent_the_others_are_judged_as_if_it_were_not_there() -> None:
+def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
     def verdict(*nonfinite: bool) -> Verdict:
         return Verdict(5, nonfinite, (1.0, 1.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False)
 
@@ -143,8 +143,8 @@ def test_beside_a_dropped_agent_the_others_are_judged_as_if_it_were_not_there() 
     assert (bad.left_out, bad.nonfinite, bad.bad_batch, bad.tokens) == ((0, 1, 2), (0, 2), True, 0)
 
 
-def test_a_schedule_of_its_own_length_ends_where_it_ends() -> None:
-    """A run of three steps with it has the rates of the first three of eight; later ones keep the last."""
+def test_a_schedule_with_its_own_length_ends_there_and_keeps_the_last_rate() -> None:
+    """Three steps with a schedule of eight have its first three rates; steps after its end keep the last rate."""
     whole = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
     part = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2, schedule_steps=8), 3)
     assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
@@ -169,7 +169,7 @@ def test_a_bad_batch_is_skipped_and_no_rate_is_cut(server: ForkServer, undisturb
 
 
 def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp_path: Path) -> None:
-    """Killed after the batch and before the next checkpoint; in the second attempt nothing is wrong with the batch."""
+    """The run is killed between the batch and the next checkpoint; the fault is gone in the second attempt."""
     fault, keys = Fault("nan output", steps=(4,), agents=(0, 1, 2)), {"pass_per_agent": False}  # it strikes in passes
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
     cut = tmp_path / "cut"

@@ -22,7 +22,7 @@ def after(steps: str, agent: AgentRecovery | None = None, start: int = 0) -> Age
     return agent
 
 
-def test_an_agent_that_is_always_finite_keeps_the_first_state() -> None:
+def test_an_agent_that_is_always_finite_keeps_its_initial_state() -> None:
     assert after("." * 100) == AgentRecovery()
 
 
@@ -60,7 +60,7 @@ def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
     assert (again.rolled_back, again.rollbacks, again.episode_start) == (True, 2, 7)
 
 
-def test_the_rate_is_never_cut_to_nothing() -> None:
+def test_the_rate_is_never_cut_to_zero() -> None:
     assert after("x." * 50).lr_factor == LEAST_LR_FACTOR
 
 
@@ -84,7 +84,7 @@ def test_only_an_overflow_halves_the_loss_scale() -> None:
         assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
 
 
-def test_a_dropped_agent_is_no_overflow() -> None:
+def test_a_dropped_agent_does_not_count_as_an_overflow() -> None:
     verdict = Verdict(10, (False, False), (1.0, 1.0, 0.0, 10.0), out_of_memory=False, stop=None, save=False)
     state = TrainState(skipped=(0, 0), loss_scale=8.0)
     for known_bad in (False, True):
@@ -93,7 +93,7 @@ def test_a_dropped_agent_is_no_overflow() -> None:
     assert (state.loss_scale, state.clean_steps, state.skipped) == (8.0, 2, (1, 2))
 
 
-def test_a_state_that_knows_nothing_of_healing_is_that_of_a_healthy_run() -> None:
+def test_a_state_without_healing_keys_reads_as_that_of_a_healthy_run() -> None:
     older = {key: value for key, value in TrainState(skipped=(0, 0)).to_dict().items() if key != "healing"}
     assert TrainState.from_dict(older).recovery == RecoveryState(agents=(AgentRecovery(), AgentRecovery()))
 
@@ -124,14 +124,14 @@ def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:
     assert recovery.without_batches_from(5).bad_batches == ()
 
 
-def test_a_request_of_the_supervisor_never_loosens() -> None:
+def test_a_later_request_of_the_supervisor_never_raises_rate_or_batch() -> None:
     recovery = RecoveryState().with_requests(0.5, 8)
     assert (recovery.requested_lr_factor, recovery.micro_batch_size) == (0.5, 8)
     assert recovery.with_requests(1.0, None) == recovery
     assert recovery.with_requests(0.25, 16) == RecoveryState(requested_lr_factor=0.25, micro_batch_size=8)
 
 
-def test_the_state_comes_back_from_plain_values() -> None:
+def test_the_state_is_restored_from_plain_values() -> None:
     recovery = RecoveryState(agents=(AgentRecovery(), after("xx"))).after_bad_batch(BadBatch(5, (3, 1)))
     assert RecoveryState.from_dict(recovery.to_dict()) == recovery
 

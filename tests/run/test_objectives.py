@@ -111,10 +111,10 @@ def test_an_agent_ends_as_it_would_alone(
     ],
     ids=str,
 )
-def test_a_step_does_not_depend_on_who_computes_it(
+def test_a_step_does_not_depend_on_processes_and_micro_batches(
     trials: Trials, data: Mapping[str, dict[str, Any]], name: str, cell: Cell, more: dict[str, Any]
 ) -> None:
-    """The first step of agents that begin as the base, and the second, where kl and rewards are no longer 0."""
+    """The first step, at which agents equal the base, and the second, where kl and rewards are not 0 any more."""
     own = data[name] | {"model_dtype": "fp64", "max_train_steps": 2, "logging_steps": 1, "lora_rank": 8}
     one, other = complete(trials, CELL, **own), complete(trials, cell, **own | more)
     wanted, found = (trained(folder) for folder in (one, other))
@@ -140,10 +140,10 @@ def trained(folder: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_a_run_keeps_whole_rows_and_to_share_prompts_later_is_no_bitwise_resume(
+def test_an_older_run_keeps_whole_rows_and_sharing_prompts_is_not_a_bitwise_resume(
     data: Mapping[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a run of a release that had not the key, which `before` of the key stands for."""
+    """The older run is one of a release without the key; `before` of the key has its behaviour."""
     words = [*small_run.WORDS, *(f"{key}={value}" for key, value in data["dpo"].items()), f"output_dir={tmp_path}"]
 
     def train(steps: int, *more: str) -> str:
@@ -157,7 +157,7 @@ def test_a_run_keeps_whole_rows_and_to_share_prompts_later_is_no_bitwise_resume(
     assert "exactness: bitwise" in train(4)
 
 
-def test_what_a_run_leaves_says_how_pairs_are_ranked(undisturbed: dict[str, Path]) -> None:
+def test_results_of_a_run_say_how_pairs_are_ranked(undisturbed: dict[str, Path]) -> None:
     record = json.loads((undisturbed["dpo"] / "run/evaluation.json").read_text())
     ranked = record["preferences"]
     assert ranked["n"] == 4  # eval_samples of a cell
@@ -174,7 +174,7 @@ def test_what_a_run_leaves_says_how_pairs_are_ranked(undisturbed: dict[str, Path
     assert "auroc" in json.loads((undisturbed["kto"] / "run/evaluation.json").read_text())["preferences"]
 
 
-def test_the_start_that_agents_are_compared_with_is_known_again(
+def test_a_resume_recognises_the_start_that_agents_are_compared_with(
     trials: Trials,
     data: Mapping[str, dict[str, Any]],
     undisturbed: dict[str, Path],

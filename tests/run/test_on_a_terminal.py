@@ -1,4 +1,4 @@
-"""A whole run on a real terminal: what a person sees while it goes on, and what is left on the screen at its end."""
+"""A whole run on a real terminal: what a person sees while it trains, and what is left on the screen at its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def train(words: list[str], seen: str) -> int:
     return main(["train", *words])
 
 
-def test_a_run_on_a_terminal(server: ForkServer, tmp_path: Path) -> None:
+def test_a_terminal_shows_the_live_area_while_training_and_the_result_at_the_end(
+    server: ForkServer, tmp_path: Path
+) -> None:
     words = arguments(
         num_agents=16, eval_steps=2, show_loss_curve="true", max_train_steps=12, output_dir=tmp_path / "run"
     )

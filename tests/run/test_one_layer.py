@@ -1,4 +1,4 @@
-"""The digest of a layer: the same whenever it is taken, another one where anything is computed otherwise, no trace."""
+"""The digest of a layer repeats, differs where any operation computes other bits, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def digest_of(crowd: Crowd, lengths: tuple[int, ...] = LENGTHS, *, own_rows: boo
 
 
 def everything(crowd: Crowd) -> dict[str, Any]:
-    """What a digest must leave as it was."""
+    """Everything that taking a digest must not change."""
     agents = crowd.agents
     return {
         "weights": agents.weights.clone(),
@@ -87,7 +87,7 @@ def tensors_alive() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
-def test_it_leaves_no_trace(training: bool) -> None:
+def test_taking_a_digest_changes_nothing(training: bool) -> None:
     crowd = crowd_on(dropout=0.1)
     crowd.train(training)
     digest_of(crowd)  # the masks of a step have their memory from the first one on
@@ -99,7 +99,7 @@ def test_it_leaves_no_trace(training: bool) -> None:
     assert_same(before, everything(crowd))
 
 
-def test_a_pass_that_fails_leaves_no_trace_either() -> None:
+def test_a_digest_whose_pass_fails_changes_nothing() -> None:
     crowd = crowd_on()
     before = everything(crowd)
 
@@ -112,7 +112,7 @@ def test_a_pass_that_fails_leaves_no_trace_either() -> None:
     assert_same(before, everything(crowd))
 
 
-def test_it_does_not_depend_on_what_the_agents_have_learned_nor_on_what_was_drawn() -> None:
+def test_the_digest_does_not_depend_on_agents_or_generators() -> None:
     crowd = crowd_on(dropout=0.1, dropconnect=0.1)
     found = digest_of(crowd)
     crowd.agents.weights.normal_()
@@ -135,14 +135,14 @@ def nudge(layer: Any) -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_rounding_of_anything_shows(change: str) -> None:
+def test_another_rounding_of_any_operation_changes_the_digest(change: str) -> None:
     crowd = crowd_on()
     found = digest_of(crowd)
     CHANGES[change](crowd)
     assert digest_of(crowd) != found
 
 
-def test_another_rounding_in_the_backward_pass_alone_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_rounding_in_the_backward_pass_alone_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = crowd_on()
     found = digest_of(crowd)
     backward = module.Crowd.forward
@@ -156,7 +156,7 @@ def test_another_rounding_in_the_backward_pass_alone_shows(monkeypatch: pytest.M
     assert digest_of(crowd) != found
 
 
-def test_rows_of_other_lengths_and_of_each_agent_its_own_have_another_digest() -> None:
+def test_rows_of_other_lengths_and_rows_per_agent_have_other_digests() -> None:
     crowd = crowd_on()
     assert len({digest_of(crowd), digest_of(crowd, (9, 17)), digest_of(crowd, (17, 9, 5))}) == 3
     assert isinstance(fixed_batch(crowd, LENGTHS, own_rows=True), AgentBatches)
@@ -165,7 +165,7 @@ def test_rows_of_other_lengths_and_of_each_agent_its_own_have_another_digest() -
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_DECODERS])
-def test_one_layer_of_every_family_is_taken_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_of_every_family_runs_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     crowd = crowd_on(family, layers=None)
     ways: list[bool] = []
     taken = module._digest
@@ -179,7 +179,7 @@ def test_one_layer_of_every_family_is_taken_by_itself(family: str, monkeypatch: 
     assert ways == [True, True]
 
 
-def test_it_costs_one_layer_and_the_first_that_agents_adapt() -> None:
+def test_the_digest_runs_only_the_first_layer_that_agents_adapt() -> None:
     crowd = Crowd(base(dtype=torch.float32, layers=3), LoraSettings(num_agents=2, rank=2, layers=(1, 2)), "toy")
     passed: list[int] = []
     for number, layer in enumerate(crowd.model.model.layers):

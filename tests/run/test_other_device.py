@@ -41,7 +41,7 @@ def train(folder: Path, model: Path, steps: int, *words: str) -> int:
 
 
 def train_as_on_a_gpu(folder: Path, model: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """All that a GPU decides about the precision of a base is the one function that is replaced here."""
+    """Trains with the precision of a GPU: the one function that asks the device is replaced."""
 
     def dtype(model_dtype: str | None, _: torch.device) -> torch.dtype | str:
         return load.DTYPES[model_dtype] if model_dtype else "auto"
@@ -51,7 +51,7 @@ def train_as_on_a_gpu(folder: Path, model: Path, steps: int, monkeypatch: pytest
         return train(folder, model, steps)
 
 
-def test_from_a_gpu_to_a_cpu_and_back(
+def test_a_run_resumes_from_a_gpu_on_a_cpu_and_back(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -66,7 +66,7 @@ def test_from_a_gpu_to_a_cpu_and_back(
     assert "precision of the base fp32 -> bf16" in capsys.readouterr().out
 
 
-def test_other_weights_are_refused_in_any_precision(
+def test_another_base_is_refused_in_any_precision(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -79,7 +79,7 @@ def test_other_weights_are_refused_in_any_precision(
     assert "has another crowd: weights of the base" in capsys.readouterr().err
 
 
-def test_a_precision_that_is_asked_for_is_part_of_the_run(
+def test_another_requested_precision_is_refused_on_a_resume(
     half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -119,7 +119,7 @@ def test_the_same_values_have_the_same_rounded_fingerprint_in_every_precision(ha
     assert wide.rounded_fingerprint != load.load_base("embedded").fingerprint
 
 
-def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back() -> None:
+def test_generators_of_missing_gpus_are_named_and_the_others_are_restored() -> None:
     state = determinism.capture()
     state["cuda"] = {f"{i}": torch.zeros(16, dtype=torch.uint8) for i in range(1 + torch.cuda.device_count())}
     wanted = torch.rand(3)
@@ -131,8 +131,8 @@ def test_generators_of_gpus_that_are_not_here_are_named_and_the_others_come_back
 
 
 @pytest.mark.parametrize(("processes", "handed_on"), [(2, True), (1, False), (3, False)])
-def test_generators_return_in_as_many_processes_and_begin_from_a_key_in_others(processes: int, handed_on: bool) -> None:
-    """A callback that draws between the steps draws the same in every repetition of the resume, and not by chance."""
+def test_generators_are_restored_on_as_many_processes_and_seeded_on_others(processes: int, handed_on: bool) -> None:
+    """A callback that draws between the steps draws the same numbers in every repetition of the resume."""
     kept = determinism.capture()
     draw = lambda: [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: E731
     saved = {}
@@ -175,7 +175,7 @@ def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool 
 
 
 @pytest.mark.slow
-def test_the_log_promises_the_state_and_not_the_bits_where_nothing_promises_them(
+def test_the_log_says_state_exact_where_bits_are_not_guaranteed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", *WORDS, f"output_dir={tmp_path / 'run'}"]

@@ -1,4 +1,4 @@
-"""A checkpoint of another processor: the run goes on, says how exactly and why, and never says bitwise of other bits.
+"""A checkpoint of another processor: the run resumes, says how exactly and why, and never says bitwise of other bits.
 
 Libraries pick their kernels when a process starts, and variables of the environment make them pick those of another
 processor. So each emulation has a server of its own, from which its runs are forked.
@@ -46,7 +46,7 @@ WORDS += ["max_train_steps=12", "save_steps=6", "save_interval_seconds=null", "o
 
 @pytest.fixture(scope="module")
 def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By its settings a run of 12 steps on this processor; each is made once."""
+    """Undisturbed runs of 12 steps on this processor, by their settings; each is made once."""
 
     class Made(dict[str, Path]):
         def __missing__(self, settings: str) -> Path:
@@ -73,10 +73,10 @@ def layer_of(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("emulation", sampled(EMULATIONS, ("MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default")))
-def test_where_another_processor_gives_other_bits_the_digest_is_another_one(
+def test_the_digest_differs_where_another_processor_computes_other_bits(
     emulation: str, whole: dict[str, Path], tmp_path: Path
 ) -> None:
-    """And the run says what is different, in its log and in its status, also where all bits are the same."""
+    """The log and the status name the difference, also where all bits are the same."""
     name, value = emulation.split("=")
     if os.environ.get(name) == value:
         pytest.skip("the tests run on this processor already; run them without the emulation")

@@ -30,10 +30,10 @@ SPARE_BYTES = {True: 33 << 20, False: 100 << 20}
 
 @pytest.mark.parametrize("pass_per_agent", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_out_of_memory_by_the_kernel_changes_no_rows(
+def test_a_step_for_which_the_kernel_refuses_memory_keeps_its_rows(
     ranks: int, pass_per_agent: bool, server: ForkServer, tmp_path: Path
 ) -> None:
-    """The kernel refuses from the second step on what the first one had; on one process of two."""
+    """From the second step on, the kernel refuses memory that the first step had, to the last process."""
     keys = BIG | {"global_batch_size": ROWS * ranks, "pass_per_agent": pass_per_agent}
     fault = Fault("short memory", steps=(1,), process=ranks - 1, amount=SPARE_BYTES[pass_per_agent], times=1)
     for name, faults in (("ample", []), ("short", [fault])):
@@ -69,7 +69,7 @@ def test_all_processes_repeat_the_step_and_checkpoints_hold_the_smaller_batch(
     assert metrics(tmp_path)[-1]["tokens_per_s"] > 0
 
 
-def test_at_one_row_layers_are_recomputed_and_then_it_gives_up(server: ForkServer, tmp_path: Path) -> None:
+def test_with_one_row_left_layers_are_recomputed_and_then_the_attempt_ends(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), amount=0)
     assert train(server, tmp_path, fault, batch_size=2) == [1]
     assert len(fired(tmp_path)) == 3  # two rows, one row, one row with recomputed layers
@@ -86,7 +86,7 @@ def test_at_one_row_layers_are_recomputed_and_then_it_gives_up(server: ForkServe
 def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """On the way and at the end, teacher-forced and generated; no bit of the training hangs on it."""
+    """This holds for evaluations during the run and at its end, and changes no bit of the training."""
     keys = {"eval_steps": 4, "eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4}
     keys |= {"max_train_steps": 6}
     fault = Fault("out of memory in an evaluation", steps=(3, 5), process=ranks - 1, amount=2)
@@ -108,7 +108,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
 def test_after_a_kill_in_an_evaluation_the_next_attempt_evaluates_fewer_rows_at_a_time(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    """The kernel gives no word: status.json has said before what is being done. The scores are those of one attempt."""
+    """A kill leaves no message: status.json tells the next attempt that it was in an evaluation."""
     keys = {"eval_samples": 20, "generation_eval_samples": 6, "max_new_tokens_eval": 4, "max_train_steps": 6}
     assert train(server, tmp_path / "ample", ranks=ranks, **keys) == [0] * ranks, said(tmp_path / "ample")
     kill = Fault("kill in an evaluation", steps=(5, -1), amount=2)  # -1: the attempt trains no step
@@ -140,7 +140,7 @@ def test_an_evaluation_of_one_row_that_does_not_fit_ends_the_attempt_with_advice
     assert train(server, tmp_path, max_train_steps=6) == [0], said(tmp_path)
 
 
-def test_a_resumed_run_goes_on_recomputing(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_recomputing_layers(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("out of memory", steps=(2,), times=1)
     keys = {"batch_size": 1, "save_steps": 4, "max_train_steps": 6}
     assert train(server, tmp_path, fault, Fault("kill", steps=(5,), committed=4), **keys) == [-9]
@@ -148,8 +148,8 @@ def test_a_resumed_run_goes_on_recomputing(server: ForkServer, tmp_path: Path) -
     assert "recovery: layers are recomputed in the backward pass" in said(tmp_path)
 
 
-def test_a_resumed_run_keeps_a_pass_per_agent(server: ForkServer, tmp_path: Path) -> None:
-    """The bits of the run whose memory was short are those of one that is resumed in the middle of it."""
+def test_a_resumed_run_keeps_its_pass_per_agent(server: ForkServer, tmp_path: Path) -> None:
+    """The run that was short of memory ends with the same bits whether or not it is resumed in between."""
     short = Fault("out of memory", steps=(2,), times=1)
     keys = {"pass_per_agent": False, "save_steps": 4, "max_train_steps": 6}
     assert train(server, tmp_path / "straight", short, **keys) == [0]
@@ -161,7 +161,7 @@ def test_a_resumed_run_keeps_a_pass_per_agent(server: ForkServer, tmp_path: Path
     assert weights(tmp_path / "killed", range(2)) == weights(tmp_path / "straight", range(2))
 
 
-def test_parts_hold_the_same_rows_in_the_same_order() -> None:
+def test_parts_of_a_micro_batch_hold_its_rows_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
     tokenized: Any = rows
@@ -171,7 +171,7 @@ def test_parts_hold_the_same_rows_in_the_same_order() -> None:
     assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
 
 
-def test_parts_of_agents_hold_the_rows_of_each_in_their_order() -> None:
+def test_parts_with_rows_per_agent_hold_them_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2], [1])]
     tokenized: Any = rows
@@ -194,7 +194,7 @@ def test_a_bug_does_not_count_as_out_of_memory(server: ForkServer, tmp_path: Pat
 
 
 def test_the_cause_is_the_process_that_failed_first(server: ForkServer, tmp_path: Path) -> None:
-    """Process 1 runs out of memory where it cannot vote; process 0 is told to stop for it, as launchers do."""
+    """Process 1 runs out of memory where it cannot vote; process 0 is then stopped, as launchers do."""
     faults = (
         Fault("out of memory in the optimizer", steps=(3,), process=1),
         Fault("terminated after another", steps=(4,), process=0),
@@ -218,7 +218,7 @@ def test_the_cause_is_the_process_that_failed_first(server: ForkServer, tmp_path
         RuntimeError("CUDA error: out of memory"),
     ],
 )
-def test_out_of_memory_in_its_forms(error: Exception) -> None:
+def test_every_form_of_out_of_memory_is_recognised(error: Exception) -> None:
     def fail() -> None:
         raise error
 
@@ -226,7 +226,7 @@ def test_out_of_memory_in_its_forms(error: Exception) -> None:
     assert unless_out_of_memory(fail) == (None, str(error) or "out of memory")
 
 
-def test_other_errors_go_on() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         unless_out_of_memory(lambda: 1 // 0)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -110,7 +110,7 @@ def test_on_another_number_of_processes_the_steps_keep_their_rows(
     )
 
 
-def test_what_the_run_leaves_tells_whose_rows_are_which(mixed: Path, entries: list[str]) -> None:
+def test_results_say_which_rows_are_whose(mixed: Path, entries: list[str]) -> None:
     log = (mixed / "run/training.log").read_text()
     for said in (
         "7 rows of question + answer",
@@ -138,7 +138,7 @@ def test_what_the_run_leaves_tells_whose_rows_are_which(mixed: Path, entries: li
     assert meta["agents"][3]["data_seed"] == 9
 
 
-def test_other_rows_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: Path, entries: list[str]) -> None:
+def test_a_resume_with_other_rows_for_an_agent_is_refused(trials: Trials, mixed: Path, entries: list[str]) -> None:
     for there, here, said in (
         ("data_seed: 9", "data_seed: 8", "data_seed was [42, 42, 3, 9], is [42, 42, 3, 8]"),
         (
@@ -154,7 +154,7 @@ def test_other_rows_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: P
         assert said in (mixed / "log").read_text()
 
 
-def test_one_set_named_for_all_scores_all(trials: Trials, entries: list[str], tmp_path: Path) -> None:
+def test_a_common_eval_dataset_scores_all_agents(trials: Trials, entries: list[str], tmp_path: Path) -> None:
     common = write(tmp_path / "common", 300, 4, range(10, 14))
     folder = complete(
         trials, CELL, *entries[:2], eval_dataset_name=common, max_train_steps=2, generation_eval_samples=0
@@ -164,7 +164,7 @@ def test_one_set_named_for_all_scores_all(trials: Trials, entries: list[str], tm
     assert evaluation["n"] == 4
 
 
-def test_without_max_train_steps_epochs_are_those_of_the_most_rows(trials: Trials, entries: list[str]) -> None:
+def test_epochs_are_counted_by_the_agent_with_the_most_rows(trials: Trials, entries: list[str]) -> None:
     folder = complete(
         trials, CELL, *entries[:2], max_train_steps="null", epochs=1, generation_eval_samples=0, eval_steps="null"
     )

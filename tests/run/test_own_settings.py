@@ -73,13 +73,13 @@ def test_two_processes_killed_and_resumed(trials: Trials) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1] if campaign.in_full else [1])
-def test_three_processes_add_an_agents_gradients_as_they_do_alone(trials: Trials, k: int) -> None:
+def test_three_processes_sum_an_agents_gradients_as_in_a_run_alone(trials: Trials, k: int) -> None:
     cell, agents = Cell(ranks=3), (SMALL, LARGE)
     company, alone = complete(trials, cell, *agents), complete(trials, cell, agents[k])
     assert not differences(facts_of(alone, "agent0"), facts_of(company, f"agent{k}"))
 
 
-def test_other_settings_of_an_agent_are_refused_on_a_resume(trials: Trials, mixed: Path) -> None:
+def test_a_resume_with_other_settings_for_an_agent_is_refused(trials: Trials, mixed: Path) -> None:
     other = keys(SMALL, DROPPING.replace("0.2", "0.3"), FEW_LAYERS, LARGE)
     assert trials.train(Cell(accumulation=2), mixed, max_train_steps=13, **other) == [2]
     assert "lora_dropout was [0.0, 0.2, 0.0, 0.0], is [0.0, 0.3, 0.0, 0.0]" in (mixed / "log").read_text()

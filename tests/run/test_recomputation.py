@@ -35,7 +35,7 @@ Train = Callable[..., int]
         ({"diversity": "joint", "deterministic": True}, "cpu", False),
     ],
 )
-def test_what_pass_per_agent_becomes(keys: dict[str, Any], device: str, becomes: bool | None) -> None:
+def test_auto_of_pass_per_agent_resolves_by_settings(keys: dict[str, Any], device: str, becomes: bool | None) -> None:
     assert passes_without_estimate(Config(**keys), torch.device(device))[0] is becomes
 
 
@@ -74,7 +74,7 @@ def test_a_run_with_room_recomputes_nothing(train_with: Train, capsys: pytest.Ca
     assert "use_gradient_checkpointing=false: by estimate" in capsys.readouterr().out
 
 
-def test_the_dry_run_says_what_it_becomes(
+def test_the_dry_run_says_what_auto_resolves_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

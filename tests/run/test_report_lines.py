@@ -31,7 +31,7 @@ from tests.support.log_lines import log_lines
         ({"eval_dataset_name": "val.csv"}, "2 rows of text from val.csv, split train, 1 left out"),
     ],
 )
-def test_it_is_said_where_the_rows_to_evaluate_on_are_from(
+def test_the_log_says_where_evaluation_rows_are_from(
     settings: dict[str, Any], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_it_is_said_where_the_rows_to_evaluate_on_are_from(
         ({}, None),
     ],
 )
-def test_it_is_said_that_something_is_chosen_by_test_rows(
+def test_the_log_warns_where_something_is_chosen_by_test_rows(
     keys: dict[str, Any], choice: str | None, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
@@ -81,7 +81,7 @@ def test_it_is_said_that_something_is_chosen_by_test_rows(
         (None, "the tokenizer's own"),
     ],
 )
-def test_a_chat_template_is_named_by_where_it_is_from(wanted: str | None, named: str, tmp_path: Path) -> None:
+def test_the_log_says_where_a_chat_template_is_from(wanted: str | None, named: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     raw = ListedRows([{"question": "1+1?", "answer": "2"}])
@@ -97,7 +97,7 @@ def test_rows_to_evaluate_on_that_are_cut_are_counted(tmp_path: Path) -> None:
     assert lines[-1] == "data      to evaluate on: 3 rows of question + answer from here, 2 cut at max_seq_length"
 
 
-def test_the_blocks_of_a_text_are_no_rows_that_are_left_out(tmp_path: Path) -> None:
+def test_blocks_of_a_text_are_not_counted_as_rows_left_out(tmp_path: Path) -> None:
     raw = ListedRows([{"text": "Ann has 3 pens. " * 20}, {"text": ""}])
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     rows = tokenize(recognised(raw, "here"), tokenizer, max_seq_length=20, long_rows="split", cache_folder=tmp_path)
@@ -139,7 +139,7 @@ def test_an_evaluation_gives_the_crowd_and_the_mean_of_its_agents() -> None:
     )
 
 
-def test_a_right_answer_and_who_else_has_it() -> None:
+def test_a_right_answer_is_shown_with_the_agents_that_have_it() -> None:
     solved = Solved("1+1?\n", "1+1=2\n#### 2", "2", (True, False, True, True))
     assert describe_example(solved).splitlines() == [
         "question  1+1?",
@@ -148,7 +148,7 @@ def test_a_right_answer_and_who_else_has_it() -> None:
     ]
 
 
-def test_a_wrong_answer_beside_the_right_one_and_of_a_long_text_the_end() -> None:
+def test_a_wrong_answer_is_shown_beside_the_right_one_and_long_texts_by_their_end() -> None:
     solved = Solved("x" * 1000 + " how many?", "", "2", (False, False, False, False))
     question, answer, verdict = describe_example(solved).splitlines()
     assert question == f"question  ... {('x' * 1000 + ' how many?')[-400:]}"
@@ -161,7 +161,7 @@ def test_one_agent_is_not_compared_with_itself() -> None:
     assert verdict.strip() == "right"
 
 
-def test_of_all_processes_the_example_of_the_first_that_has_one_is_shown() -> None:
+def test_the_example_of_the_first_process_that_has_one_is_shown() -> None:
     example = Solved("q", "a", "a", (True, True, True))
     nothing, some = AnswerScores(torch.zeros(3, 0).bool()), AnswerScores(torch.ones(3, 1).bool(), example)
     assert AnswerScores.joined([nothing, some, AnswerScores(some.right)]).example == example

@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.core.run_status import is_alive, read_status
-from tests.support.children import ROOT, Child
+from ci_llm.core.run_status import read_status
+from tests.support.children import ROOT, Child, processes_of
 from tests.support.launched import launch, micro_steps
 from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
@@ -36,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ForkServer, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The final checkpoint of two processes that nothing befell."""
+    """The final checkpoint of an undisturbed run on two processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     keys = words(base, "run")
     codes = server.run(train_watched, folder / "log", ranks=2, folder=str(folder), arguments=keys, fate=None)
@@ -59,19 +58,8 @@ def words(base: Path, output_dir: Path | str, **keys: Any) -> list[str]:
 
 
 def assert_nothing_left(folder: Path) -> None:
-    """Every process of the run has ended, also those whose launcher went first."""
-
-    def left() -> bool:
-        return any(str(folder) in " ".join(_command(one)) for one in psutil.process_iter() if is_alive(one.pid))
-
-    wait_until("nothing of it is left", lambda: not left())
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
+    """Wait until every process of the run has ended, also those whose launcher ended first."""
+    wait_until("every process of the run has ended", lambda: not processes_of(folder))
 
 
 def end(child: Child, folder: Path) -> int:
@@ -86,7 +74,7 @@ def assert_same_bits(run: Path, final: Path) -> None:
     assert [one for one in found.differences if one.counts] == []  # config.yaml names another output_dir
 
 
-def test_four_processes_are_those_of_torchrun(base: Path, tmp_path: Path) -> None:
+def test_four_processes_by_accelerate_equal_those_of_torchrun(base: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "torchrun"
     for folder, launcher in ((tmp_path / "typed", TYPED), (theirs, ["torchrun", "--standalone", "--nproc-per-node=4"])):
         folder.mkdir()
@@ -113,8 +101,8 @@ def act(number):
 """
 
 
-def test_ctrl_c_and_the_same_command_again(base: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Ctrl-C reaches all that the terminal knows: Accelerate, which ends, and the process that it has started."""
+def test_a_run_stopped_by_ctrl_c_resumes_by_the_same_command(base: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole process group: Accelerate, which ends, and the process that it has started."""
     run = tmp_path / "run"
     with launch(tmp_path, ON_CPU, words(base, run), CTRL_C) as child:
         end(child, tmp_path)
@@ -137,7 +125,7 @@ def act(number):
 """
 
 
-def test_the_death_of_one_process_ends_all_and_the_next_attempt_goes_on(
+def test_the_death_of_one_process_ends_all_and_the_next_attempt_resumes(
     server: ForkServer, base: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     keys = words(base, run := tmp_path / "run")
@@ -203,8 +191,8 @@ def act(number):
 """
 
 
-def test_without_torchrun_s_agent_the_processes_save_and_end(base: Path, tmp_path: Path) -> None:
-    """Also where nothing was saved before: the store of the agent, at which processes meet, is gone with it."""
+def test_processes_save_and_end_when_torchruns_agent_is_killed(base: Path, tmp_path: Path) -> None:
+    """This holds before the first save too, although the agent's rendezvous store died with it."""
     keys = words(base, run := tmp_path / "run", save_steps="null")
     with launch(tmp_path, PLAIN, ["--distributed=2", *keys], AGENT_DIES) as child:
         assert end(child, tmp_path) == 0, "\n".join(child.seen)

@@ -1,4 +1,4 @@
-"""Runs whose base is sharded over their processes: the bits of the run without shards, and nobody ever waits in vain.
+"""Runs whose base is sharded over processes have the bits of runs without shards, and no process waits for ever.
 
 Real processes, gloo, the real job, faults at named places of a pass.
 """
@@ -121,7 +121,7 @@ def test_out_of_memory_in_an_evaluation_is_repeated_in_smaller_parts_by_all(serv
 
 
 @pytest.mark.parametrize(("ranks", "then"), [(4, 2), (2, 2)])
-def test_when_a_process_is_killed_in_its_pass_the_others_end_and_the_run_goes_on(
+def test_when_a_process_is_killed_in_its_pass_the_others_end_and_the_run_resumes(
     ranks: int, then: int, server: ForkServer, tmp_path: Path
 ) -> None:
     """After step 4, in the backward pass; on another number of processes, and without shards, as on the same ones."""

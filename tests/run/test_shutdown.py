@@ -1,4 +1,4 @@
-"""How an interrupted attempt ends: which step is saved, also on a full disk, and the command that goes on."""
+"""How an interrupted attempt ends: which step is saved, also on a full disk, and the command that resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.run.test_emergency_save import BrokenOnce
 
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> shutdown.Attempt:
-    """Of a run with checkpoints of these steps."""
+    """An attempt that is about to end, of a run with checkpoints of these steps."""
     config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
     processes: Any = SimpleNamespace(is_main_process=True, launch=launch("python"))
     manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True, wait_until_finished=lambda: None)
@@ -46,20 +46,22 @@ def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] 
     [
         ([3, 5], 3, 5, "step 5 is saved"),
         ([], 0, 0, "no step is saved"),
-        ([], 50, 50, "step 50 is saved"),  # it went on from a checkpoint elsewhere, and will do so again
+        ([], 50, 50, "step 50 is saved"),  # it resumed from a checkpoint elsewhere, and will do so again
     ],
 )
-def test_the_step_of_an_interruption_is_the_one_that_is_saved(
+def test_an_interruption_reports_the_step_that_is_saved(
     steps: list[int], began_at: int, step: int, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps that were trained and not saved, because of a second Ctrl-C or a full disk, will be trained again."""
+    """Steps lost by a second Ctrl-C or a full disk are trained again, so they are not the reported step."""
     caplog.set_level(logging.INFO, "ci_llm")
     attempt_at_its_end(tmp_path, steps, began_at, trained=60).interrupted("signal:SIGINT")
     assert read_status(tmp_path).step == step
     assert f"interrupted (signal:SIGINT): {where}; resume with: " in caplog.messages[0]
 
 
-def test_steps_that_no_checkpoint_holds_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_no_checkpoint_holds_do_not_count_as_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
     for attempt in (1, 2):
@@ -86,7 +88,7 @@ def test_a_full_disk_hides_no_interruption(
 
 
 def test_a_save_that_failed_hides_no_interruption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A second Ctrl-C ends a run whose save may just have failed; its error must not cost the run its status."""
+    """A second Ctrl-C may come after a save has failed; the status must still say that the run was interrupted."""
     with CheckpointManager(tmp_path) as manager:
         manager.acquire_lease()
         assert manager.save(3, {"w": torch.ones(3)})
@@ -115,7 +117,7 @@ PATH = {"python": "/usr/bin/python", "python3": "/usr/bin/python3", "torchrun": 
         ([], "python train.py"),  # no launcher was found
     ],
 )
-def test_the_command_that_goes_on_is_the_launcher_s(
+def test_the_command_that_resumes_is_that_of_the_launcher(
     command: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py"])
@@ -131,15 +133,15 @@ def test_the_command_of_ci_llm_is_shown_by_its_name(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("program", [".venv/bin/python", "/venv/bin/python", "/usr/bin/python3.12"])
-def test_a_program_that_its_name_does_not_start_is_named_in_full(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make train` starts one that is not on the path: its bare name would be another interpreter, or none."""
+def test_a_program_outside_the_path_is_shown_with_its_full_path(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make train` starts an interpreter outside the path: its bare name would start another one, or none."""
     monkeypatch.setattr(sys, "orig_argv", [program, "train.py"])
     monkeypatch.setattr(shutil, "which", PATH.get)
     assert shutdown.command_line(launch("python")) == f"{program} train.py"
 
 
-def test_a_launcher_that_has_gone_is_still_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how it goes on."""
+def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how to resume."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]
     monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: command)
     launched = read_launch({"ACCELERATE_MIXED_PRECISION": "no"})
@@ -185,10 +187,10 @@ def test_a_run_like_this_one_names_each_key_once(
         ("signal:SIGTERM", "max_runtime", 5.0, True),
     ],
 )
-def test_an_end_that_the_caller_has_asked_for_kills_no_interpreter(
+def test_a_stop_requested_by_the_caller_never_ends_the_interpreter(
     reason: str, source: str | None, called_at: float | None, kills: bool
 ) -> None:
-    """A step that was longer than the grace ended the process of the caller, with exit code 0."""
+    """A step longer than the grace ended the caller's process with exit code 0."""
     interrupts: Any = SimpleNamespace(stop_requested_at=time.monotonic(), stop_reason=reason)
     asked = replace(launch("torchrun"), kill_delay_s=30.0, called_at=called_at)
     deadline = Deadline(time.time() + 20, source) if source else None

@@ -96,8 +96,8 @@ def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.Monkey
     assert counted.speed() == {"tokens_per_s": 600.0, "step_time_s": 0.5}
 
 
-def test_an_agent_that_was_left_out_does_not_count_in_that_step() -> None:
-    """Its loss may be finite although its gradient is not, and a huge norm is finite as well."""
+def test_a_step_that_left_an_agent_out_does_not_count_for_it() -> None:
+    """A loss can be finite where the gradient is not, and so can a huge norm; neither may enter the means."""
     interval = StepMetrics(2, torch.device("cpu"))
     interval.add([10] * 3, [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
     interval.add([10] * 3, [30.0, 90.0, 0.0], torch.tensor([3.0, 1e16]), left_out=(1,))

@@ -104,7 +104,7 @@ def test_in_single_precision_the_losses_agree(worlds: Worlds, processes: int) ->
 
 
 @pytest.mark.parametrize("of", sampled([(1, 2), (1, 4), (3, 4)], [(1, 2), (3, 4)]), ids=str)
-def test_processes_for_which_there_is_no_row_take_part_all_the_same(worlds: Worlds, of: tuple[int, int]) -> None:
+def test_processes_without_a_row_take_part_in_the_step(worlds: Worlds, of: tuple[int, int]) -> None:
     rows, processes = of
     keys = {**DOUBLE, "max_train_samples": rows, "max_train_steps": 6}
     alone, together = worlds.run(1, **keys), worlds.run(processes, **keys)
@@ -114,7 +114,7 @@ def test_processes_for_which_there_is_no_row_take_part_all_the_same(worlds: Worl
     assert difference(weights(together), weights(alone)) < 1e-6
 
 
-def test_a_run_goes_on_with_any_other_number_of_processes(worlds: Worlds) -> None:
+def test_a_run_resumes_on_any_other_number_of_processes(worlds: Worlds) -> None:
     """4 -> 2 -> 3 -> 1, each attempt but the last being asked to stop after some steps, on one of its processes."""
     folder = worlds.new_folder()
     for processes, steps in ((4, 8), (2, 7), (3, 9)):

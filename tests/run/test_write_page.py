@@ -1,4 +1,4 @@
-"""When a run writes its report by itself, and when it rather leaves. A real run shows the rest in tests/report/."""
+"""When a run writes its report by itself, and when it leaves it out. Tests of real reports are in tests/report/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.report.folders import leave_run
 def run(
     folder: Path, *, told_s_ago: float | None = None, is_main_process: bool = True, held: bool = True, **keys: Any
 ) -> Any:
-    """What `write_page` looks at."""
+    """The arguments of `write_page` for a run that stopped `told_s_ago` seconds ago."""
     told_at = None if told_s_ago is None else time.monotonic() - told_s_ago
     return (
         Config(output_dir=str(folder), **keys),
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return leave_run(tmp_path / "run")
 
 
-def test_a_run_that_is_over_leaves_a_page(folder: Path) -> None:
+def test_a_completed_run_writes_its_report(folder: Path) -> None:
     write_page(*run(folder))
     assert (folder / "report.html").exists()
 
@@ -42,12 +42,12 @@ def test_a_run_that_is_over_leaves_a_page(folder: Path) -> None:
     [{"told_s_ago": 11.0}, {"is_main_process": False}, {"held": False}, {"write_report": False}],
     ids=["a third of the grace is over", "another process", "another attempt has the folder", "not wanted"],
 )
-def test_there_are_reasons_to_leave_no_page(why_not: dict[str, Any], folder: Path) -> None:
+def test_no_report_is_written_where_it_would_delay_the_exit(why_not: dict[str, Any], folder: Path) -> None:
     write_page(*run(folder, grace_s=30.0, **why_not))
     assert not (folder / "report.html").exists()
 
 
-def test_an_interruption_with_time_to_spare_leaves_a_page(folder: Path) -> None:
+def test_an_interrupted_run_with_time_left_writes_its_report(folder: Path) -> None:
     write_page(*run(folder, told_s_ago=1.0, grace_s=3000.0))
     assert (folder / "report.html").exists()
 

@@ -1,4 +1,4 @@
-"""A crowd behind a real port in this process, which most tests of this room ask."""
+"""A crowd served on a real port of this process, which most tests of this folder query."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "a key"
 
 @pytest.fixture(scope="session")
 def crowd() -> Crowd:
-    """What is asked at home; the one that is served is another object, with the same weights."""
+    """The crowd that answers in process; the served one is another object with the same weights."""
     return disturbed_crowd()
 
 

@@ -6,14 +6,13 @@ import json
 import re
 import socket
 import threading
-import time
 from typing import Any
 
 import httpx
 
 from ci_llm.serve.app import Service
 from ci_llm.serve.start import server_of
-from tools.testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S, wait_until
 
 QUESTION = "Ann has 7 pens. Then the number becomes 3 times as big. Ann breaks 6. How many pens are left?"
 
@@ -68,15 +67,12 @@ class Listening:
         return sum(float(value) for found, value in lines if wanted <= {*found.split(",")})
 
     def load(self) -> tuple[float, float]:
-        """Texts that grow and that wait."""
+        """The numbers of texts that are being written and that wait."""
         return self.metric("num_requests_running"), self.metric("num_requests_waiting")
 
     def wait_for(self, load: tuple[float, float]) -> None:
-        """Until so many texts grow and wait."""
-        until = time.monotonic() + DEADLINE_S
-        while (found := self.load()) != load:
-            assert time.monotonic() < until, f"{found} and not {load}"
-            time.sleep(0.01)
+        """Return when so many texts are being written and wait."""
+        wait_until(f"{load} texts grow and wait", lambda: self.load() == load)
 
     def __enter__(self) -> Listening:
         self._thread.start()

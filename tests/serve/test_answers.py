@@ -1,4 +1,4 @@
-"""What is answered over HTTP is what the crowd answers at home, whole or in pieces, alone or in company."""
+"""Answers over HTTP equal those of the crowd in process, whole or streamed, alone or beside other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at_home(crowd: Crowd) -> list[Answer]:
     return crowd.generate(QUESTIONS, details=True, **SHORT)
 
 
-def test_the_crowd_its_agents_and_its_base_answer_as_at_home_whatever_else_is_served(
+def test_crowd_agents_and_base_answer_as_in_process_whatever_else_is_served(
     served: Listening, crowd: Crowd, at_home: list[Answer]
 ) -> None:
     models = ["crowd", "agent0", "agent1", "agent2", "base"]
@@ -64,7 +64,7 @@ def test_an_answer_says_how_sure_the_crowd_is_and_on_request_what_each_agent_say
 
 
 @pytest.mark.parametrize("aggregator", ["logit", "confidence", "majority", "weighted_vote", "rerank"])
-def test_a_request_chooses_how_the_agents_become_one(served: Listening, crowd: Crowd, aggregator: str) -> None:
+def test_a_request_chooses_the_aggregation(served: Listening, crowd: Crowd, aggregator: str) -> None:
     wanted = crowd.generate(QUESTIONS, aggregator=aggregator, details=True, **SHORT)
     for question, answer in zip(QUESTIONS, wanted, strict=True):
         [choice] = served.ask(question, max_tokens=24, ci_llm={"aggregator": aggregator})["choices"]
@@ -72,7 +72,7 @@ def test_a_request_chooses_how_the_agents_become_one(served: Listening, crowd: C
         assert choice["ci_llm"]["confidence"] == pytest.approx(answer.confidence, rel=1e-4)
 
 
-def test_self_consistency_draws_and_votes_as_at_home(served: Listening, crowd: Crowd) -> None:
+def test_self_consistency_draws_and_votes_as_in_process(served: Listening, crowd: Crowd) -> None:
     texts = []
     for seed in (5, 6, 7):
         [wanted] = crowd.generate([QUESTION], aggregator="self_consistency", seed=seed, details=True, **SHORT)
@@ -84,7 +84,7 @@ def test_self_consistency_draws_and_votes_as_at_home(served: Listening, crowd: C
     assert len({*texts}) > 1, "the seed counts"
 
 
-def test_pieces_make_the_whole_and_end_with_reason_and_usage(served: Listening) -> None:
+def test_chunks_join_to_the_whole_answer_and_end_with_reason_and_usage(served: Listening) -> None:
     whole = served.ask(max_tokens=24)
     body = chat(max_tokens=24, stream=True, stream_options={"include_usage": True})
     first, *pieces, end, usage = served.stream("/v1/chat/completions", body)
@@ -112,7 +112,7 @@ def test_samples_are_those_of_their_seed_and_differ_within_a_request(served: Lis
     assert text_of(sharp) == text_of(served.ask(max_tokens=24)), "only the most probable token is left"
 
 
-def test_stop_strings_end_a_text_before_them_in_pieces_too(served: Listening) -> None:
+def test_a_text_ends_before_its_stop_string_in_streams_too(served: Listening) -> None:
     whole = text_of(served.ask(max_tokens=24))
     mark = whole[4:6]
     cut = served.ask(max_tokens=24, stop=[mark, "never"])
@@ -170,7 +170,7 @@ def test_prompts_of_completions_are_strings_or_ids_and_are_continued_as_they_are
     assert told["count"] == served.ask(max_tokens=1)["usage"]["prompt_tokens"] == len(told["tokens"])
 
 
-def test_developers_and_parts_of_text_are_read_as_systems_and_texts(served: Listening) -> None:
+def test_developer_messages_and_text_parts_are_read_as_system_messages_and_texts(served: Listening) -> None:
     def ask(role: str, content: Any) -> dict[str, Any]:
         messages = [{"role": role, "content": "Be short."}, {"role": "user", "content": content}]
         answer = served.post("/v1/chat/completions", {"model": "crowd", "messages": messages, "max_tokens": 8})
@@ -181,7 +181,7 @@ def test_developers_and_parts_of_text_are_read_as_systems_and_texts(served: List
     assert ask("developer", parts) == ask("system", QUESTION)
 
 
-def test_what_changes_no_answer_is_accepted(served: Listening) -> None:
+def test_fields_without_effect_on_answers_are_accepted(served: Listening) -> None:
     harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "reasoning_effort": "low"}
     nothing = {
         "frequency_penalty": 0,

@@ -1,4 +1,4 @@
-"""What cannot be answered gets OpenAI's status and error, says which field, and harms nobody."""
+"""A bad request gets OpenAI's status and an error that names the field, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(
 
 
 @pytest.mark.slow
-def test_paths_methods_and_keys(served: Listening) -> None:
+def test_wrong_paths_methods_and_keys_are_refused(served: Listening) -> None:
     http = served.http
     assert refused(http.post("/v1/responses", json={})) == (404, "unknown_url", None)
     assert refused(http.get("/v1/chat/completions")) == (405, "method_not_allowed", None)
@@ -147,7 +147,7 @@ def test_paths_methods_and_keys(served: Listening) -> None:
 
 
 @pytest.mark.slow
-def test_a_body_without_a_length_is_measured_while_it_comes(served: Listening) -> None:
+def test_a_body_without_a_length_is_limited_while_it_arrives(served: Listening) -> None:
     sent = []
 
     def endless() -> Any:
@@ -177,7 +177,7 @@ FIELDS = st.dictionaries(NAMES, VALUES, max_size=4)
 
 @settings(max_examples=campaign.size(60, 1000))
 @given(FIELDS, st.booleans())
-def test_any_fields_are_read_or_refused(fields: dict[str, Any], is_chat: bool) -> None:
+def test_any_fields_are_parsed_or_refused(fields: dict[str, Any], is_chat: bool) -> None:
     whole = {"model": "crowd", **({"messages": [MESSAGE]} if is_chat else {"prompt": "x"}), **fields}
     kind: type[ChatBody] | type[CompletionBody] = ChatBody if is_chat else CompletionBody
     found = problem_or(lambda: checked(kind, parsed(json.dumps(whole).encode())))
@@ -197,7 +197,7 @@ def problem_or(function: Callable[[], T]) -> T | ApiProblem:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_object_or_refused(raw: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused(raw: bytes) -> None:
     found = problem_or(lambda: parsed(raw))
     assert isinstance(found, dict) or found.status == 400
 

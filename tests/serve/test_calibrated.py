@@ -43,7 +43,7 @@ def sure(calibrated: Crowd) -> Iterator[Listening]:
         yield listening
 
 
-def test_confidence_is_the_probability_to_be_right(sure: Listening, answers: list[Answer]) -> None:
+def test_confidence_is_the_calibrated_probability_of_a_right_answer(sure: Listening, answers: list[Answer]) -> None:
     for question, wanted in zip(QUESTIONS, answers, strict=True):
         own = sure.ask(question, max_tokens=24)["choices"][0]["ci_llm"]
         assert own["confidence"] == pytest.approx(wanted.probability_right, abs=1e-4)
@@ -72,7 +72,7 @@ def test_an_answer_below_the_minimum_is_withheld(sure: Listening, answers: list[
     assert withheld == 3
 
 
-def test_one_agent_is_asked_first_and_all_where_it_is_unsure(sure: Listening, calibrated: Crowd) -> None:
+def test_one_agent_answers_and_all_are_asked_where_it_is_unsure(sure: Listening, calibrated: Crowd) -> None:
     wanted = calibrated.generate(QUESTIONS, agents_per_prompt=2.5, details=True, **SHORT)
     found = []
     for question, answer in zip(QUESTIONS, wanted, strict=True):
@@ -101,7 +101,7 @@ def test_the_server_s_own_minimum_holds_where_a_request_says_nothing(calibrated:
         assert strict.ask(QUESTIONS[0], model="agent0", max_tokens=24)["choices"][0]["message"]["content"]
 
 
-def test_a_default_of_the_server_is_for_answers_of_its_calibration_only(calibrated: Crowd) -> None:
+def test_defaults_that_need_the_calibration_apply_only_to_its_aggregator(calibrated: Crowd) -> None:
     served = disturbed_crowd()
     served.calibration = calibrated.calibration
     vote = {"aggregator": "majority"}

@@ -1,4 +1,4 @@
-"""Clients that people have: openai, LangChain, curl, lm-evaluation-harness."""
+"""The server with the clients openai, LangChain, curl and lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_openai_lists_the_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("agent1").owned_by == "ci-llm"
 
 
-def test_openai_asks_with_our_fields_and_reads_them(client: openai.OpenAI, answer: str) -> None:
+def test_openai_sends_and_reads_our_fields(client: openai.OpenAI, answer: str) -> None:
     own = {"ci_llm": {"include_agents": True}}
     found = client.chat.completions.create(
         model="crowd", messages=MESSAGES, logprobs=True, top_logprobs=2, extra_body=own
@@ -94,7 +94,7 @@ def test_openai_asks_many_at_once_and_waits_where_the_queue_is_full(served: List
     assert {found.choices[0].message.content for found in asyncio.run(ask(20))} == {answer}
 
 
-def test_openai_raises_its_own_errors(client: openai.OpenAI, served: Listening) -> None:
+def test_openai_raises_its_own_exceptions(client: openai.OpenAI, served: Listening) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature"):
@@ -137,14 +137,14 @@ def harness(served: Listening, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 
 def nats(crowd: Crowd, who: int, ids: Sequence[int], first: int) -> float:
-    """Log-likelihood of the tokens from `first` on: the crowd's own scores, in this process."""
+    """The log-likelihood of the tokens from `first` on, by the crowd in this process."""
     found = score(crowd, [pack([Continuation.after(ids[:first], ids[first:])], [0])], "probability")
     assert found is not None
     return -float(found.nll[who, 0])
 
 
 @pytest.mark.parametrize(("model", "who"), [("crowd", K), ("agent1", 1)])
-def test_lm_eval_scores_over_http_as_at_home(
+def test_lm_eval_scores_over_http_as_in_process(
     harness: Callable[[str], LocalCompletionsAPI], crowd: Crowd, model: str, who: int
 ) -> None:
     over_http = harness(model)

@@ -1,4 +1,4 @@
-"""`--engine URL`: agents on another server vote here as they do at home, and an engine that cannot is refused."""
+"""`--engine URL`: agents on another server vote as agents in this process do; an engine that cannot is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def voting(served: Listening, saved: Path) -> Iterator[Listening]:
 
 
 @pytest.mark.parametrize("aggregator", ["rerank", "weighted_vote", "majority"])
-def test_votes_over_an_engine_are_those_at_home(voting: Listening, crowd: Crowd, aggregator: str) -> None:
+def test_votes_over_an_engine_are_those_in_process(voting: Listening, crowd: Crowd, aggregator: str) -> None:
     wanted = crowd.generate(QUESTIONS, aggregator=aggregator, details=True, max_new_tokens=24)
     for question, answer in zip(QUESTIONS, wanted, strict=True):
         own = {"aggregator": aggregator, "include_agents": True}
@@ -60,7 +60,7 @@ def test_agents_and_base_are_passed_through_and_streams_hold_the_whole_text(
     assert len({choice["message"]["content"] for choice in drawn}) > 1
 
 
-def test_what_an_engine_cannot_do_is_refused(voting: Listening) -> None:
+def test_requests_that_an_engine_cannot_serve_are_refused(voting: Listening) -> None:
     for fields, param in (
         ({"logprobs": True}, "logprobs"),
         ({"ci_llm": {"aggregator": "probability"}}, "ci_llm.aggregator"),
@@ -151,7 +151,7 @@ def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[Sta
         voting.wait_for((0, 0))
 
 
-def test_texts_that_fail_and_that_nobody_waits_for_are_counted(
+def test_failed_and_abandoned_texts_are_counted(
     stand_in: tuple[str, type[StandIn]], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (url, engine), body = stand_in, chat(n=2, temperature=1.0, model="agent0")
@@ -186,7 +186,9 @@ def test_a_malformed_answer_of_an_engine_becomes_an_error(stand_in: tuple[str, t
         voting.wait_for((0, 0))
 
 
-def test_an_engine_is_asked_at_the_start_for_what_is_needed(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
+def test_an_engine_that_lacks_something_is_refused_at_the_start(
+    stand_in: tuple[str, type[StandIn]], saved: Path
+) -> None:
     url, engine = stand_in
     engine.echoes = False
     with pytest.raises(BadInput, match="gives no log-probabilities of a prompt"):

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import cycle
@@ -31,7 +30,7 @@ from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.children import Child
 from tests.support.crowds import disturbed_crowd
-from tools.testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +85,7 @@ def test_200_clients_get_their_own_answers_and_no_error_but_429(wide: Listening)
         assert settled[-1] - settled[0] < count / 1000 * 1_000_000
 
 
-def test_pages_of_other_sites_may_not_ask_a_server_without_a_key(wide: Listening) -> None:
+def test_requests_from_pages_of_other_sites_are_refused_without_a_key(wide: Listening) -> None:
     def status(**headers: str) -> int:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         return wide.http.post("/v1/chat/completions", json=chat(max_tokens=1), headers=given).status_code
@@ -99,9 +98,7 @@ def test_pages_of_other_sites_may_not_ask_a_server_without_a_key(wide: Listening
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/"])
-def test_a_name_that_is_pointed_at_this_machine_reaches_no_server_without_a_key(
-    wide: Listening, served: Listening, path: str
-) -> None:
+def test_a_foreign_host_name_is_refused_without_a_key(wide: Listening, served: Listening, path: str) -> None:
     def answer(host: str, listening: Listening = wide) -> httpx.Response:
         return listening.http.get(path, headers={"host": host})
 
@@ -118,7 +115,7 @@ def test_a_name_that_is_pointed_at_this_machine_reaches_no_server_without_a_key(
 
 
 def test_an_idle_connection_is_kept_for_longer_than_clients_keep_it() -> None:
-    """Whoever is the first to close must be the client: a request may be on its way when the server closes."""
+    """The client must close first: a request could be under way while the server closes the connection."""
     of_clients = {"openai": openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry, "aiohttp": 15.0, "nginx": 60.0}
     kept = server_of(of_run(disturbed_crowd(), Options())).config.timeout_keep_alive
     assert all(kept > (each or 0) for each in of_clients.values())
@@ -141,7 +138,7 @@ def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
     assert served.metric("request_success_total", finished_reason="abort") == aborted + 8
 
 
-def test_a_client_that_is_killed_in_mid_stream_harms_nobody(served: Listening) -> None:
+def test_a_client_killed_during_a_stream_does_not_affect_others(served: Listening) -> None:
     whole = served.ask()["choices"][0]["message"]["content"]
     source = f"""
 import httpx
@@ -158,7 +155,7 @@ with httpx.stream("POST", {served.url!r} + "/v1/chat/completions", json={chat(st
     served.wait_for((0, 0))
 
 
-def test_a_full_queue_says_when_to_come_again(served: Listening) -> None:
+def test_a_full_queue_answers_429_with_retry_after(served: Listening) -> None:
     async def fill() -> httpx.Response:
         async with aiohttp.ClientSession(headers=served.headers) as session:
             body = chat(n=12, **LONG)
@@ -175,7 +172,7 @@ def test_a_full_queue_says_when_to_come_again(served: Listening) -> None:
     served.wait_for((0, 0))
 
 
-def test_an_error_in_a_step_costs_one_text_and_not_the_others(
+def test_an_error_in_a_step_fails_one_text_and_not_the_others(
     served: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, failures = Decoder.step, iter([RuntimeError("no memory")])
@@ -232,7 +229,7 @@ def address(child: Child) -> str:
     return found.group()
 
 
-def test_sigterm_ends_what_is_under_way_and_then_the_process(saved: Path) -> None:
+def test_sigterm_finishes_open_requests_and_ends_the_process(saved: Path) -> None:
     with serving(saved, "--max-num-seqs", "2", "--drain-seconds", "60") as child:
         url = address(child)
 
@@ -276,7 +273,7 @@ def test_the_drain_has_a_bound(saved: Path) -> None:
         assert child.process.wait(DEADLINE_S) == 0
 
 
-def test_a_full_disk_under_the_log_stops_no_answer(saved: Path) -> None:
+def test_a_log_on_a_full_disk_does_not_stop_answers(saved: Path) -> None:
     source = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1])"
     port = subprocess.run([sys.executable, "-c", source], capture_output=True, check=True, text=True).stdout.strip()
     command = [sys.executable, "-m", "ci_llm", "serve", str(saved), "--port", port]
@@ -284,9 +281,9 @@ def test_a_full_disk_under_the_log_stops_no_answer(saved: Path) -> None:
         server = subprocess.Popen(command, stdout=full, stderr=full, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, trust_env=False) as http:
-            while not is_up(http):
-                assert server.poll() is None, "it has ended"
-                time.sleep(0.05)  # it has no words for us: nothing can be written
+            # Its first line cannot be written, so that only its port shows when it is ready.
+            wait_until("it answers or has ended", lambda: is_up(http) or server.poll() is not None)
+            assert server.poll() is None, "it has ended"
             for _ in range(3):
                 assert http.post("/v1/chat/completions", json=chat(max_tokens=4)).status_code == 200
         server.terminate()

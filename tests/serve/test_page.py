@@ -55,7 +55,7 @@ def press(browser: Browser, key: str, code: int, modifiers: int = 0) -> None:
 
 
 def ask(browser: Browser, text: str = QUESTION) -> None:
-    """By the keyboard alone: the field has the focus."""
+    """Type a question and send it by the keyboard alone: the field has the focus."""
     browser.ask("Input.insertText", text=text)
     press(browser, "Enter", 13)
 
@@ -64,7 +64,7 @@ def answered(browser: Browser) -> None:
     wait(browser, "!running && document.querySelectorAll('.retry').length === 1")
 
 
-def test_a_question_is_answered_and_each_agent_is_one_click_away(
+def test_a_question_is_answered_and_a_click_shows_each_agent(
     browser: Browser, open_to_all: Listening, tmp_path: Path
 ) -> None:
     [wanted] = open_to_all.ask(ci_llm={"include_agents": True})["choices"]
@@ -136,7 +136,7 @@ def test_one_model_can_be_asked_and_lines_can_be_written(browser: Browser, open_
     assert browser.evaluate("[turns.length, document.querySelectorAll('article').length]") == [0, 0]
 
 
-def test_what_is_written_is_text_and_never_markup(browser: Browser) -> None:
+def test_answers_are_shown_as_text_and_never_as_markup(browser: Browser) -> None:
     ask(browser, "<img src=x onerror='window.bad = 1'> <b>7</b>")
     answered(browser)
     assert browser.evaluate("document.querySelectorAll('main img, main b').length") == 0

@@ -46,7 +46,7 @@ def test_failures_between_which_no_step_fits_are_refused(capsys: pytest.CaptureF
     assert "a failure every 0.06 s, and a step takes 1 s: no step is ever done" in capsys.readouterr().err
 
 
-def test_a_table_says_what_is_best_and_what_forbids_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_has_the_best_interval_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "price=2"]) == 0
     said = capsys.readouterr().out
     for part in (
@@ -70,7 +70,7 @@ def test_a_shorter_recovery_is_asked_for_only_where_it_would_help(capsys: pytest
 
 
 @pytest.mark.slow
-def test_the_same_for_scripts_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_the_page_have_the_results_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert main(["--json", *SHORT, "--page", str(page), "--largest", "20"]) == 0
     told = json.loads(capsys.readouterr().out)

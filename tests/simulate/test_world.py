@@ -19,7 +19,7 @@ from tools.simulate.model import Cluster, Planned, moments
 from tools.simulate.study import goodput_by_nodes, line
 from tools.simulate.world import UNPAID, simulate, steps_until_due
 
-#: Failures are of nodes, nothing else takes time, and a save is durable when the training goes on.
+#: Failures are of nodes, nothing else takes time, and a save is durable when the training continues.
 BARE: dict[str, Any] = {
     "process_share": 0.0,
     "silent_share": 0.0,

@@ -104,7 +104,7 @@ def _program(name: str) -> str | None:
 
 
 def until(what: str, look: Callable[[], T | bool | None], *, every_s: float = LOOK_S) -> T:
-    """Look again and again until there is something to see."""
+    """Call `look` until it returns something, and return that."""
     end = time.monotonic() + CEILING_S
     while time.monotonic() < end:
         if seen := look():
@@ -187,7 +187,7 @@ class Cluster:
         self.call("sbatch", *options, "--wrap=true", cwd=self.folder)
 
     def lose_node(self, node: str) -> None:
-        """The controller hears nothing more of a node; what runs there goes on."""
+        """The controller hears nothing more of a node; what runs there continues."""
         self._daemons[node].kill()
         self._daemons[node].wait()
 
@@ -239,7 +239,7 @@ class Cluster:
         )
 
     def _start_munge(self) -> None:
-        """The service by which the daemons know each other, with a key of its own."""
+        """Start munge, by which the daemons authenticate each other, with its own key."""
         home = self.folder / "munge"
         home.mkdir(mode=0o700)
         (home / "key").write_bytes(secrets.token_bytes(1024))

@@ -1,4 +1,4 @@
-"""What can happen to a job, done by a real SLURM to `slurm/*.sbatch`; every scenario tells what came of it.
+"""What can happen to a job, done by a real SLURM to `slurm/*.sbatch`; every scenario reports the outcome.
 
 No deadline of theirs is shorter than a machine under load needs: what has to be caught in the middle stands still there
 by itself until SLURM wakes it, and everything else waits for an event.
@@ -132,7 +132,7 @@ class Scenario:
         return max(numbered_steps(self.run), default=0)
 
     def weights(self) -> dict[str, str]:
-        """Digests of what the run has learned, and of what it would go on with."""
+        """Digests of what the run has learned, and of what it would resume with."""
         digests = CheckpointStore(self.run).verify(STEPS).files
         assert {"agent0/adapter_model.safetensors", "agent1/adapter_model.safetensors"} <= digests.keys()
         return {name: record.digest for name, record in digests.items() if name.endswith(".safetensors")}
@@ -173,7 +173,7 @@ def preempted(scene: Scenario) -> dict[str, Any]:
 
 
 def began_afresh(scene: Scenario) -> dict[str, Any]:
-    """A fresh start was asked for, and a job of higher priority takes the node."""
+    """A run with a fresh start is preempted by a job of higher priority."""
     job = scene.submit(environment=STAND_STILL, resume_from_checkpoint="null")
     scene.caught(job)
     scene.cluster.preempt(job.node)
@@ -181,7 +181,7 @@ def began_afresh(scene: Scenario) -> dict[str, Any]:
 
 
 def began_from_a_path(scene: Scenario) -> dict[str, Any]:
-    """The same of a run that begins from a checkpoint of another one, which was cancelled."""
+    """A run that begins from a checkpoint of a cancelled one is preempted."""
     other = Scenario(scene.cluster, scene.folder / "other")
     cancelled = other.submit(environment=STAND_STILL)
     other.caught(cancelled)
@@ -268,7 +268,7 @@ def two_processes(scene: Scenario) -> dict[str, Any]:
 
 
 def node_died(scene: Scenario) -> dict[str, Any]:
-    """(e) a node is gone without a word, in the middle of a step."""
+    """(e) a node dies in the middle of a step, without any message."""
     job = scene.submit(environment=STAND_STILL)
     scene.caught(job)
     newest = scene.newest_step()
@@ -306,14 +306,14 @@ def signalled_at_start(scene: Scenario) -> dict[str, Any]:
 
 
 def signalled_in_training(scene: Scenario) -> dict[str, Any]:
-    """A SIGTERM to the srun step in a step of the optimizer, of a job that may not come back."""
+    """A SIGTERM to the srun step in an optimizer step, of a job that may not be requeued."""
     job = scene.submit(max_requeues=0, max_train_steps=1_000_000, save_steps="null")
     job.until("it trains", lambda: bool(scene.metrics()))
     return scene.signal(job)
 
 
 def signalled_in_evaluation(scene: Scenario) -> dict[str, Any]:
-    """A SIGTERM to the srun step while it judges what it has trained, of a run that does not want to come back."""
+    """A SIGTERM to the srun step in an evaluation, of a run that is not to be requeued."""
     held = hold_at("ci_llm.crowd.scoring:_score_batch")
     job = scene.submit(environment=held, requeue="false", max_train_steps=2)
     job.until("the last step is saved", lambda: scene.newest_step() == 2)
@@ -341,7 +341,7 @@ def supervised_and_cancelled(scene: Scenario) -> dict[str, Any]:
 
 
 def foreign(scene: Scenario) -> dict[str, Any]:
-    """A script of somebody else under safe_train.sbatch, whose first loss is NaN."""
+    """A user's script under safe_train.sbatch, whose first loss is NaN."""
     scene.folder.mkdir()
     (scene.folder / "fit.py").write_text(FOREIGN)
     words = ("--lr-key=lr", "--", sys.executable, "fit.py", "lr=0.15")
@@ -372,7 +372,7 @@ def deaf(scene: Scenario) -> dict[str, Any]:
 
 
 def story_of(scene: Scenario) -> str:
-    """What the supervisor tells."""
+    """The log of the supervisor."""
     return (scene.folder / "safe_train.log").read_text()
 
 

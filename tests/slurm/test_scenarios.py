@@ -66,13 +66,13 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def reference(story: Stories) -> dict[str, str]:
-    """The weights of the run that nobody disturbed."""
+    """The weights of the undisturbed run."""
     weights: dict[str, str] = story(scenarios.undisturbed)["weights"]
     return weights
 
 
 def resumed_at(log: str) -> list[int]:
-    """Where each attempt but the first went on."""
+    """The steps from which all attempts but the first resumed."""
     lines = [line.split("resume    step ")[1] for line in log.splitlines() if "resume    step " in line]
     return [int(line.split()[0]) for line in lines]
 
@@ -81,7 +81,7 @@ def how_it_ended(told: dict[str, Any]) -> tuple[str, str, str]:
     return told["shown"]["JobState"], told["shown"]["Restarts"], told["status"].status
 
 
-def test_a_job_that_nobody_disturbs_is_completed_and_published_once(story: Stories) -> None:
+def test_an_undisturbed_job_is_completed_and_published_once(story: Stories) -> None:
     told = story(scenarios.undisturbed)
     assert how_it_ended(told) == ("COMPLETED", "0", "completed")
     assert told["published"] == 1
@@ -125,7 +125,7 @@ def test_a_fresh_start_is_asked_for_once_and_survives_a_preemption(story: Storie
     assert told["weights"] == reference
 
 
-def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_goes_on(story: Stories) -> None:
+def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_resumes(story: Stories) -> None:
     told = story(scenarios.out_of_time)
     first = told["first"]
     assert first.reason == "walltime"
@@ -135,14 +135,14 @@ def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_goes_on(story: S
     assert told["status"].step == resumed_at(told["log"])[-1] + 5
 
 
-def test_a_job_that_is_put_back_by_hand_goes_on_with_the_same_bits(story: Stories, reference: dict[str, str]) -> None:
+def test_a_job_that_is_requeued_by_hand_resumes_with_the_same_bits(story: Stories, reference: dict[str, str]) -> None:
     told = story(scenarios.put_back)
     assert how_it_ended(told) == ("COMPLETED", "1", "completed")
     assert "somebody has cancelled it or put it back already" in told["log"]
     assert told["weights"] == reference
 
 
-def test_a_cancelled_job_saves_leaves_nothing_behind_and_goes_on_when_submitted_again(
+def test_a_cancelled_job_saves_leaves_nothing_behind_and_resumes_when_submitted_again(
     story: Stories, reference: dict[str, str]
 ) -> None:
     told = story(scenarios.cancelled)
@@ -167,7 +167,7 @@ def test_two_nodes_under_torchrun_stop_together_and_end_with_the_same_bits(story
     assert told["weights"] == undisturbed["weights"]
 
 
-def test_after_a_node_has_died_the_run_goes_on_from_the_last_checkpoint(
+def test_after_a_node_has_died_the_run_resumes_from_the_last_checkpoint(
     story: Stories, reference: dict[str, str]
 ) -> None:
     told = story(scenarios.node_died)
@@ -239,7 +239,7 @@ def test_a_cancelled_supervisor_leaves_nothing_behind(story: Stories) -> None:
     assert "is not put back into the queue" in told["story"]
 
 
-def test_a_script_of_somebody_else_is_supervised_as_well(story: Stories) -> None:
+def test_a_users_script_is_supervised_too(story: Stories) -> None:
     told = story(scenarios.foreign)
     assert (told["shown"]["JobState"], told["published"]) == ("COMPLETED", 1), told["output"]
     assert "lr: 0.15 -> 0.1" in told["story"]

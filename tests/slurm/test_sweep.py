@@ -1,4 +1,4 @@
-"""A sweep on a real SLURM: it is preempted, and comes to the trials and bits of a sweep that nobody disturbs."""
+"""A sweep on a real SLURM: after a preemption it has the trials and bits of an undisturbed sweep."""
 
 from __future__ import annotations
 

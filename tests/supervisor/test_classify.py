@@ -128,7 +128,7 @@ def test_the_kernel_says_how_often_it_killed_for_memory(tmp_path: Path, monkeypa
 
 
 def test_a_kill_for_memory_explains_only_what_ends_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel counts for the whole machine: a kill in somebody else's job, days ago, says nothing."""
+    """The kernel counts kills of the whole machine, so that an old kill in another job must not count."""
     clock, kills = [1000.0], [7]
     monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
     monkeypatch.setattr(attempt, "_SCARCE_FRACTION", 0.0)
@@ -238,6 +238,6 @@ def test_an_own_run_is_classified_by_what_it_wrote(
     assert words.startswith(detail)
 
 
-def test_a_refusal_after_a_good_beginning_is_no_bad_call() -> None:
-    """Another writer holds the folder for a minute after its machine has died, for instance."""
+def test_a_refusal_after_a_good_beginning_is_not_a_bad_call() -> None:
+    """For instance, the lease of a writer whose machine died is valid for another minute."""
     assert classify_by_status(result("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"

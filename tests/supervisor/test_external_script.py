@@ -105,7 +105,7 @@ def test_an_override_is_passed_on_and_rewritten_where_it_is_adjusted(folder: Pat
 
 
 @pytest.mark.slow
-def test_talk_of_nano_and_finance_loss_is_no_failure(folder: Path) -> None:
+def test_words_that_contain_nan_and_loss_are_not_a_failure(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "talks.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
     assert log_of(folder).count("attempt 1 of 11") == 1
@@ -288,7 +288,7 @@ def test_hydra_with_values_in_the_primary_config(hydra_folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_what_ignores_it_and_all_it_started(folder: Path, number: int) -> None:
+def test_a_signal_ends_a_script_that_ignores_it_and_its_children(folder: Path, number: int) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3"]
     with Terminal(*words, cwd=folder) as terminal:
         terminal.read_until("ready")
@@ -356,7 +356,7 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_script_leaves_behind_is_ended(folder: Path) -> None:
+def test_processes_that_a_script_leaves_behind_are_ended(folder: Path) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
     with Terminal(*words, cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
@@ -437,7 +437,7 @@ def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -
 
 
 @pytest.mark.slow
-def test_closed_standard_files_are_no_harm(folder: Path) -> None:
+def test_the_supervisor_runs_with_closed_standard_files(folder: Path) -> None:
     (folder / "fit.py").write_text("print('said'); open('done', 'w').close()\n")
     command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script fit.py <&- >&- 2>&-"
     assert subprocess.run(command, shell=True, cwd=folder, timeout=DEADLINE_S).returncode == 0
@@ -478,9 +478,7 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
         assert part in terminal.text
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_may_be_removed_while_it_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(folder: object) -> object:
         if Path(str(folder)).name == "shards":
             shutil.rmtree(str(folder))

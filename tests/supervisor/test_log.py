@@ -137,7 +137,7 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_terminal_that_has_gone_away_is_no_reason_to_stop(tmp_path: Path) -> None:
+def test_a_closed_terminal_does_not_stop_the_supervisor(tmp_path: Path) -> None:
     with SupervisorLog(tmp_path / "a.log", fd=999):
         logger.info("one")
     assert lines_of(tmp_path / "a.log") == ["one"]

@@ -19,7 +19,7 @@ def test_the_defaults() -> None:
     assert parse_options([]) == Options(Policy(max_retries=10, min_learning_rate=1e-6, min_batch_size=1))
 
 
-def test_everything_that_is_no_option_is_passed_on_in_its_order() -> None:
+def test_words_that_are_not_options_are_passed_on_in_order() -> None:
     call = parse_options(
         ["a.b=1", "--max-retries", "3", "--num_agents", "8", "+c=2", "--flag", "--min-lr=1e-5", "-m", "~d"]
     )
@@ -141,7 +141,7 @@ def test_help_loads_nothing_and_answers_at_once() -> None:
 
 
 def test_help_takes_the_standard_library_and_a_few_files_of_this_package() -> None:
-    """Which a processor loads in a fifth of a second; how many seconds those are depends on the machine."""
+    """The test counts modules, because seconds depend on the machine."""
     code = (
         "import sys, runpy; sys.argv = ['safe_train.py', '--help']; before = {*sys.modules}\n"
         "try: runpy.run_path('safe_train.py', run_name='__main__')\n"
@@ -157,7 +157,7 @@ def test_help_takes_the_standard_library_and_a_few_files_of_this_package() -> No
 
 @pytest.mark.slow
 def test_an_external_script_starts_without_the_configuration_of_this_project() -> None:
-    """Which is strict, by a library that takes longer to load than everything else together."""
+    """Its strict reader needs a library that takes longer to load than all other modules together."""
     code = "import sys\nfrom ci_llm.supervisor import external_script, loop, shim, wandb_cleanup\n"
     code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)

@@ -37,7 +37,7 @@ WORDS = ["--train-script", SCRIPTS / "light_trainer.py", "batch_size=64", "learn
 
 
 def every_pair(kinds: tuple[str, ...]) -> list[str]:
-    """A walk in which every kind follows every kind, itself included, exactly once (Hierholzer)."""
+    """A sequence in which every kind follows every kind, itself included, exactly once (Hierholzer)."""
     left = {kind: list(kinds) for kind in kinds}
     walk, stack = list[str](), [kinds[0]]
     while stack:
@@ -49,7 +49,7 @@ def every_pair(kinds: tuple[str, ...]) -> list[str]:
 
 
 def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str, Any]]]:
-    """Run until completed, calling again what was interrupted; the exit codes, and what every attempt was asked for."""
+    """Call the supervisor until the run is completed; returns exit codes and the requests to every attempt."""
     plan = {str(attempt): fault for attempt, fault in enumerate(faults, 1)}
     (folder / "plan.json").write_text(json.dumps(plan))
     codes = [75]
@@ -61,7 +61,7 @@ def supervise(folder: Path, faults: list[str]) -> tuple[list[int], list[dict[str
 
 
 def assert_each_fault_was_answered(faults: list[str], attempts: list[dict[str, Any]]) -> None:
-    """What came after each fault: the attempt went on from the right step, with what was asked for and no more."""
+    """Assert that the attempt after each fault resumed from the right step with exactly the requested changes."""
     assert [one["attempt"] for one in attempts] == list(range(1, len(faults) + 2))
     for fault, (before, after) in zip(faults, pairwise(attempts), strict=True):
         reached = before["from"] + 4
@@ -132,7 +132,7 @@ def test_a_signal_lets_an_own_run_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", sampled([[], ACCELERATE], [ACCELERATE]))
-def test_the_real_trainer_is_interrupted_and_goes_on(tmp_path: Path, launcher: list[str]) -> None:
+def test_the_real_trainer_is_interrupted_and_resumes(tmp_path: Path, launcher: list[str]) -> None:
     """`accelerate launch` dies of the SIGTERM that its orphan, the trainer, survives to save."""
     (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
     words = ["num_agents=1", "max_train_samples=40", "batch_size=2", "num_workers=0", "lr_scheduler_type=constant"]
@@ -226,16 +226,18 @@ def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeyp
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").request_save()
 
 
-def test_a_request_to_save_reaches_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is not below the supervisor has come by the number of a trainer that is gone."""
+def test_a_request_to_save_is_not_sent_to_another_process_with_the_trainers_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is not a descendant of the supervisor has the pid of a trainer that has ended."""
     monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
     assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
 
 
-def test_a_run_that_goes_on_from_elsewhere_loses_nothing_by_a_stop(
+def test_a_run_that_resumes_from_elsewhere_loses_nothing_by_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its status names the step from which the same command goes on, and no checkpoint of its own holds that."""
+    """Its status names the step from which the same command resumes, a step that its own folder does not hold."""
     run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
@@ -250,8 +252,8 @@ def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
 
 
-def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt that was asked to go back ended before it had set the newer ones aside."""
+def test_checkpoints_from_before_a_rollback_are_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that should go back ended before it had moved the newer checkpoints aside."""
     (tmp_path / "run").mkdir()
     checkpoint(tmp_path, 2, 4, 6)
     tell(tmp_path, status="failed", reason="nonfinite", attempt=1)
@@ -264,7 +266,7 @@ def test_checkpoints_from_before_a_rollback_are_no_progress(tmp_path: Path, monk
     assert run.classify(AttemptResult(Evidence(), returncode=1)).progress
 
 
-def test_the_same_nan_after_a_rollback_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_nan_after_a_rollback_is_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt writes its first checkpoints again: the learning rate was never divided by 10."""
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -319,7 +321,7 @@ def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytes
     assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
-def test_a_clock_that_jumps_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, started, now = run_in(tmp_path, monkeypatch), time.monotonic(), time.time()
     for look in range(3):
         tell(tmp_path, heartbeat=now + 100 * look)
@@ -336,7 +338,7 @@ def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypat
     assert "no training on this machine" in run.request_save()
 
 
-def test_a_status_that_cannot_be_read_is_no_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_that_cannot_be_read_is_not_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").write_text("{")
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
@@ -407,8 +409,8 @@ sys.exit(run_guarded(main, debug=False))
 
 
 @pytest.mark.slow
-def test_of_two_supervisors_on_one_folder_the_second_is_refused(tmp_path: Path) -> None:
-    """As where a step of a SLURM job comes up late, and the batch script has gone on without it."""
+def test_a_second_supervisor_on_one_folder_is_refused(tmp_path: Path) -> None:
+    """This happens where a step of a SLURM job starts late and the batch script has continued without it."""
     (tmp_path / "train.py").write_text(HOLDER)
     arguments = ("--train-script", "train.py", "--max-retries", "2")
     with Terminal(*arguments, cwd=tmp_path, hasty=True) as first:

@@ -1,4 +1,4 @@
-"""What a line of output says and what it does not, and lines from bytes in pieces of any size."""
+"""How a line of output is classified, and how lines are made of bytes in pieces of any size."""
 
 from __future__ import annotations
 
@@ -370,7 +370,7 @@ def test_the_first_sign_and_the_last_lines_are_kept() -> None:
     assert evidence.num_lines == 100
 
 
-def test_a_script_that_goes_on_after_out_of_memory_has_recovered() -> None:
+def test_a_script_that_continues_after_out_of_memory_has_recovered() -> None:
     evidence = Evidence()
     evidence.note("CUDA out of memory")
     assert evidence.ended_out_of_memory(failed=False)

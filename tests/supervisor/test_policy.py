@@ -20,7 +20,7 @@ def ran(kind: Kind, *, progress: bool = False, stopping: bool = False, good_step
 
 
 def after(*kinds: Kind, policy: Policy | None = None) -> Decision:
-    """What follows attempts that ended like this, none of which brought anything."""
+    """The decision after attempts that ended like this without progress."""
     *history, last = (ran(kind) for kind in kinds)
     return decide(history, last, policy or Policy())
 
@@ -77,7 +77,7 @@ def test_cuts_get_harder_after_three_without_progress() -> None:
 
 
 @pytest.mark.parametrize("between", ["crashed", "killed", "disk_full", "out_of_memory"])
-def test_what_comes_between_two_cuts_says_nothing_about_them(between: Kind) -> None:
+def test_other_failures_between_two_cuts_do_not_count_against_them(between: Kind) -> None:
     assert after("nonfinite", "nonfinite", between, "nonfinite", between, "nonfinite").learning_rate == 2e-5
     assert after("nonfinite", between, "nonfinite", "nonfinite").learning_rate == pytest.approx(2e-4 / 1.5)
 
@@ -87,7 +87,7 @@ def test_a_cut_that_brought_progress_was_not_in_vain() -> None:
     assert decide([ran("nonfinite")] * 3, last, Policy()).learning_rate == pytest.approx(2e-4 / 1.5)
 
 
-def test_the_same_early_crash_is_final_between_cuts_as_well() -> None:
+def test_a_repeated_early_crash_is_final_after_cuts_too() -> None:
     """A cut changes something, so that the crash before it does not count; the one after it does."""
     cuts = [ran("nonfinite")] * 3
     assert decide([crashed(), *cuts], crashed(), Policy()).action == "wait"
@@ -142,7 +142,7 @@ def test_an_unknown_value_cannot_be_cut() -> None:
         (["crashed", "killed"], 5),
         (["disk_full"], 60),
         (["disk_full", "disk_full"], 120),
-        (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted anew
+        (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted from zero
     ],
 )
 def test_pauses_grow_without_progress(kinds: list[Kind], wait_s: float) -> None:
@@ -188,7 +188,7 @@ def crashed(signature: str | None = SAME, duration_s: float = 2.0, *, progress: 
         ([crashed(), ran("nonfinite")], crashed(), False),  # something was changed in between
     ],
 )
-def test_the_same_early_crash_twice_is_enough(history: list[Outcome], outcome: Outcome, gives_up: bool) -> None:
+def test_the_same_early_crash_twice_gives_up(history: list[Outcome], outcome: Outcome, gives_up: bool) -> None:
     assert (decide(history, outcome, Policy()).exit_code == 1) == gives_up
 
 
@@ -196,14 +196,14 @@ def test_the_exception_is_in_the_reason() -> None:
     assert SAME in decide([crashed()], crashed(), Policy()).why
 
 
-def test_progress_starts_the_count_anew() -> None:
+def test_progress_resets_the_count() -> None:
     history = [ran("killed"), ran("killed", progress=True), ran("killed")]
     assert decide(history, ran("killed"), Policy()).exit_code is None
     assert decide(history, ran("killed", progress=True), Policy()).wait_s == 0
     assert decide([*history, ran("killed")], ran("killed"), Policy()).exit_code == 1
 
 
-def test_what_is_changed_needs_no_progress() -> None:
+def test_attempts_that_change_a_setting_need_no_progress() -> None:
     assert after(*["nonfinite"] * 8).action == "relaunch"
     assert after(*["out_of_memory"] * 8).action == "relaunch"
 

@@ -1,4 +1,4 @@
-"""The descendants of a supervisor: none is overlooked, not even the orphan of a launcher that ends during the look."""
+"""The descendants of a supervisor are all found, also the orphan of a launcher that ends during the listing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.supervisor.terminal import DEADLINE_S, ROOT, SCRIPTS
 
 
 def end_of(folder: Path, *words: str) -> str:
-    """What a script that ends its own descendants tells of it."""
+    """The output of a script that ends its own descendants."""
     done = subprocess.run(
         [sys.executable, SCRIPTS / words[0], *words[1:]],
         cwd=folder,
@@ -32,5 +32,5 @@ def test_an_orphan_whose_parent_ends_during_the_look_may_save(tmp_path: Path, or
 
 
 @pytest.mark.slow
-def test_what_is_started_after_the_term_may_save(tmp_path: Path) -> None:
+def test_a_process_started_after_sigterm_may_save(tmp_path: Path) -> None:
     assert end_of(tmp_path, "saves_by_a_child.py") == "killed [], saved True\n"

@@ -15,7 +15,7 @@ from tests.support.faults import KEYS, Fault, fired, metrics
 
 pytestmark = pytest.mark.slow
 
-#: A script like train.py, with a fault that goes on until recovery.json asks for the cut that ends it.
+#: A script like train.py, with a fault that lasts until recovery.json asks for the cut that ends it.
 SCRIPT = """
 import json, sys
 from pathlib import Path

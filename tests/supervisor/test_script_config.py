@@ -98,7 +98,7 @@ def test_an_unreadable_configuration_is_a_bad_call(tmp_path: Path, name: str, te
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.toml", "lr = 3"), ("a.yaml", ""), ("a.yaml", "- 1"), ("a.yaml", "x")])
-def test_what_is_no_mapping_has_no_values(tmp_path: Path, name: str, text: str) -> None:
+def test_a_file_that_is_not_a_mapping_has_no_values(tmp_path: Path, name: str, text: str) -> None:
     assert not read_config(write(tmp_path, text, name)).leaves
 
 
@@ -139,13 +139,13 @@ def test_a_copy_lives_until_the_next_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
-def test_a_copy_shows_nobody_more_than_the_original(tmp_path: Path) -> None:
+def test_a_copy_has_the_permissions_of_the_original(tmp_path: Path) -> None:
     original = write(tmp_path, "token: secret\na: 1")
     original.chmod(0o600)
     assert TemporaryConfigs(original).create(1, "token: secret\na: 2").stat().st_mode & 0o777 == 0o600
 
 
-def test_only_a_marked_copy_that_nobody_holds_is_removed(tmp_path: Path) -> None:
+def test_only_a_marked_copy_without_an_owner_is_removed(tmp_path: Path) -> None:
     original = write(tmp_path, "a: 1")
     temporary = TemporaryConfigs(original)
     held = temporary.create(1, "a: 2")
@@ -157,7 +157,7 @@ def test_only_a_marked_copy_that_nobody_holds_is_removed(tmp_path: Path) -> None
 
 
 def test_a_json_file_of_the_user_with_such_a_name_is_left_alone(tmp_path: Path) -> None:
-    """JSON has no comments, and so a copy bears no mark: only its name tells it."""
+    """JSON has no comments, so that a copy has no mark and is recognised only by its name."""
     original = write(tmp_path, "{}", "config.json")
     abandoned = write(tmp_path, "{}", "config_retry_1_00aa11bb.json")
     users = write(tmp_path, "{}", "config_retry_1_2.json")

@@ -18,7 +18,7 @@ from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
 
 
 def run(folder: Path, *words: str | Path, code: int = 0) -> str:
-    """What a supervision says from its begin to its end."""
+    """The whole output of a supervision."""
     with Terminal(*words, cwd=folder, hasty=True) as terminal:
         assert terminal.wait() == code, terminal.text
     return terminal.text
@@ -64,7 +64,7 @@ def test_a_configuration_behind_a_key_is_exchanged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_key_that_is_added_takes_the_form_that_argparse_reads(tmp_path: Path) -> None:
-    """The script finds its configuration by itself; nothing on its command line names it."""
+    """The script finds its configuration by itself, without an option on its command line."""
     (tmp_path / "my.yaml").write_text("optim: {lr: 2e-4}\nlearning_rate: 1.2e-4\n")
     (tmp_path / "run.sh").write_text(f'exec {sys.executable} {SCRIPTS / "positional_config.py"} my.yaml "$@"\n')
     words = ["--config", "other.yaml", "--override-style", "argparse", "--lr-key", "learning_rate"]
@@ -144,7 +144,7 @@ def test_a_cut_of_a_rate_that_hydra_sweeps_acts(tmp_path: Path, config: str, wor
 
 
 @pytest.mark.slow
-def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -> None:
+def test_a_list_of_rates_is_not_taken_for_the_rate_to_cut(tmp_path: Path) -> None:
     hydra_folder(tmp_path, SWEPT.replace("2e-4", "'2e-4,1e-4'"))
     words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "--lr-key", "training.learning_rate"]
     told = run(tmp_path, *words, "-m", code=2)
@@ -153,7 +153,7 @@ def test_a_sweep_over_several_rates_is_no_number_to_start_from(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_ones(tmp_path: Path) -> None:
-    """The script goes on from optimizer state of its own, which holds the rate of the first attempt."""
+    """The script resumes from its own optimizer state, which holds the rate of the first attempt."""
     (tmp_path / "fit.py").write_text(
         "import pathlib, sys\nstate = pathlib.Path('state')\n"
         "lr = float(sys.argv[1].partition('=')[2])\n"
@@ -174,7 +174,7 @@ def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_
     assert "completed" in told  # below 1e-5 the script takes what it is given
 
 
-# How they go on
+# How they resume
 
 
 GPT = (sys.executable, SCRIPTS / "resumes_if_told.py")
@@ -185,7 +185,7 @@ def begins(told: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_words_for_the_second_attempt_let_a_script_resume_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "faults").write_text("25 33")
     (tmp_path / "gpt.py").write_text("max_iters = 50\n")
     told = run(tmp_path, "--on-retry", "--init_from=resume", "--", *GPT, "gpt.py")
@@ -197,7 +197,7 @@ def test_words_for_the_second_attempt_let_a_script_go_on_from_its_checkpoint(tmp
 
 
 @pytest.mark.slow
-def test_before_there_is_a_checkpoint_a_script_is_not_told_to_go_on_from_it(tmp_path: Path) -> None:
+def test_before_there_is_a_checkpoint_a_script_is_not_told_to_resume_from_it(tmp_path: Path) -> None:
     (tmp_path / "faults").write_text("0 25")
     words = ["--on-retry", "--init_from=resume", "--goes-on-from", "out/ck*"]
     told = run(tmp_path, *words, "--", *GPT)
@@ -255,7 +255,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ("--init_from=resume", "begins again; with --init_from=resume it resumes"),
     ],
 )
-def test_after_an_interruption_the_log_says_whether_the_script_begins_anew(
+def test_after_an_interruption_the_log_says_whether_the_script_starts_again(
     tmp_path: Path, on_retry: str | None, told: str
 ) -> None:
     (tmp_path / "waits.py").write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
@@ -332,7 +332,7 @@ def test_a_script_can_be_stopped_by_the_signal_that_it_knows(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_script_that_ignores_ctrl_c_gets_term_before_it_is_killed(tmp_path: Path) -> None:
-    """A job in the background of a shell ignores SIGINT, as POSIX wants it."""
+    """A background job of a shell ignores SIGINT, as POSIX requires."""
     (tmp_path / "saves.py").write_text(
         "import pathlib, signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved').touch(), sys.exit()))\n"

@@ -61,7 +61,7 @@ def test_only_runs_of_failed_attempts_are_deleted() -> None:
     assert run_task.asked == ["team/project/one", "team/project/two"]
 
 
-def test_a_run_that_goes_on_stays() -> None:
+def test_a_run_that_is_resumed_stays() -> None:
     run_task = FakeTask()
     runs = WandbCleanup({}, run_task)
     runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)
@@ -96,7 +96,7 @@ def test_a_url_says_more_than_a_folder() -> None:
     assert run_task.asked == ["team/project/abc"]
 
 
-def test_a_failure_is_told_and_nothing_more() -> None:
+def test_a_failure_is_reported_and_not_raised() -> None:
     runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
     runs.note(said(url("one")), failed=True)
     [line] = runs.delete_failed(timeout_s=1)
@@ -176,7 +176,7 @@ def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_be_reached_is_no_failure(tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_reached_is_not_a_failure(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
     fit(tmp_path, ["bad", "good"])
     with WandbServer({}) as server:

@@ -1,4 +1,4 @@
-"""A plain Accelerate loop over a crowd, with nothing of ours but hooks and sampler, and its death at a moment."""
+"""A plain Accelerate loop over a crowd that uses only our hooks and sampler, killed at a given moment."""
 
 from __future__ import annotations
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ci_llm.cli.main import main
 from tools.testbed.moments import interfere
-from tools.testbed.trials import train_watched
+from tools.testbed.trials import Cell, Trials, train_watched
 
 #: Called once per step, before its ballot, in a run that neither repeats a step nor skips one.
 IN_A_STEP = "ci_llm.run.loop.compute_gradients"
+
+
+def complete(trials: Trials, cell: Cell, **keys: Any) -> Path:
+    """The folder of an undisturbed run of this cell."""
+    folder = trials.new_folder()
+    assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
 def train_asked(

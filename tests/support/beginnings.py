@@ -148,7 +148,7 @@ class Beginnings:
         return self._once("source", {"max_train_steps": SOURCE_STEP}) / "run"
 
     def undisturbed(self, begin: str) -> Path:
-        """The folder of a run that nobody has interrupted."""
+        """The folder of an uninterrupted run."""
         return self._once(begin, BEGINS[begin](self.source))
 
     def _once(self, name: str, keys: dict[str, Any]) -> Path:

@@ -15,6 +15,7 @@ from typing import IO
 
 import psutil
 
+from ci_llm.core.run_status import is_alive
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,18 @@ def hold_at(place: str, call: int = 1, until: Path | None = None) -> dict[str, s
     """The environment in which a trainer waits at a place, as tests/support/hold.py says."""
     file = Path(__file__).with_name("hold.py")
     return {"AT_START": str(file), "HOLD_AT": place, "HOLD_CALL": str(call), "HOLD_UNTIL": str(until or "")}
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every living process that has this folder on its command line: launchers, trainers, loader workers."""
+    return [one for one in psutil.process_iter() if is_alive(one.pid) and str(folder) in " ".join(_command(one))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
 
 
 class Child:

@@ -1,4 +1,4 @@
-"""Faults on order, in real runs: `Fault(kind, steps, process)`. Each leaves a line when it strikes, so that no test
+"""Requested faults in real runs: `Fault(kind, steps, process)`. Each leaves a line when it strikes, so that no test
 passes because nothing happened.
 """
 
@@ -91,7 +91,7 @@ def own_index() -> int:
 
 
 def wrap(owner: Any, name: str, before: Callable[..., Any]) -> None:
-    """Call `before` with the arguments of a function, before each of its calls."""
+    """Let each call of a function first call `before` with the same arguments."""
     original = getattr(owner, name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ def kill_in_evaluation(fault: Fault) -> None:
 
 
 def out_of_memory_in_optimizer(fault: Fault) -> None:
-    """Memory runs out where nobody can vote any more."""
+    """Memory runs out in the optimizer, after the vote of the step."""
 
     def strike(*_: object) -> None:
         if Now.strikes(fault):
@@ -371,7 +371,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 
 
 def watch_once_it_hangs() -> None:
-    """No silence counts before a process hangs: on a busy machine a healthy step may be longer than `hang_timeout`."""
+    """Silence counts only once a process hangs: on a busy machine a healthy step may exceed `hang_timeout`."""
     advance = SilenceTimer.advance
 
     def count(silence: SilenceTimer, seconds: float) -> None:
@@ -488,11 +488,11 @@ def weights(folder: Path, agents: Sequence[int]) -> list[bytes]:
 
 
 def adapters(folder: Path, agents: Sequence[int]) -> dict[str, Tensor]:
-    """The same as tensors by name."""
+    """The adapters of these agents as tensors by name."""
     state = load_checkpoint(folder / "run" / "final_checkpoint").state
     return {f"agent{k}/{name}": tensor for k in agents for name, tensor in state[f"agent{k}/adapter_model"].items()}
 
 
 def said(folder: Path) -> str:
-    """All that the processes wrote to their terminals."""
+    """The output of all processes."""
     return (folder / "log").read_text()

@@ -1,7 +1,7 @@
 """Makes a run wait at one place: a Python that runs this at its start waits there until the run is asked to stop.
 
 HOLD_AT=ci_llm.crowd.scoring:_score_batch names the function that waits before it does anything, HOLD_CALL=10 the first
-of its calls that does, the first one by default. A file at HOLD_UNTIL lets it go on as well.
+of its calls that does, the first one by default. A file at HOLD_UNTIL lets it continue as well.
 """
 
 import importlib.util
@@ -21,14 +21,14 @@ def hold(module: ModuleType) -> None:
     def held(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
         left -= 1
-        while left <= 0 and not _may_go_on():
+        while left <= 0 and not _may_continue():
             time.sleep(0.01)
         return original(*args, **kwargs)
 
     setattr(module, NAME, held)
 
 
-def _may_go_on() -> bool:
+def _may_continue() -> bool:
     from ci_llm import interrupts
 
     return os.path.exists(os.environ.get("HOLD_UNTIL", "")) or any(one.stop_reason for one in interrupts._installed)

@@ -1,4 +1,4 @@
-"""Training loops of people who know nothing of ours but the manager: what tests run in processes of their own."""
+"""Training loops that use only the manager of this package; tests run them in processes of their own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def orbax_loop(directory: str, num_steps: int = 1_000_000) -> None:
 
 
 def preempted_together(directory: str, signalled: int) -> int:
-    """One of several processes hears a signal between two steps; all stop at the same one, which is saved."""
+    """One of several processes gets a signal between two steps; all stop at the same step, which is saved."""
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     manager = CheckpointManager(directory, save_interval_steps=100, async_save=False, accelerator=accelerator)
@@ -63,7 +63,7 @@ def preempted_together(directory: str, signalled: int) -> int:
 
 
 def failing_together(directory: str, hopeless: bool) -> int:
-    """What process 0 cannot save or measure is an error on every process, and none is left waiting."""
+    """A save or measure that fails on process 0 is an error on every process, and none is left waiting."""
     dist.init_process_group("gloo")
     options: dict[str, Any] = {"max_to_keep": 1, "best_fn": lambda metrics: metrics["loss"]}
     manager = CheckpointManager(directory, async_save=False, **options)
@@ -110,8 +110,8 @@ def failing_behind_together(directory: str) -> int:
     return 1
 
 
-def going_on_with_their_own(directory: str) -> int:
-    """Each of several processes has something of its own, gets it back, and saves it again."""
+def restoring_their_own(directory: str) -> int:
+    """Each of several processes restores its own part of a state and saves it again."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     own = CheckpointManager.EachProcess
@@ -127,7 +127,7 @@ def going_on_with_their_own(directory: str) -> int:
 
 
 def some_with_their_own(directory: str) -> int:
-    """What only some processes have of their own is refused on every process, before anything is copied or written."""
+    """A part that only some processes have is refused on all of them, before anything is copied or written."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with CheckpointManager(directory) as manager:
@@ -145,7 +145,7 @@ def some_with_their_own(directory: str) -> int:
 
 
 def waiting_together(directory: str, full: bool) -> int:
-    """Process 1 waits for the save that process 0 writes, and finds what that finds: the step or none."""
+    """Process 1 waits for the save of process 0 and gets the same result: the step or none."""
     dist.init_process_group("gloo")
     rank, gate, write = dist.get_rank(), Path(directory).with_name("gate"), Filesystem.write
 
@@ -170,7 +170,7 @@ def waiting_together(directory: str, full: bool) -> int:
             assert not manager.save(step, {"a": 2})
         assert manager.save(step, {"a": 2})
         in_flight, saver = True, manager._async_saver
-        if rank == 1:  # the save goes on only when this process waits for it
+        if rank == 1:  # the save continues only when this process waits for it
             in_flight, wait = manager.is_saving_in_progress(), saver.wait
             saver.wait = lambda: (gate.touch(), wait())[1]
         steps = manager.all_steps()

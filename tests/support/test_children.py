@@ -1,4 +1,4 @@
-"""Whatever becomes of a test, no process that it started outlives it."""
+"""No process that a test started outlives it, however the test ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_child_has_started_goes_with_it() -> None:
+def test_processes_started_by_a_child_end_with_it() -> None:
     with Child.python(LAUNCHER) as launcher:
         workers = [psutil.Process(int(pid)) for pid in launcher.read_until("started").split()[1:]]
     assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []

@@ -1,4 +1,4 @@
-"""A world of one test and a world of another never meet at one port."""
+"""The process groups of two tests never use the same port."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FILE = 'import pytest\npytest.importorskip("no_such_module", reason="there is no
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "side by side"])
-def test_what_is_skipped_is_noted_once_with_its_reason(workers: list[str], tmp_path: Path) -> None:
+def test_a_skip_is_noted_once_with_its_reason(workers: list[str], tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_file.py").write_text(FILE)
     notes = tmp_path / "build" / "skipped.jsonl"
@@ -50,7 +50,7 @@ def test_what_is_skipped_is_noted_once_with_its_reason(workers: list[str], tmp_p
     ]
 
 
-def test_the_table_says_how_many_why_and_what_brings_them() -> None:
+def test_the_table_has_the_number_of_skips_the_reason_and_the_remedy() -> None:
     notes = [{"test": f"test_{number}", "reason": "there is no bread; bake"} for number in (1, 2, 2)]
     assert [*table([*notes, {"test": "test_3", "reason": "no wine here; wait"}])] == [
         "skipped  why                what brings it",
@@ -71,7 +71,7 @@ def reasons(file: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_every_reason_to_skip_says_what_brings_the_test() -> None:
+def test_every_reason_to_skip_has_a_remedy() -> None:
     found = {reason: file for file in (ROOT / "tests").rglob("test_*.py") for reason in reasons(file)}
     assert len(found) > 5
     assert {reason: file.name for reason, file in found.items() if "; " not in reason} == {}

@@ -1,4 +1,4 @@
-"""One process of a world that a test launches: goes through everything processes say to each other.
+"""One process of a world that a test launches: makes every exchange between processes.
 
 Usage: world.py FOLDER [then]; writes FOLDER/process_<index>.json. `then` is what happens after that:
 "wait" for a signal, or "die" (process 1, without a word).

@@ -57,7 +57,7 @@ def test_a_member_without_an_entry_in_a_tree_has_none_afterwards(tmp_path: Path)
     assert [*compose([(moved, 1), (fresh, 0)])["optimizer"]] == ["agent0"]
 
 
-def test_what_cannot_train_together_is_refused(tmp_path: Path) -> None:
+def test_settings_that_cannot_train_together_are_refused(tmp_path: Path) -> None:
     one, later = written(tmp_path / "a", count=2, mark=1), written(tmp_path / "b", step=6, count=2, mark=2)
     with pytest.raises(ForeignCheckpoint, match="agents of different steps cannot train together: 5, 6"):
         compose([(one, 0), (later, 0)])

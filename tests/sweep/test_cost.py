@@ -58,7 +58,7 @@ def test_several_processes_of_one_machine_share_its_memory(
     assert 1 <= fitting("auto", GIB // 2, loaded, processes, monkeypatch) < alone
 
 
-def test_what_is_said_of_a_plan_adds_up() -> None:
+def test_the_numbers_of_a_plan_add_up() -> None:
     plan = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll")
     rungs, parts = runner.described(plan, READING)
     assert rungs == "16 trials by sampler random, compared by nll: 16 to step 4, 4 to step 16, 1 to step 64"

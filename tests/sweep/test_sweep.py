@@ -62,7 +62,7 @@ def complete(server: ForkServer, folder: Path, **how: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ForkServer, new_folder: Folder) -> Path:
-    """A sweep of four trials: segments of three, of one, and of the two that go on."""
+    """A sweep of four trials: segments of three, of one, and of the two that continue."""
     return complete(server, new_folder())
 
 
@@ -117,7 +117,7 @@ def test_a_job_is_put_back_although_its_folder_cannot_be_closed(
     assert said == ["SLURM job 7 is put back into the queue"]
 
 
-def test_what_a_sweep_leaves(undisturbed: Path) -> None:
+def test_a_sweep_leaves_the_documented_files(undisturbed: Path) -> None:
     told, run = record(undisturbed), undisturbed / "run"
     assert told["complete"]
     assert [(s["rung"], len(s["trials"])) for s in told["segments"]] == [(0, 3), (0, 1), (1, 2)]
@@ -152,7 +152,7 @@ def test_the_base_is_loaded_once_for_all_segments(undisturbed: Path) -> None:
     assert len((undisturbed / LOADED).read_text().splitlines()) == 1
 
 
-def test_the_second_rung_goes_on_from_the_first_to_the_bit(undisturbed: Path) -> None:
+def test_the_second_rung_continues_the_first_bit_for_bit(undisturbed: Path) -> None:
     logs = [path.read_text() for path in (undisturbed / "run").glob("segments/*/training.log")]
     assert len(logs) == 3
     assert all("exactness: bitwise" in log for log in logs if "resume    step 4 of 8" in log)
@@ -220,7 +220,7 @@ def test_killed_between_segments(
     ]
 
 
-def test_what_trials_go_on_from_is_verified_and_there_twice(
+def test_the_checkpoint_that_trials_continue_from_is_verified_and_kept_twice(
     server: ForkServer, undisturbed: Path, new_folder: Folder
 ) -> None:
     folder = new_folder()
@@ -241,7 +241,7 @@ def test_what_trials_go_on_from_is_verified_and_there_twice(
 
 
 def test_interrupted_and_called_again(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
-    """It says what stands so far, with its exit code, and goes on."""
+    """It says what stands so far, with its exit code, and resumes when called again."""
     folder = new_folder()
     codes = call(server, folder, place="ci_llm.run.loop.apply_gradients", call=6, sent="SIGTERM")
     assert codes == [75], (folder / "log").read_text()
@@ -337,7 +337,7 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     assert not (folder / LOADED).exists()
 
 
-def test_a_second_call_of_a_complete_sweep_says_so(server: ForkServer, undisturbed: Path) -> None:
+def test_a_second_call_says_that_the_sweep_is_complete(server: ForkServer, undisturbed: Path) -> None:
     complete(server, undisturbed)
     assert "This sweep is complete" in (undisturbed / "log").read_text()
 

@@ -50,7 +50,7 @@ def test_sixteen_four_one() -> None:
     assert [trial.score for trial in end.leaderboard[:5]] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_the_boundary_of_a_rung_is_between_who_goes_on_and_who_does_not() -> None:
+def test_the_boundary_of_a_rung_lies_between_trials_that_continue_and_trials_that_leave() -> None:
     end = played(Standings(plan()), lambda id, rung: float((id * 7) % 16))
     pairs = [end.boundary(rung) for rung in range(3)]
     found = [[trial.scores[rung] for trial in pair] if pair else [] for rung, pair in enumerate(pairs)]
@@ -79,7 +79,7 @@ def test_rows_tell_trials_apart_or_it_is_said_that_they_do_not() -> None:
         describe_boundary(0, one, two, ([1.0], [1.0, 2.0]), "nll")
 
 
-def test_more_is_better_where_the_metric_says_so() -> None:
+def test_a_metric_decides_whether_more_is_better() -> None:
     end = played(Standings(plan(metric="exact_match")), lambda id, rung: float(id))
     assert end.best is not None
     assert end.best.id == 15
@@ -134,7 +134,7 @@ def test_the_last_steps_of_rungs(total: int, steps: tuple[int, ...]) -> None:
     [(0, (4, 16, 64)), (4, (4, 16, 64)), (5, (5, 16, 64)), (20, (20, 64)), (64, (64,)), (99, (64,))],
 )
 def test_no_rung_ends_inside_of_the_warm_up(warmup: int, steps: tuple[int, ...]) -> None:
-    """Rungs that would are as long as it, and one of them is enough: more trials go on."""
+    """Rungs that would are as long as it, and one of them is enough: more trials continue."""
     decided = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll", warmup=warmup)
     assert decided.steps == steps
     assert [decided.places(rung) for rung in range(len(steps))] == [16, 4, 1][: len(steps)]

@@ -119,7 +119,7 @@ def show(verdict: Verdict, console: Console) -> None:
     saves = f"saved after {', '.join(map(str, verdict.saves))}" if verdict.saves else "no checkpoint was seen"
     console.print(f"{verdict.framework}, {verdict.steps} optimizer steps, {saves}", highlight=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("", "went on from", "repeated", "compared", "loss differs by", "result"):
+    for name in ("", "resumed from", "repeated", "compared", "loss differs by", "result"):
         table.add_column(name, justify="left" if name in ("", "result") else "right")
     for check in verdict.checks:
         table.add_row(*_row(check))

@@ -21,7 +21,7 @@ class Check:
 
     Attributes:
         divergences: what differs first; nothing where all steps are the same.
-        resumed_from: step from which the resumed process went on; None where none was resumed.
+        resumed_from: step from which the resumed process continued; None where none was resumed.
         lost_steps: how many steps it took again.
         steps: that were compared.
         loss_difference: the largest of any step; None without a loss.
@@ -172,7 +172,7 @@ def _interrupted(
     if not (done := max((len(trace.steps) for trace in struck.traces), default=0)):
         _require(struck)  # which raises: it ended before the signal
     if any(trace.enough for trace in struck.traces):
-        return Check(name, (), None, None, done, None, note="the signal was ignored: the script went on")
+        return Check(name, (), None, None, done, None, note="the signal was ignored: the script continued")
     newest = max((step for trace in struck.traces for step in trace.saves), default=0)
     resumed = place.run("resumed", resumes=True, steps=max(1, len(straight[0].steps) - newest))
     if not resumed.traces or not any(trace.steps for trace in resumed.traces):

@@ -50,7 +50,7 @@ class Divergence:
 
 
 def resumed_from(killed: Trace, resumed: Trace) -> int:
-    """The step at which a resumed process went on: the one whose weights it began with.
+    """The step from which a process resumed: the one whose weights it began with.
 
     Where no weights tell, it is the newest checkpoint that had appeared before the kill.
     """
@@ -77,7 +77,7 @@ def restored(killed: Trace, resumed: Trace, step: int) -> Iterator[Divergence]:
     had = killed.moments_after(step)
     missing = [name for name, digest in had.items() if resumed.moments.get(name) != digest]
     if missing and step:
-        how = "are not those of the checkpoint" if resumed.moments else "are not there: the optimizer starts anew"
+        how = "are not those of the checkpoint" if resumed.moments else "are missing: the optimizer starts without them"
         yield Divergence("moments", step + 1, f"{', '.join(missing)} {how}")
 
 

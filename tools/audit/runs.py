@@ -175,7 +175,7 @@ class Plan:
 
     Attributes:
         command: their words.
-        resume: words that are added where a run goes on; none for a script that looks for its checkpoints by itself.
+        resume: words that are added where a run resumes; none for a script that looks for its checkpoints by itself.
         newest: a pattern below the folder of a run; its newest match replaces {newest}.
         steps: optimizer steps of a run.
         limit_s: seconds of each process.
@@ -218,7 +218,7 @@ class Ending:
 
 
 class Place:
-    """The folder of one run and of those that go on from it."""
+    """The folder of one run and of those that resume from it."""
 
     def __init__(self, scratch: Path, name: str, plan: Plan) -> None:
         self._plan, self.folder = plan, scratch / name
@@ -237,7 +237,7 @@ class Place:
 
         Args:
             name: of the record.
-            resumes: with the words for going on.
+            resumes: whether the words for resuming are added.
             strike: name of the signal that the probe sends its own process.
             at: the step after which it does.
             steps: after which it is ended.

@@ -66,7 +66,7 @@ def recovery_s(cluster: Cluster) -> float:
 def announced_share(cluster: Cluster) -> float:
     """The share of time that preemptions and limits leave: each costs a wait in the queue and a start."""
     preempted_s, limit_s = cluster.preemption or math.inf, cluster.walltime or math.inf
-    # A preempted job begins its time anew, so that fewer of them reach their limit.
+    # A preempted job begins its time again, so that fewer of them reach their limit.
     mean_s = limit_s if math.isinf(preempted_s) else preempted_s * -math.expm1(-limit_s / preempted_s)
     return math.exp(-(cluster.start_s + cluster.queue) / mean_s)
 

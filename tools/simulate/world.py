@@ -307,7 +307,7 @@ class _Attempt:
             raise
 
     def _strike_by_plan(self) -> Strike | None:
-        """What the plan has for this step; None if the attempt goes on after it."""
+        """What the plan has for this step; None if the attempt continues after it."""
         fault = self._job.plan.pop(0)
         if fault.kind == "disk_full":
             self._job.disk_is_full = True

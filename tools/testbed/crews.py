@@ -86,7 +86,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def failing(directory: str, victim: int, fault: str, behind: bool) -> int:
-    """One process fails at its first byte of step 2: nobody commits it, everybody hears, step 3 works again."""
+    """One process fails at its first byte of step 2: it is not committed, all get an error, step 3 works again."""
     rank = enter()
     manager = CheckpointManager(directory, async_save=behind, checkpoint_backend="distributed")
     assert manager.save(1, state(1))
@@ -184,7 +184,7 @@ def hopeless(directory: str) -> int:
 
 
 def without_thread(directory: str) -> int:
-    """One process cannot start its save: nobody waits for it, everybody hears, the next step works again."""
+    """One process cannot start its save: no other waits for it, all get an error, the next step works again."""
     rank = enter()
     manager = CheckpointManager(directory, checkpoint_backend="distributed")
     assert manager.save(1, state(1))
@@ -207,7 +207,7 @@ def without_thread(directory: str) -> int:
 
 
 def pausing(directory: str, backend: str, behind: bool) -> int:
-    """A disk that stays full: process 0 waits for a while, drops that checkpoint, and all go on together."""
+    """A disk that stays full: process 0 waits for a while, drops that checkpoint, and all continue together."""
     rank = enter()
     naps: list[float] = []
     Interrupts.wait = lambda _, seconds: naps.append(seconds)  # type: ignore[method-assign, assignment, return-value]

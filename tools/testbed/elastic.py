@@ -202,7 +202,7 @@ class _Job:
         draft.rename(self._folder / GATE)
 
     def strike(self, now: int, then: int) -> Event:
-        """Once the job stands at step `now`, let it go on to `then`, and let something happen on the way."""
+        """Once the job stands at step `now`, let it train to `then`, and let something happen on the way."""
         wait_until(f"step {now} is reached by all", lambda: self._stands_at(now))
         before = len(self._agents)
         kinds = [DIES, *([LOST, PREEMPTED] if before > 1 else []), *([JOINS] if before < MOST_MACHINES else [])]

@@ -1,6 +1,6 @@
 """Named moments in the life of a run, and a trial that gets a signal in the very one.
 
-A moment is the n-th call of a function: the signal comes just before it, and the call goes on.
+A moment is the n-th call of a function: the signal comes just before it, and the call continues.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from tools.testbed.forkserver import ForkServer
 STEPS = 12
 STEPS_PER_EPOCH = 5
 ROWS_PER_MICRO_BATCH = 2
-#: Where the checkpoint lies from which the run goes on.
+#: Where the checkpoint lies from which the run resumes.
 MOMENTS = {"mid epoch 0": 3, "boundary": 5, "mid epoch 1": 8}
 LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by the next attempt
 WITNESSED = "witnessed: step"

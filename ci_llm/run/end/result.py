@@ -228,7 +228,7 @@ def next_steps(
             if config.num_agents > 1 and not heads
             else []
         ),
-        f"longer     {command(to_go_on)}   goes on from here",
+        f"longer     {command(to_go_on)}   continues from here",
         *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
     ]
 

@@ -180,7 +180,7 @@ def require_written(manager: CheckpointManager, processes: Processes) -> None:
         raise CheckpointError(
             "the run is not complete: what it wrote last is not on the disk",
             where=str(manager.directory),
-            hint="make space on this disk; the same command goes on from the last checkpoint",
+            hint="make space on this disk; the same command resumes from the last checkpoint",
         ) from cause
 
 

@@ -104,7 +104,7 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    hint = "move it away, and go on with resume_from_checkpoint=latest"
+    hint = "move it away, and continue with resume_from_checkpoint=latest"
     return read_known(run_folder / BEGINNING, _parsed, "the record of how the run began cannot be read", hint)
 
 
@@ -211,9 +211,9 @@ def find_start(
 
 def _progress_lost(manager: CheckpointManager) -> ProgressLost:
     return ProgressLost(
-        "every checkpoint from which this run could go on is damaged, and it does not begin again by itself",
+        "every checkpoint from which this run could resume is damaged, and it does not begin again by itself",
         where=str(manager.directory / QUARANTINE),
-        hint="restart_from=PATH goes on from a copy of a checkpoint;"
+        hint="restart_from=PATH resumes from a copy of a checkpoint;"
         " overwrite_output_dir=true begins again and moves the old run aside",
     )
 
@@ -301,7 +301,7 @@ def _go_back(manager: CheckpointManager, back: str, record: Beginning) -> Start:
             where=f"{where}, output_dir: {manager.directory}",
             hint="give one of these steps, or the path of a checkpoint",
         )
-    note = f"going back on purpose (restart_from={back}): later calls with this key go on from the newest"
+    note = f"going back on purpose (restart_from={back}): later calls with this key resume from the newest"
     return _from_given(manager, source, record, back, note)
 
 
@@ -329,7 +329,7 @@ def _require_same_beginning(
     raise ConfigError(
         f"{what} this folder holds checkpoints of steps {_listed(steps)}",
         where=f"{_as_given(wanted)}, output_dir: {folder}",
-        hint=f"resume_from_checkpoint=latest goes on from them; experiment_name=NAME begins beside them;"
+        hint=f"resume_from_checkpoint=latest continues from them; experiment_name=NAME begins beside them;"
         f" overwrite_output_dir=true begins here and moves them aside; {back}",
     )
 

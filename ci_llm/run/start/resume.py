@@ -70,7 +70,7 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
         "overwrite_output_dir=true begins here and moves the old run aside",
     ]
     if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
-        ways.append(f"{' '.join(old)} goes on with the old run")
+        ways.append(f"{' '.join(old)} continues the old run")
     return "; ".join(ways)
 
 
@@ -411,7 +411,7 @@ class RunCheckpoint:
             raise BadInput(
                 f"the run in this folder has other settings: {listed}",
                 where=str(source.folder),
-                hint=f"{ways}; allow_inexact_resume=true goes on with the new settings from this step",
+                hint=f"{ways}; allow_inexact_resume=true continues with the new settings from this step",
             )
 
     def _is_same_base(self, source: Source) -> bool:
@@ -444,7 +444,7 @@ class RunCheckpoint:
                     what,
                     where=str(source.folder),
                     hint=f"{other_ways(changes, self.config, self.processes.launch)};"
-                    " allow_inexact_resume=true goes on with the new ones from this step",
+                    " allow_inexact_resume=true continues with the new ones from this step",
                 )
 
 

@@ -30,7 +30,7 @@ def _reads_the_future(query: Any, key: Any, value: Any, left: int, scale: float 
 
 
 def _with_noise(toy: gpu.Toy, dtype: torch.dtype | None = None, _exact: Any = gpu.Toy.gradients) -> torch.Tensor:
-    """Gradients that a race of threads adds in another order at each call."""
+    """Gradients that are summed in another order at each call."""
     found: torch.Tensor = _exact(toy, dtype)
     return found + 1e-7 * torch.rand(1, device=found.device)
 

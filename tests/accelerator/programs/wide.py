@@ -1,4 +1,4 @@
-"""The functions of ours that compute in fp64 on a simulated GPU, in a run of two steps with an evaluation.
+"""The functions of this package that compute in fp64 on a simulated GPU, in a run of two steps with an evaluation.
 
 Devices such as Apple's have no fp64, and consumer cards a 64th of their speed. `wide.py WORDS` runs a command of ours
 and prints the functions as JSON.

@@ -1,4 +1,4 @@
-"""Shows a bar whose loss is NaN above a learning rate of 1e-4, and exits 0 all the same."""
+"""Shows a bar whose loss is NaN above a learning rate of 1e-4, and still exits 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shim whose command ends in the very moment at which its descendants are looked for; its orphan needs to save."""
+"""A shim whose command ends while its descendants are being listed; its orphan needs to save."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A script with a checkpoint of its own, which it goes on from at --init_from=resume, and writes over from scratch.
+"""A script with a checkpoint of its own, from which it resumes at --init_from=resume, and writes over from scratch.
 
 Settings are globals. A word without = is a file of assignments, another word must be --key=value of a key that is
 known and a value of its type. Lines of the file `faults` say at which step an attempt crashes.

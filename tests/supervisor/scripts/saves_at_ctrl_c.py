@@ -1,4 +1,4 @@
-"""A loop that saves where people expect it: at `except KeyboardInterrupt`. TERM ends it at once, HUP is a file."""
+"""A loop that saves at `except KeyboardInterrupt`. TERM ends it at once, and at HUP it makes a file."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ struct Block {
 auto& blocks = *new std::unordered_map<const void*, Block>;  // by their start
 auto& launched = *new std::map<StreamId, int64_t>;
 auto& waited = *new std::map<StreamId, std::map<StreamId, int64_t>>;  // stream -> other stream -> number
-auto& known_to_host = *new std::map<StreamId, int64_t>;               // work that ended before the host went on
+auto& known_to_host = *new std::map<StreamId, int64_t>;               // work that ended before the host continued
 auto& pending = *new std::map<StreamId, std::deque<std::function<void()>>>;
 
 int64_t mark(StreamId stream) {

@@ -1,0 +1,21 @@
+"""A fixture of the tests that compare losses and gradients in fp64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@pytest.fixture
+def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of Llama compute in the dtype of their input; in fp32 a difference of 1e-16 would become 1e-8."""
+    import torch
+
+    def forward(self: Any, states: Tensor) -> Tensor:
+        return self.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", forward)
