@@ -31,9 +31,10 @@ from ci_llm.base.targets import layer_list
 from ci_llm.crowd.aggregators import probability
 from ci_llm.crowd.answers import Logistic, signals, token_uncertainty, tokens_of
 from ci_llm.crowd.asking import prompter_of
-from ci_llm.crowd.generation import Continuation
+from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.judging import auroc
 from ci_llm.data.batches import pack
+from ci_llm.data.encoder import Example
 from ci_llm.evaluation.predictions import at_coverage
 
 #: Of a coefficient of a hidden state and of a signal.
@@ -71,10 +72,10 @@ def read(crowd: Crowd, answers: Sequence[tuple[str, str]]) -> tuple[Numbers, Num
     return np.array(found), torch.stack(pooled).double().cpu().numpy()
 
 
-def _row(crowd: Crowd, prompt: str, answer: str) -> Continuation:
+def _row(crowd: Crowd, prompt: str, answer: str) -> Example:
     prompter = prompter_of(crowd)
     ids = prompter.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return Continuation.after(prompter.ids(prompt), [*ids, min(prompter.ends)])
+    return continuation(prompter.ids(prompt), [*ids, min(prompter.ends)])
 
 
 def labelled(rows: Sequence[Row]) -> tuple[list[tuple[str, str]], list[bool]]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psutil
 
-from ci_llm.core.durable import make_folders, read_fields, read_json, write_json
+from ci_llm.core.durable import make_folders, read_fields, read_json, read_object, write_json
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError
 
 if TYPE_CHECKING:
@@ -114,10 +114,9 @@ def attempts_without_progress(run_folder: Path, step: int) -> int:
 def read_began(run_folder: Path | str, attempt: int) -> Mapping[str, Any]:
     """What `record_attempt` wrote; empty if it is missing or damaged, because no run may end by this record."""
     try:
-        value = read_json(attempt_folder(run_folder, attempt) / _BEGAN)
+        return read_object(attempt_folder(run_folder, attempt) / _BEGAN)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def write_failure(output_dir: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:

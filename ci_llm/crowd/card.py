@@ -10,8 +10,11 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ci_llm.base.load import short_name
 from ci_llm.core.remote import may_be_on_hub
@@ -22,7 +25,6 @@ RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 #: The files of an adapter for llama.cpp and Ollama.
 ADAPTER: Final = "adapter.gguf"
 MODELFILE: Final = "Modelfile"
-_GGUF: Final = "llama.cpp and Ollama take another file: `ci-llm export` with `--format gguf` writes it."
 
 
 def public_name(name: str) -> str:
@@ -69,58 +71,11 @@ class CardFacts:
             return """BASE=$(python -c 'from ci_llm import load_base; print(load_base("embedded").name)')"""
         return f"BASE={shlex.quote(self.base_name)}" + ("" if self.is_on_hub else "   # its folder on your machine")
 
-    @property
-    def open_base(self) -> str:
-        """Lines of Python that make `base`."""
-        if self.base_name == "embedded":
-            return 'from ci_llm import load_base\n\nbase = load_base("embedded").model'
-        place = "" if self.is_on_hub else "  # its folder on your machine"
-        return (
-            f"from transformers import {self.opened_with}\n\n"
-            f"base = {self.opened_with}.from_pretrained({_quoted(self.base_name)}){place}"
-        )
-
 
 def crowd_card(facts: CardFacts) -> str:
     """The card of a folder with all agents, each a PEFT folder `agent<k>`."""
-    count, trained = len(facts.ranks), f"trained together by CI-LLM{facts.trained}, on one frozen base"
-    if facts.num_labels:
-        about, call, kind = " with heads", 'score(["..."])', "for sequence classification, with its tokenizer"
-        what = f"{count} LoRA adapters with a head each, {trained}: `{facts.base_name}`. They score texts; the crowd's"
-        what += " score is the mean of theirs."
-    else:
-        about, call, kind = "", 'generate("...")', "with its tokenizer, whose chat template is that of the training"
-        what = f"{count} LoRA adapters, {trained}: `{facts.base_name}`. They are meant to answer together: the crowd's"
-        what += " distribution is the mean of theirs."
-    return _joined(
-        _front(facts, "peft", "lora", "ensemble"),
-        f"# A crowd of {count} LoRA agents{about}",
-        what,
-        _scores(facts),
-        "Run what follows in this folder. All together:",
-        _block("python", f'from ci_llm import Crowd\n\nprint(Crowd.from_pretrained(".").{call})'),
-        f"Each `agent<k>` is a plain PEFT adapter {kind}:",
-        _peft(facts, "agent0"),
-        *(() if facts.num_labels else _crowd_elsewhere(facts)),
-        *facts.notes,
-    )
-
-
-def _crowd_elsewhere(facts: CardFacts) -> tuple[str, ...]:
-    """How other programs take all agents."""
-    count = len(facts.ranks)
-    return (
-        "vLLM serves all of them on one base, each under its own name:",
-        _block(
-            "bash",
-            f"{facts.set_base}\nvllm serve $BASE --enable-lora --max-loras {count}"
-            f" --max-lora-rank {allowed_rank(facts.ranks)} \\\n"
-            f"  --lora-modules $(for k in {{0..{count - 1}}}; do echo agent$k=$PWD/agent$k; done)",
-        ),
-        _GGUF,
-        "`ci-llm export --merge` makes one adapter of them. That is one more agent and not the crowd: no mean of"
-        " weights gives the mean of distributions.",
-    )
+    heads = " with heads" if facts.num_labels else ""
+    return _rendered("crowd", facts, f"A crowd of {len(facts.ranks)} LoRA agents{heads}")
 
 
 def adapter_card(facts: CardFacts, title: str, what: str) -> str:
@@ -130,22 +85,7 @@ def adapter_card(facts: CardFacts, title: str, what: str) -> str:
         title: the title of the card.
         what: a sentence on where the adapter comes from.
     """
-    return _joined(
-        _front(facts, "peft", "lora"),
-        f"# {title}",
-        f"{what} Its base is `{facts.base_name}`. The agents were trained by CI-LLM{facts.trained}.",
-        _scores(facts),
-        "Run what follows in this folder. Transformers and PEFT:",
-        _peft(facts, "."),
-        *(() if facts.num_labels else _served(facts)),
-        *facts.notes,
-    )
-
-
-def _served(facts: CardFacts) -> tuple[str, ...]:
-    """How vLLM and llama.cpp serve one adapter."""
-    line = f"vllm serve $BASE --enable-lora --max-lora-rank {allowed_rank(facts.ranks)} --lora-modules adapter=$PWD"
-    return "vLLM:", _block("bash", f"{facts.set_base}\n{line}"), _GGUF
+    return _rendered("adapter", facts, title, what=what)
 
 
 def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
@@ -154,18 +94,21 @@ def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
     Args:
         base: the name of the GGUF file of the base.
     """
-    made = "" if facts.base_name == Path(base).stem else _block("bash", f"{facts.set_base}\n{make_base(base)}")
-    return _joined(
-        _front(facts, "gguf", "lora"),
-        f"# {title}",
-        f"{what} Its base is `{facts.base_name}`. The agents were trained by CI-LLM{facts.trained}.",
-        _scores(facts),
-        f"`{ADAPTER}` is added to `{base}`, which llama.cpp makes of the base's folder:" if made else "",
-        made,
-        "llama.cpp, and Ollama with both files in this folder:",
-        _block("bash", "\n".join(serving_lines(base, "."))),
-        *facts.notes,
-    )
+    return _rendered("gguf", facts, title, what=what, adapter=ADAPTER, base=base, base_stem=Path(base).stem)
+
+
+def model_card(facts: CardFacts, title: str, what: str) -> str:
+    """The card of a folder that is a whole model, with an adapter merged into its weights."""
+    return _rendered("model", facts, title, what=what)
+
+
+def _rendered(kind: str, facts: CardFacts, title: str, **more: str) -> str:
+    loader = PackageLoader("ci_llm.crowd", ".")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {each.__name__: each for each in (allowed_rank, make_base, serving_lines)}
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+    card = environment.get_template("card.md.j2").render(kind=kind, facts=facts, title=title, **more)
+    return card.rstrip() + "\n"
 
 
 def vllm_line(base: str, adapters: Mapping[str, Path], ranks: Sequence[int]) -> str:
@@ -192,77 +135,3 @@ def serving_lines(base: str, folder: str) -> list[str]:
         f"llama-cli -m {shlex.quote(base)} --lora {adapter}",
         f"ollama create crowd -f {recipe} && ollama run crowd",
     ]
-
-
-def model_card(facts: CardFacts, title: str, what: str) -> str:
-    """The card of a folder that is a whole model, with an adapter merged into its weights."""
-    return _joined(
-        _front(facts, "transformers"),
-        f"# {title}",
-        f"{what} It is merged into the weights of its base, `{facts.base_name}`."
-        f" The agents were trained by CI-LLM{facts.trained}.",
-        _scores(facts),
-        "Run what follows in this folder. Transformers alone opens it:",
-        _block(
-            "python",
-            f"from transformers import {facts.opened_with}, AutoTokenizer\n\n"
-            f'model, tokenizer = (each.from_pretrained(".") for each in ({facts.opened_with}, AutoTokenizer))',
-        ),
-        "vLLM:",
-        _block("bash", "vllm serve $PWD"),
-        "llama.cpp, with its own converter:",
-        _block("bash", "python llama.cpp/convert_hf_to_gguf.py . --outfile model.gguf"),
-        *facts.notes,
-    )
-
-
-def _front(facts: CardFacts, library: str, *tags: str) -> str:
-    """The front matter that the hub reads."""
-    lines = [f"library_name: {library}", *([f"base_model: {facts.base_name}"] if facts.is_on_hub else [])]
-    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in (*tags, "ci-llm")), "---"])
-
-
-def _scores(facts: CardFacts) -> str:
-    return _block("", facts.scores) if facts.scores else ""
-
-
-def _peft_of_head(facts: CardFacts, folder: str) -> str:
-    """The Python lines that open an agent with a head.
-
-    They set two things that a PEFT folder does not hold: the number of labels, and the pad token, by which Transformers
-    pools.
-    """
-    base = "base" if facts.base_name == "embedded" else _quoted(facts.base_name)
-    named = f"  # {', '.join(facts.classes)}" if facts.classes else ""
-    opened = 'from ci_llm import load_base\n\nbase = load_base("embedded").name\n' if base == "base" else ""
-    return _block(
-        "python",
-        "from peft import PeftModel\nfrom transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
-        f"{opened}\nmodel = AutoModelForSequenceClassification.from_pretrained({base}, num_labels={facts.num_labels})"
-        f"{named}\nagent = PeftModel.from_pretrained(model, {_quoted(folder)})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})\n"
-        "if model.config.pad_token_id is None:\n    model.config.pad_token_id = tokenizer.pad_token_id",
-    )
-
-
-def _peft(facts: CardFacts, folder: str) -> str:
-    if facts.num_labels:
-        return _peft_of_head(facts, folder)
-    return _block(
-        "python",
-        f"from peft import PeftModel\nfrom transformers import AutoTokenizer\n{facts.open_base}\n"
-        f"agent = PeftModel.from_pretrained(base, {_quoted(folder)})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})",
-    )
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _block(language: str, text: str) -> str:
-    return f"```{language}\n{text}\n```"
-
-
-def _joined(*parts: str) -> str:
-    return "\n\n".join(part for part in parts if part) + "\n"

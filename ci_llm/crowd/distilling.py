@@ -28,7 +28,7 @@ from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding, TokenIds, num_positions
-from ci_llm.crowd.generation import Continuation
+from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.merging import Adapter, Distillation
 from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.data.batches import Batch, Packable, pack, padded
@@ -154,7 +154,7 @@ def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: i
 
 def _answered(
     crowd: Crowd, prompts: Sequence[TokenIds], decoding: Decoding, start: int, end: int
-) -> Iterator[tuple[Continuation, Continuation]]:
+) -> Iterator[tuple[Example, Example]]:
     """Yield each prompt with the crowd's and with the start's own answer, if both answers have an end."""
     with working("answer", len(prompts), "prompts") as shown:
         for at in range(0, len(prompts), _AT_A_TIME):
@@ -164,7 +164,7 @@ def _answered(
             both = zip(part, found.crowd, found.tokens, own, own_tokens, strict=True)
             for prompt, text, tokens, own_text, numbers in both:
                 if len(tokens) > len(text) and len(numbers) > len(own_text):
-                    yield Continuation.after(prompt, [*text, end]), Continuation.after(prompt, [*own_text, end])
+                    yield continuation(prompt, [*text, end]), continuation(prompt, [*own_text, end])
             shown.advance_to(at + len(part))
 
 

@@ -24,7 +24,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
@@ -35,6 +34,7 @@ from ci_llm.crowd.decoding import Decoding, Generated, Request, TokenIds, free_p
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
 from ci_llm.data.batches import pack
+from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import BadInput
 from ci_llm.lora.passes import describe_error, unusable_base
@@ -407,7 +407,7 @@ def read_texts(
 ) -> list[list[TokenUncertainty]]:
     """How sure the crowd is of every token of given texts after one prompt, by one pass over all texts."""
     distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
-    batch = pack([Continuation.after(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
+    batch = pack([continuation(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
     with as_in_generation(crowd):
         states = crowd.states(batch)[:, batch.predict_from]
     numbers = []
@@ -421,14 +421,7 @@ def read_texts(
     return [read[tuple(text)] for text in texts]
 
 
-@dataclass(frozen=True)
-class Continuation:
+def continuation(prompt: TokenIds, text: TokenIds) -> Example:
     """A prompt and a text after it, as a tokenised row whose targets are the text."""
-
-    input_ids: NDArray[np.int64]
-    supervised: NDArray[np.bool_]
-
-    @classmethod
-    def after(cls, prompt: TokenIds, text: TokenIds) -> Continuation:
-        ids = np.asarray([*prompt, *text])
-        return cls(ids, np.arange(len(ids)) >= len(prompt))
+    ids = np.asarray([*prompt, *text], np.int32)
+    return Example(ids, np.arange(len(ids)) >= len(prompt))

@@ -102,7 +102,7 @@ class Prompter:
             DataError: it is not a chat, or the chat template fails on it.
         """
         if isinstance(prompt, str) and self.form == "text":
-            return self._plain(prompt)
+            return self.plain_ids(prompt)
         example = self._with_placeholder(_messages(prompt))
         return [int(token) for token in example.input_ids[: last_answer(example).start]]
 
@@ -148,7 +148,8 @@ class Prompter:
         """Token ids as text, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _plain(self, text: str) -> list[int]:
+    def plain_ids(self, text: str) -> list[int]:
+        """Token ids of a plain text, with the token that begins texts if the tokenizer has one."""
         begin = self.tokenizer.bos_token or ""
         whole = text if text.startswith(begin) else begin + text
         return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])

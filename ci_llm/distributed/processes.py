@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from ci_llm.cluster.launch import Launch, disable_unsupported, has_rounds, launch_notes, names_of_round, read_launch
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
-from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.durable import make_folders, read_object, write_json
 from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space
@@ -406,10 +406,10 @@ def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
     Processes of other launchers do not count: a later attempt may take over a folder from one that still runs.
     """
     try:
-        other = read_json(path)
+        other = read_object(path)
     except (OSError, ValueError):  # its owner has removed it at this moment, or is another user
         return False
-    if not isinstance(other, dict) or other.get("pid_space") != own["pid_space"]:
+    if other.get("pid_space") != own["pid_space"]:
         return False
     if not is_alive(int(other["pid"])):
         path.unlink(missing_ok=True)

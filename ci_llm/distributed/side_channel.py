@@ -38,7 +38,6 @@ class ProcessGroup(Protocol):
 
     def reduce_flat_(self, tensor: Tensor) -> Tensor:
         """Add `tensor` over all processes, in place. A collective."""
-        ...
 
 
 class TorchProcessGroup:

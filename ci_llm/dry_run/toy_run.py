@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -21,10 +20,11 @@ from ci_llm.core.metrics_file import number, read_records
 from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import SAMPLED, first_rows
 from ci_llm.data.batches import Batch, pack
-from ci_llm.data.encoder import Example, use_chat_template
+from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
 from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
@@ -257,8 +257,7 @@ def generation(context: CheckContext) -> str:
 @torch.no_grad()
 def _regret(run: Run, prompt: list[int], text: list[int]) -> float:
     """By how many nats a token of the text is, at worst, less likely than the likeliest one, in one full pass."""
-    ids = np.array(prompt + text)
-    batch = pack([Example(ids, np.arange(len(ids)) >= len(prompt))], [0]).to(run.crowd.device)
+    batch = pack([continuation(prompt, text)], [0]).to(run.crowd.device)
     run.crowd.eval()
     logits = run.crowd.head.logits(run.crowd.states(batch)[:, batch.predict_from])
     crowd = aggregate(logits.log_softmax(-1), run.config.aggregator)

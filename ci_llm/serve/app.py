@@ -32,7 +32,7 @@ from ci_llm.serve.body import (
     checked,
     parsed,
 )
-from ci_llm.serve.call import Served, call_of, chat_ids, text_ids, unknown_model
+from ci_llm.serve.call import Served, call_of, chat_ids, unknown_model
 from ci_llm.serve.jobs import Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
 from ci_llm.serve.options import LOCAL, Options
@@ -226,7 +226,7 @@ class Service:
         if body.messages:
             ids = await self._read(chat_ids, body.messages, self._served)
         else:
-            ids = await self._read(text_ids, body.prompt or "", self._served)
+            ids = await self._read(self._served.prompter.plain_ids, body.prompt or "")
         return JSONResponse({"count": len(ids), "max_model_len": self._served.context, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:

@@ -146,16 +146,8 @@ def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
         raise bad("messages", str(error)) from error
 
 
-def text_ids(text: str, served: Served) -> list[int]:
-    """The token ids of a plain text, with the token that begins texts if the tokenizer has one."""
-    tokenizer = served.prompter.tokenizer
-    begin = tokenizer.bos_token or ""
-    whole = text if text.startswith(begin) else begin + text
-    return list(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
-    prompts = [text_ids(prompt, served) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+    prompts = [served.prompter.plain_ids(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     if not all(prompts):
         raise bad("prompt", "a prompt is empty")
     if any(token >= served.vocabulary for prompt in prompts for token in prompt):

@@ -18,7 +18,7 @@ import torch
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import Logistic, TokenUncertainty, of_text, signals
 from ci_llm.crowd.decoding import Request, generate_key
-from ci_llm.crowd.generation import Continuation, TextSoFar, Wanted, cut, elect, final_answers, requests_of
+from ci_llm.crowd.generation import TextSoFar, Wanted, continuation, cut, elect, final_answers, requests_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
@@ -277,7 +277,7 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
     lines, rest = [TokenLine(int(prompt[0]), None)], prompt[1:]
     if not rest:
         return lines
-    batch = pack([Continuation.after(prompt[:1], rest)], [0])
+    batch = pack([continuation(prompt[:1], rest)], [0])
     reading, top = crowd.agents.reading, max(1, call.body.top or 0)
     with reading.of(reading.agent if call.who is None else call.who):
         for each, targets in targets_of(crowd, [batch]):

@@ -44,15 +44,12 @@ class Target(Protocol):
     @property
     def rerun_effect(self) -> str:
         """What the same call does after an interruption; the end of a sentence."""
-        ...
 
     def prepare(self) -> list[str]:
         """Clear away what a killed supervisor left; return what is supervised, in lines."""
-        ...
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
         """Return the command and the environment of the next attempt. Called once, right before its launch."""
-        ...
 
     def stop_order(self, evidence: Evidence) -> StopOrder | None:
         """Return how and why the running attempt is to be ended; None if it continues. Called several times a second.
@@ -60,7 +57,6 @@ class Target(Protocol):
         Args:
             evidence: the output of the attempt so far.
         """
-        ...
 
     def stop_signal(self, stop_reason: str) -> str:
         """Return the signal that stops the attempt, when the supervisor was told to stop.
@@ -68,15 +64,12 @@ class Target(Protocol):
         Args:
             stop_reason: how the supervisor was told: "signal:SIGINT", for instance.
         """
-        ...
 
     def request_save(self) -> str:
         """Pass on a request for a checkpoint; return what came of it, in a line."""
-        ...
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Return what the end of an attempt means."""
-        ...
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
         """Give the next attempt the settings of `decision`; return what changes, in lines.
@@ -84,7 +77,6 @@ class Target(Protocol):
         Args:
             retry: the number of the next retry, from 1 on.
         """
-        ...
 
     def requeue(self, stop_reason: str | None) -> str | None:
         """Ask the scheduler to run this supervision again, as the last act; return what came of it, in a line.
@@ -92,11 +84,9 @@ class Target(Protocol):
         Args:
             stop_reason: the signal that the supervisor got; None if the training stopped by itself.
         """
-        ...
 
     def close(self) -> list[str]:
         """Remove everything temporary; return the last lines of the log."""
-        ...
 
 
 LOG_NAME: Final = "safe_train.log"

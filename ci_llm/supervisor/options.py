@@ -138,73 +138,37 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         common=("--config", "--train-script", "--lr-key", "--max-retries", "--grace"),
     )
-    _add_target_options(parser.add_argument_group("what to run"))
-    _add_key_options(parser.add_argument_group("which keys are adjusted"))
-    _add_output_options(parser.add_argument_group("what the output of an external script means"))
-    _add_resume_options(parser.add_argument_group("how an external script resumes from its own checkpoints"))
-    _add_limit_options(parser.add_argument_group("limits"))
-    return parser
-
-
-def _add_target_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("what to run").add_argument
     add("--train-script", type=Path, default=DEFAULT_SCRIPT, metavar="FILE", help="the script; default train.py")
     add("--config", type=Path, metavar="FILE", help="its configuration; default configs.yaml, for train.py")
     add("--config-path", type=Path, metavar="DIR", help="Hydra's folder of configurations; default configs")
     add("--config-name", metavar="NAME", help="the name of the configuration in it; default config")
     add("--config-flag", metavar="F", help="pass the file as F FILE instead of in Hydra's way")
-
-
-def _add_key_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("which keys are adjusted").add_argument
     add("--lr-key", metavar="K", help="dotted key of the learning rate; default training.learning_rate")
     add("--batch-size-key", metavar="K", help="of the batch size; default training.meta_batch_size and others")
     add("--scale-with-batch", metavar="K", action="append", default=[], help="a key that shrinks with it; repeatable")
-    add(
-        "--override-style",
-        choices=("hydra", "argparse"),
-        default="hydra",
-        help="how a key is added to the command line: key=value (hydra, the default) or --key=value (argparse)",
-    )
-
-
-def _add_output_options(group: argparse._ArgumentGroup) -> None:
+    does = "how a key is added to the command line: key=value (hydra, the default) or --key=value (argparse)"
+    add("--override-style", choices=("hydra", "argparse"), default="hydra", help=does)
+    add = parser.add_argument_group("what the output of an external script means").add_argument
     for failure in ("nonfinite", "out-of-memory"):
-        group.add_argument(
-            f"--{failure}-pattern",
-            metavar="REGEX",
-            type=_regex,
-            action="append",
-            default=[],
-            help=f"a line that matches means {failure}, as the known patterns do; repeatable",
-        )
-
-
-def _add_resume_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--on-retry", metavar="WORDS", help="words added to its command from the second attempt on")
-    group.add_argument(
-        "--goes-on-from",
-        metavar="GLOB",
-        help="its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest",
-    )
-
-
-def _add_limit_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+        does = f"a line that matches means {failure}, as the known patterns do; repeatable"
+        add(f"--{failure}-pattern", metavar="REGEX", type=_regex, action="append", default=[], help=does)
+    add = parser.add_argument_group("how an external script resumes from its own checkpoints").add_argument
+    add("--on-retry", metavar="WORDS", help="words added to its command from the second attempt on")
+    does = "its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest"
+    add("--goes-on-from", metavar="GLOB", help=does)
+    add = parser.add_argument_group("limits").add_argument
     add("--max-retries", type=_at_least(int, 0), default=10, metavar="N", help="attempts after the first; default 10")
     add("--min-lr", type=_positive, default=1e-6, metavar="X", help="the smallest learning rate; default 1e-6")
     add("--min-batch-size", type=_at_least(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
-    add(
-        "--grace",
-        dest="grace_s",
-        type=_at_least(float, 0),
-        metavar="S",
-        help="seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts",
-    )
+    does = "seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts"
+    add("--grace", dest="grace_s", type=_at_least(float, 0), metavar="S", help=does)
     add("--stop-signal", metavar="NAME", help="the signal that stops an external script; default the one that came")
-    keep = "keep the W&B runs of failed attempts"
-    add("--no-delete-wandb-runs", dest="delete_wandb_runs", action="store_false", help=keep)
+    does = "keep the W&B runs of failed attempts"
+    add("--no-delete-wandb-runs", dest="delete_wandb_runs", action="store_false", help=does)
     add("--debug", action="store_true", help="show the traceback of an error")
+    return parser
 
 
 def _at_least(kind: type, least: float) -> Any:

@@ -3,7 +3,8 @@
 Only whole tokens match: "nano", "finance loss" and "nancy" never do. Nor does a sentence about what would happen
 ("stops if loss is NaN"), what did not happen ("0 nan losses found") or what was best so far ("best_val_loss=inf").
 
-Every pattern looks at a bounded piece of the line, so that the time per line is bounded too.
+Every pattern looks at a bounded piece of the line, so that the time per line is bounded too. Messages without a value
+are data, in output_scan.yaml beside this file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
@@ -118,90 +121,6 @@ _NOT_A_LOSS: Final = re.compile(
     re.IGNORECASE,
 )
 
-_INVALID: Final = r"(?:nan|inf(?:inite|inity)?|non-?finite)(?:\s*(?:/|or|and)\s*(?:nan|inf(?:inite|inity)?))?"
-#: Messages without a value, each in the words of the trainer that the comment names.
-NONFINITE: Final = (
-    re.compile(
-        rf"(?<![\w-]){_INVALID} loss(?:es)? (?:w\w+ )?(?:detected|encountered|found|at|during)\b", re.IGNORECASE
-    ),
-    re.compile(rf"\b(?:detected|encountered|found|got|hit) (?:an? |[1-9]\d* )?{_INVALID} loss(?:es)?\b", re.IGNORECASE),
-    re.compile(rf"(?i)(?<![\w-]){_INVALID} loss(?:es)?\s*(?:[!.,;]|$)"),
-    re.compile(rf"(?i)(?<![a-z])loss(?:es)? (?:contains?|has|have) (?:an? )?{_INVALID}\b"),
-    re.compile(r"(?i)(?<![a-z])loss (?:is|was|became|has become) (?:not finite|non-?finite|infinite)\b"),
-    re.compile(
-        rf"(?i)(?<![\w-]){_INVALID}s?(?: values?)?(?: w\w+)?(?: (?:detected|encountered|found|appeared|occurred))?"
-        r" (?:in|for) (?:the )?(?:[^\W_]{1,20}[ _]){0,3}loss(?:es)?\b"
-    ),
-    re.compile(
-        r"(?i)\b(?:weights?|param(?:eter)?s?|outputs?|logits|activations?)(?: of \S{1,40})?"
-        r" (?:is|are|became|become|contains?|has|have) (?:an? |all )?nans?\b"
-    ),
-    re.compile(r"(?i)\bnans? (?:detected|encountered|found) in (?:the )?(?:output|logits|weights|parameters|model)\b"),
-    re.compile(r"(?i)\bnan\b[^.]{0,40}\b(?:stop|abort|terminat|halt)\w{0,5} (?:the )?(?:training|run)\b"),
-    re.compile(r"(?i)\bencountered nan\b\s*(?:[.!]|$)"),  # fastText
-    re.compile(r"\b\w{0,20}N[aA]N\w{0,40}(?:Error|Exception)\b|\b\w{0,20}Nan[A-Z]\w{0,40}Error\b"),
-    re.compile(r"\bobjective function [^.]{0,60}\bis -?nan\b"),  # Kaldi
-    re.compile(r"^\d+: -?nan, -?nan avg\b"),  # darknet
-    re.compile(r"^\d+:\s+(?:learn|test): -?nan\b|\bdegenerate solution on iteration\b"),  # CatBoost
-    re.compile(r"\bInvalid loss, terminating training"),  # Keras
-    re.compile(r"[\"']loss[\"']: [\"']?0(?:\.0*)?[\"']?, [\"']grad_norm[\"']: [\"']?nan\b"),  # HF Trainer, filtered
-    re.compile(r"\bfound NaN in local forward loss\b|\bnumber of nan iterations: {1,5}[1-9]"),  # Megatron
-    re.compile(r"\bloss scale: 1\.0 \| grad norm: -?nan\b"),  # Megatron without a scaler: it leaves the loss out
-    re.compile(r"\bMinimum loss scale reached\b|\bgradients are Nan/Inf\b"),  # fairseq
-    re.compile(r"\bscal(?:e|ing)\b.{0,40}\balready at minimum\b"),  # DeepSpeed, Marian
-    re.compile(r"\binvalid value \(nan\) encountered in\b"),  # JAX with jax_debug_nans
-    re.compile(r"\bLossTensor is inf or nan\b|\bNan in summary histogram for\b"),  # TensorFlow
-    re.compile(r"\bDetected nan and/or inf values in\b"),  # Lightning
-    re.compile(r"^\d+/\d+\s+[\d.]+G\s+(?:[\d.]+\s+){0,6}nan\s"),  # Ultralytics: columns under box_loss, cls_loss
-    # PyTorch: a printed loss without its name; only what is differentiated has a grad_fn
-    re.compile(rf"\btensor\((?:{_LIST})?nan\b[^()]{{0,200}}\bgrad_fn=", re.IGNORECASE),
-    # PyTorch: clip_grad_norm_, detect_anomaly, sampling from a model whose weights are NaN
-    re.compile(r"\bThe total norm of order \S{1,8} for gradients from \S{1,20} is non-finite\b"),
-    re.compile(r"\breturned nan values in its \d{1,3}(?:st|nd|rd|th) output\b"),
-    re.compile(r"\bprobability tensor contains either `inf`, `nan`"),
-)
-_MEMORY: Final = r"out of (?:(?:host|device|gpu|cpu|system|video) )?memory(?! of\b)"
-OUT_OF_MEMORY: Final = (
-    re.compile(
-        rf"(?i)(?:^|[:'\"(\]|>-] ?|\b(?:error|fatal|failed|heap|cgroup|backend|driver|device|\w{{2,4}}malloc)[ :]+"
-        rf"|\b(?-i:[A-Z]{{2,5}}) ){_MEMORY}\b"
-    ),
-    re.compile(rf"(?i)(?:Error|Exception|failure)[:\d ]{{1,6}} [\w :'(]{{0,60}}?\b{_MEMORY}\b"),
-    re.compile(rf"(?i)(?<!ran )\b{_MEMORY} (?:(?:while )?trying to allocate|allocating) \d"),  # XLA
-    re.compile(
-        r"(?i)\bran out of memory in memory space\b|\battempting to (?:allocate|reserve)\b.{0,60}\bnot possible\b"
-    ),
-    re.compile(
-        r"(?i)\b(?:failed|unable) to (?:re)?alloc(?:ate)?\b[^.:;]{0,40}?(?:\b(?:memory|buffer|tensor|vector)\b"
-        r"|\b\d[\d.]{0,20} ?(?:bytes|[KMGT]i?B?\b))"
-    ),
-    re.compile(
-        r"(?i)\b(?:can ?not|can't|could not|couldn't) allocate (?:memory\b(?! in static TLS)|[^:;]{0,50}?\d ?(?:bytes"
-        r"|[KMGT]i?B))"
-    ),
-    re.compile(r"(?i)\bmemory (?:object )?allocation (?:of \d+ bytes )?(?:fail(?:ed|ure)|error)"),
-    re.compile(r"\bAllocation failed for size\b|\bAllocation Failure\b|\bBadAlloc\b|\bstd::bad_alloc\b"),
-    re.compile(r"(?<![A-Za-z])OutOfMemoryError\b|\bResourceExhaustedError\b|\bOOM when allocating tensor\b"),
-    re.compile(r"(?i)(?<!429 )\bRESOURCE[_ ]EXHAUSTED\b(?!.{0,100}\b(?:quota|rate limit|message larger))"),
-    re.compile(r"(?i)\bXLA memory error\b|\b(?:device|gpu|cuda|virtual|host) memory (?:is )?exhausted\b"),
-    re.compile(r"(?i)(?:^|[:(\]] ?|\berror )(?:insufficient|not enough)(?: \w{1,9}){0,2} memory\b"),
-    re.compile(
-        r"\b(?:CUDA|GPU|HIP|TPU|XPU) OOM\b|\bOOM (?:error|encountered|detected|at step|on (?:rank|GPU|device))\b"
-    ),
-    re.compile(r"\bDst tensor is not initialized\b"),  # TensorFlow
-    re.compile(r"\bDefaultCPUAllocator: (?:not enough memory|can't allocate memory)"),
-    re.compile(r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_(?:STATUS_)?ALLOC_FAILED\b"),
-    re.compile(r"\b[A-Z]{2,9}_(?:\w{1,20}_)?OUT_OF_(?:DEVICE_|HOST_)?(?:MEMORY|RESOURCES)\b|\bN(?:ERR|RT)_RESOURCE\b"),
-    re.compile(r"\bhipErrorOutOfMemory\b|\bcudaErrorMemoryAllocation\b"),
-    re.compile(r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b"),  # Metal
-    re.compile(r"\bDetected \d+ oom[-_]kill event|\bExceeded (?:job|step) memory limit\b|\bOOM ?Killed\b"),  # SLURM
-    re.compile(r"^(?:\[\w+\]: ?)?(?:\w+\.){0,5}\w{0,20}MemoryError(?::|$)"),
-)
-KILLED: Final = (
-    re.compile(r"\bkilled by signal: Killed\b"),  # a loader worker of PyTorch
-    re.compile(r"\bSignal 9 \(SIGKILL\)|\bexitcode\s*:\s*-9\b"),  # a process of torchrun
-)
-
 #: A learning rate with its value. A bound, a base or a peak of a schedule is another quantity.
 _RATE: Final = re.compile(
     r"(?<![\w-])(?<!min )(?<!max )(?<!base )(?<!peak )(?<!initial )"
@@ -253,17 +172,17 @@ def may_match(line: str) -> bool:
 def says_nonfinite(line: str) -> bool:
     """Whether the line reports a loss that is NaN or infinite, or an end of the training because of one."""
     values = islice(_VALUE.finditer(line), _MAX_VALUES)
-    return any(_is_present_loss(line, value) for value in values) or _any(NONFINITE, line)
+    return any(_is_present_loss(line, value) for value in values) or _any("nonfinite", line)
 
 
 def says_out_of_memory(line: str) -> bool:
     """Whether the line reports that memory, of a device or of the host, ran out."""
-    return _any(OUT_OF_MEMORY, line)
+    return _any("out_of_memory", line)
 
 
 def says_killed(line: str) -> bool:
     """Whether the line reports that a process of the script died of SIGKILL."""
-    return _any(KILLED, line)
+    return _any("killed", line)
 
 
 def says_resumed(line: str) -> bool:
@@ -315,9 +234,21 @@ def _ends_column(line: str, value: re.Match[str], before: str, gap: str) -> bool
     return _AFTER_BARE.match(line, value.end()) is not None
 
 
-def _any(patterns: tuple[re.Pattern[str], ...], line: str) -> bool:
-    matches = (pattern.search(line) for pattern in patterns)
+def _any(kind: str, line: str) -> bool:
+    matches = (pattern.search(line) for pattern in _patterns(kind))
     return any(match is not None and _happened(line, match) for match in matches)
+
+
+@cache
+def _patterns(kind: str) -> tuple[re.Pattern[str], ...]:
+    """The patterns of a kind of messages, in which `<name>` stands for the part of that name."""
+    from ci_llm.config.yaml_file import read_texts  # here, because the help of safe_train.py does without
+
+    known = read_texts(Path(__file__).with_suffix(".yaml"))
+    texts: list[str] = known[kind]
+    for name, part in known["parts"].items():
+        texts = [text.replace(f"<{name}>", part) for text in texts]
+    return tuple(map(re.compile, texts))
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
@@ -404,6 +335,8 @@ class Evidence:
     def __init__(self, user_patterns: UserPatterns | None = None) -> None:
         self._user_patterns = user_patterns or UserPatterns()
         self._tracebacks = _Tracebacks()
+        for kind in ("nonfinite", "out_of_memory", "killed"):
+            _patterns(kind)  # read before an attempt runs, which may fill the disk
         self.nonfinite: str | None = None
         self.out_of_memory: str | None = None
         self.killed: str | None = None

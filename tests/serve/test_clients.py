@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.generation import Continuation
+from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import pack
 from ci_llm.embedded import BASE_FOLDER, rows
@@ -138,7 +138,7 @@ def harness(served: Listening, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 def nats(crowd: Crowd, who: int, ids: Sequence[int], first: int) -> float:
     """The log-likelihood of the tokens from `first` on, by the crowd in this process."""
-    found = score(crowd, [pack([Continuation.after(ids[:first], ids[first:])], [0])], "probability")
+    found = score(crowd, [pack([continuation(ids[:first], ids[first:])], [0])], "probability")
     assert found is not None
     return -float(found.nll[who, 0])
 

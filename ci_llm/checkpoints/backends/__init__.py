@@ -51,7 +51,6 @@ class Backend(Protocol):
         Args:
             asynchronous: whether saves run in a thread.
         """
-        ...
 
     def prepare(self, request: SaveRequest) -> SaveTask | None:
         """The task of this process for a save, once it is connected; None for nothing.
@@ -59,7 +58,6 @@ class Backend(Protocol):
         Raises:
             CheckpointError: the processes cannot save this state together; on every process.
         """
-        ...
 
 
 def open_backend(name: str, processes: ProcessGroup) -> Backend:
