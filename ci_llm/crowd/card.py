@@ -232,13 +232,15 @@ def _peft_of_head(facts: CardFacts, folder: str) -> str:
     They set two things that a PEFT folder does not hold: the number of labels, and the pad token, by which Transformers
     pools.
     """
-    base = "base" if facts.base_name == "embedded" else _quoted(facts.base_name)
     named = f"  # {', '.join(facts.classes)}" if facts.classes else ""
-    opened = 'from ci_llm import load_base\n\nbase = load_base("embedded").name\n' if base == "base" else ""
+    place = "" if facts.is_on_hub else "  # its folder on your machine"
+    opened = f"\nbase = {_quoted(facts.base_name)}{place}\n"
+    if facts.base_name == "embedded":
+        opened = 'from ci_llm import load_base\n\nbase = load_base("embedded").name\n'
     return _block(
         "python",
         "from peft import PeftModel\nfrom transformers import AutoModelForSequenceClassification, AutoTokenizer\n"
-        f"{opened}\nmodel = AutoModelForSequenceClassification.from_pretrained({base}, num_labels={facts.num_labels})"
+        f"{opened}\nmodel = AutoModelForSequenceClassification.from_pretrained(base, num_labels={facts.num_labels})"
         f"{named}\nagent = PeftModel.from_pretrained(model, {_quoted(folder)})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({_quoted(folder)})\n"
         "if model.config.pad_token_id is None:\n    model.config.pad_token_id = tokenizer.pad_token_id",
