@@ -51,7 +51,9 @@ def export(words: Sequence[str]) -> int:
 
     with whole_checkpoint(call.run):
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
-    if as_gguf := call.format == "gguf":
+    as_gguf = call.format == "gguf"
+    prepared.require_form(into_base=call.into_base, as_gguf=as_gguf)
+    if as_gguf:
         from ci_llm.crowd.gguf_adapter import require_convertible
 
         require_convertible(prepared.saved.base.model.config)
@@ -184,8 +186,10 @@ def _written(prepared: Export, call: argparse.Namespace) -> str:
         form = f"a model of Transformers with {prepared.name} of {count} agents in its weights"
     else:
         form = f"a PEFT adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
-    written = f"{call.to}: {form}; README.md has the commands for Transformers and vLLM"
-    return written if call.into_base else "\n".join([written, *_served(prepared, call)])
+    has_head = prepared.saved.settings.outputs > 0
+    opened = "lines that open it with Transformers and PEFT" if has_head else "commands for Transformers and vLLM"
+    written = f"{call.to}: {form}; README.md has the {opened}"
+    return written if call.into_base or has_head else "\n".join([written, *_served(prepared, call)])
 
 
 def _served(prepared: Export, call: argparse.Namespace) -> list[str]:

@@ -37,7 +37,7 @@ def report_run(words: Sequence[str]) -> int:
         CiLlmError: the disk refuses the page.
         SystemExit: with 0, after `--help`.
     """
-    does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts and what each fault cost, time."
+    does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts, and what time each fault cost."
     parser = make_parser("ci-llm report", does, _REPORT_EXAMPLE)
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
     call = parser.parse_args(words)

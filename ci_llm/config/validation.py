@@ -231,8 +231,6 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
             " because no tested term made a better crowd (docs/crowd.md). diversity=swd_raw is the term of the first"
             " CI-LLM, diversity=swd the bounded one; lambda_sw=0 silences this line"
         )
-    if c.objective == "sft" and (odd := [key for key in _OF_PREFERENCES if _changed(c, key)]):
-        yield f"{', '.join(odd)} has no effect: objective is sft"
     if c.diversity == "swd_raw":
         yield "diversity swd_raw is the term of the first CI-LLM, kept for comparison: at weight 1 it halves accuracy"
     if c.diversity.startswith("swd") and c.swd_representation == "first_token":
@@ -257,17 +255,6 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
-
-
-#: Keys that only objectives of pairs and rated rows read.
-_OF_PREFERENCES = (
-    *("beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
-    *("center_rewards_coefficient", "num_labels", "label_names", "label_column", "reference"),
-)
-
-
-def _changed(c: KeysOfEach, key: str) -> bool:
-    return bool(getattr(c, key) != type(c).model_fields[key].default)
 
 
 def _is_meant(c: KeysOfEach, key: str, by: str) -> bool:

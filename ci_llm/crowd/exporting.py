@@ -21,6 +21,7 @@ from ci_llm.base.load import auto_class, load_architecture, load_base, stored_dt
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import new_folder, write_new
+from ci_llm.core.scores import measures_of
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.card import (
     ADAPTER,
@@ -50,6 +51,7 @@ from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
 from ci_llm.lora.heads import how_tokenized, pad_of, require_class
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
+from ci_llm.objectives import measured_as
 
 #: The name of the written folder among the scores.
 FOLDER: Final = "the folder"
@@ -65,26 +67,33 @@ class Comparison:
         exact_match: the share of rows whose whole solution greedy decoding reproduces; for heads of right classes or
             pairs.
         nll: nats per target token; for heads the loss of a row.
-        of_heads: whether the agents have heads.
+        objective: what the agents were trained for; see `measured_as`.
     """
 
     rows: int
     trained_on: str
     exact_match: Mapping[str, float]
     nll: Mapping[str, float]
-    of_heads: bool = False
+    objective: str = "sft"
 
     def table(self) -> str:
         """A table for people; the agents' mean stands before the crowd."""
-        lines = [f"{'':<16}{'accuracy' if self.of_heads else 'exact match':>12}{'nll':>10}"]
+        words = measures_of(self.objective)
+        right = words.right if self.objective != "regression" else ""
+        width = max(10, len(words.nll) + 2)
+        lines = [f"{'':<16}{right:>12}{words.nll:>{width}}"]
+
+        def line(name: str, exact_match: float, nll: float) -> str:
+            return f"{name:<16}{f'{exact_match:.3f}' if right else '':>12}{nll:>{width}.4f}"
+
         agents = [name for name in self.nll if name.startswith("agent")]
         for name in self.nll:
             if name == "crowd":
                 means = (sum(values[k] for k in agents) / len(agents) for values in (self.exact_match, self.nll))
-                lines.append(_line("agents, mean", *means))
-            lines.append(_line(name, self.exact_match[name], self.nll[name]))
+                lines.append(line("agents, mean", *means))
+            lines.append(line(name, self.exact_match[name], self.nll[name]))
         but = "" if self.trained_on == "none" else f", of which {self.trained_on} were trained on"
-        measured = "scored by heads" if self.of_heads else "whole solutions, teacher-forced"
+        measured = "whole solutions, teacher-forced" if words.right == "exact match" else "scored by heads"
         lines.append(f"{self.rows} rows of the run's evaluation{but}: {measured}")
         if CONTROL in self.nll and self.nll[DISTILLED] >= self.nll[CONTROL]:
             lines.append(f"{DISTILLED} is not better than its control, {CONTROL}: it gains nothing from the crowd")
@@ -110,10 +119,6 @@ class Comparison:
         return f"{told}, as Transformers opens it{but}"
 
 
-def _line(name: str, exact_match: float, nll: float) -> str:
-    return f"{name:<16}{exact_match:>12.3f}{nll:>10.4f}"
-
-
 def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     """Score agents, crowd and merges; the base has no agents on it before and after the call.
 
@@ -134,7 +139,7 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
         alone.agents.load_agent(0, merge.tensors, name)
         one = _score(alone, rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
-    return Comparison(len(rows), rows.rows.trained_on, exact, nll, of_heads=bool(saved.settings.outputs))
+    return Comparison(len(rows), rows.rows.trained_on, exact, nll, measured_as(config))
 
 
 def settings_of(adapter: Adapter) -> LoraSettings:
@@ -208,6 +213,16 @@ class Export:
         merges = {self.name: self.adapter, **self.beside} if self.adapter is not None and is_merge else {}
         return compare(self.saved, merges)
 
+    def require_form(self, *, into_base: bool, as_gguf: bool) -> None:
+        """Refuse a form that `write` has not for these agents."""
+        where = "--into-base" if into_base else "--format gguf"
+        if (into_base or as_gguf) and self.saved.settings.outputs:
+            what = "agents with heads are neither merged into the base nor made a GGUF file"
+            raise ModelError(what, where=where, hint="export them as PEFT folders")
+        if (into_base or as_gguf) and self.adapter is None:
+            what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
+            raise ModelError(what, where=where, hint="give an agent or a merge")
+
     def write(
         self,
         target: Path,
@@ -234,11 +249,9 @@ class Export:
             CheckpointError: it cannot be written.
         """
         require_free(target)
+        self.require_form(into_base=into_base, as_gguf=as_gguf)
         if self.saved.settings.outputs:
             _require_same_scores(self.saved)
-        if (into_base or as_gguf) and (self.adapter is None or self.saved.settings.outputs):
-            what = "one adapter without a head can be merged into the base or be a GGUF file, and not a crowd"
-            raise ModelError(what, where="into_base, as_gguf", hint="give an agent or a merge")
         if self.adapter is None:
             self._write_agents(target, scores)
             return scores

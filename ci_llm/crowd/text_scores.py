@@ -197,8 +197,8 @@ def _read_by_heads(
     if answers is None:
         found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in prompts_of(texts)]
     elif not crowd.reads_pairs:
-        hint = "give one answer for each prompt, to heads of rewards only"
-        raise BadInput("these heads read texts", where="answers", hint=hint)
+        hint = "give texts alone, in a file by a column text or messages; heads of objective=reward take answers"
+        raise BadInput("these heads score texts, and not answers to prompts", where="Crowd.score", hint=hint)
     else:
         found = _answered(crowd, prompts_of(texts), answers)
     limit = num_positions(crowd.model)

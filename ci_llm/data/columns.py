@@ -427,6 +427,7 @@ def _unless_answers(columns: Sequence[str]) -> Form | None:
 
 def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, wanted: RowKind) -> Form:
     """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
+    _require_named(columns, given, where)
     pattern, wants, way = _JUDGED[wanted]
     parts = {"text" if part == "messages" and wanted == "labelled" else part: name for part, name in given.items()}
     known = {part: (plain(name),) for part, name in parts.items()}
@@ -476,12 +477,17 @@ def shown(columns: Sequence[str]) -> str:
     return ", ".join(columns[:20]) + more
 
 
-def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:
+def _require_named(columns: Sequence[str], given: Mapping[str, str], where: str) -> None:
+    """Refuse names of columns that the data set does not have."""
     there = {plain(column) for column in columns}
     for part, name in given.items():
         if plain(name) not in there:
             what = f"The data set has no column {name!r}; it has: {shown(columns)}."
             raise DataError(what, where=f"{where}, {part}_column: {name}", hint=f"set {part}_column to one of them")
+
+
+def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:
+    _require_named(columns, given, where)
     if len({*given.values()}) < len(given):
         raise DataError(
             f"prompt_column and answer_column are the same column, {given['prompt']!r}.",

@@ -164,10 +164,8 @@ class Tally:
             yield f"labels from {numbers[0]:g} to {numbers[-1]:g}, in the mean {fmean(numbers):g}"
         if self.rated:
             yield f"{self.good} rows are good, and {self.kept_rows - self.good} are bad"
-        yield (
-            f"{self.tokens} tokens in {self.kept_rows} rows, {self.targets} of them learned; "
-            f"the longest row has {self.longest}"
-        )
+        learned = "" if any(self.labels.values()) else f", {self.targets} of them learned"
+        yield f"{self.tokens} tokens in {self.kept_rows} rows{learned}; the longest row has {self.longest}"
         if self.marked:
             yield f"{self.marked} answers are not learned: they are {_MARKED}"
         if self.split:

@@ -186,7 +186,8 @@ def number_of(label: Label, classes: Sequence[str], place: str) -> float:
         if name in classes:
             return classes.index(name)
         known = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
-        what, hint = f"the label {name!r} is none of {len(classes)} classes: {known}", "num_labels=, or repair the row"
+        what = f"the label {name!r} is none of {len(classes)} classes: {known}"
+        hint = "label_names= lists all classes, or num_labels= where they are numbers; or repair the row"
     else:
         with contextlib.suppress(ValueError):
             number = float(label)

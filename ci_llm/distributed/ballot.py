@@ -64,8 +64,8 @@ class StepSums:
 
     Attributes:
         losses: [K] loss of every agent.
-        targets: [K] what divides it, where agents have rows of their own or an objective has metrics; empty: what is in
-            the ballot.
+        targets: [K] what divides it, where agents have rows of their own or the objective is one of `Preferences`;
+            empty: what is in the ballot.
         diversity: the diversity of the crowd.
         tokens: packed ones.
         metrics: [K] of every agent sum and count of each metric of the objective, one after the other.
@@ -80,7 +80,7 @@ class StepSums:
     @staticmethod
     def size(num_agents: int, *, own_targets: bool, metrics: int = 0) -> int:
         """How many numbers they are."""
-        return num_agents * (1 + (own_targets or metrics > 0) + 2 * metrics) + 2
+        return num_agents * (1 + own_targets + 2 * metrics) + 2
 
     @staticmethod
     def pack(

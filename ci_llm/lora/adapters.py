@@ -11,6 +11,7 @@ Legend: K agents, P parameters of the largest agent, r rank.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -531,7 +532,9 @@ def peft_model(model: PreTrainedModel, agents: AgentStorage, k: int, base_name: 
     plain.config.use_cache = True
     if agents.head.size:
         plain = with_score(plain, agents.head.outputs)
-    found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # not about this call
+        found = get_peft_model(plain, _lora_config(model, agents, k, base_name))
     set_peft_model_state_dict(found, agents.agent_tensors(k))
     return found.eval()
 

@@ -41,7 +41,6 @@ BY_OWN_ROWS: Final = "each agent is scored by its own rows; the crowd and the di
 HOW: Final = {
     "generation": "final answers, generated",
     "teacher_forcing": "whole solutions, teacher-forced",
-    "heads": "classes, or the better of a pair, by heads",
 }
 
 
@@ -288,8 +287,9 @@ def _columns(
 
 def how_measured(evaluation: Mapping[str, Any]) -> str:
     """How an evaluation has measured, for people."""
-    if is_of_heads(evaluation) and is_free_text(evaluation):
-        return "numbers, by heads"
+    if is_of_heads(evaluation):
+        classes = "the better of each pair" if "preferences" in evaluation else "classes"
+        return f"{'numbers' if is_free_text(evaluation) else classes}, by heads"
     return HOW.get(evaluation.get("measured_by", ""), "answers")
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.preferences import TrainedObjective
+from ci_llm.crowd.preferences import Preferences, TrainedObjective
 from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
@@ -322,9 +322,9 @@ def targets_of(verdict: Verdict, agents: int) -> list[int]:
 
 
 def _num_sums(agents: int, plan: Plan | AgentPlans, objective: TrainedObjective) -> int:
-    """The length of `Sums.sums`: agents with rows of their own also have targets of their own."""
-    metrics = len(objective.metric_names)
-    return StepSums.size(agents, own_targets=isinstance(plan, AgentPlans), metrics=metrics)
+    """The length of `Sums.sums`: `Preferences`, and agents with rows of their own, have targets for each agent."""
+    own_targets = isinstance(plan, AgentPlans) or isinstance(objective, Preferences)
+    return StepSums.size(agents, own_targets=own_targets, metrics=len(objective.metric_names))
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:

@@ -88,6 +88,11 @@ def test_answers_are_scored_beside_their_prompts(
     assert (found["prompt"], found["answer"]) == ("2 + 2?\n", "4")
     [wanted] = Crowd.from_pretrained(folders["reward"]).score("2 + 2?\n", "4", spreads=2)
     assert found["lower"] == wanted.lower
+    assert {*found} == {"prompt", "answer", "scores", "mean", "std", "lower"}, "rewards have no classes"
+    code, _, said = called(capsys, "score", folders["classes"], "--file", tmp_path / "rows.jsonl")
+    assert code == 2
+    assert "and not answers to prompts" in said
+    assert "objective=reward" in said
 
 
 def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +123,8 @@ def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.Ca
         (("generate", "writers", "a", "--best-of", "2", "--reward", "classes"), "give no rewards"),
         (("generate", "writers", "a", "--best-of", "2", "--reward", "reward", "--agents"), "about one answer"),
         (("export", "classes", "--merge", "svd", "--to", "x"), "agents with heads are not merged"),
+        (("export", "classes", "--agent", "0", "--format", "gguf", "--to", "x"), "agents with heads are neither"),
+        (("export", "classes", "--agent", "0", "--into-base", "--to", "x"), "agents with heads are neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -128,6 +135,15 @@ def test_a_bad_call_is_one_message(
     assert code == 2
     assert message in said
     assert out == ""
+
+
+def test_an_export_of_heads_offers_no_server(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = called(capsys, "export", folders["classes"], "--agent", 0, "--to", tmp_path / "agent")
+    assert code == 0
+    assert "Transformers and PEFT" in out
+    assert "vllm" not in (out + (tmp_path / "agent/README.md").read_text()).lower()
 
 
 def test_a_file_without_texts_is_named(

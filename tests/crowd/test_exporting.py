@@ -235,6 +235,9 @@ def test_a_card_names_ranks_and_bases() -> None:
     assert "base_model:" not in local
     assert "BASE=base   # its folder on your machine" in local
     assert "/data" not in local
+    head = crowd_card(CardFacts("/data/my models/base", [8], num_labels=2, classes=("no", "yes")))
+    assert 'base = "base"  # its folder on your machine' in head
+    assert "from_pretrained(base, num_labels=2)  # no, yes" in head
     assert [public_name(name) for name in ("/a/b.jsonl", "a/b.jsonl", "user/name", "embedded")] == [
         "b.jsonl",
         "b.jsonl",
@@ -469,6 +472,12 @@ def plain_nll(model: Any, run: Path) -> float:
 def test_a_distillation_that_loses_to_its_control_says_so() -> None:
     nll = {"agent0": 1.0, "crowd": 0.9, "distilled": 0.95, "own labels": 0.94}
     lost = "distilled is not better than its control, own labels"
+    assert "exact match       nll" in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
+    for objective, title in (("classification", "accuracy  nats per row"), ("regression", "  squared error")):
+        told = exporting.Comparison(9, "none", dict.fromkeys(nll, 0.125), nll, objective).table()
+        assert title in told
+        assert ("0.125" in told) == (objective == "classification"), "a number is neither right nor wrong"
+        assert "9 rows of the run's evaluation: scored by heads" in told
     assert lost in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
     assert lost not in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll | {"own labels": 0.96}).table()
 

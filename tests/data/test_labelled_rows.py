@@ -106,6 +106,47 @@ def test_named_columns(tmp_path: Path) -> None:
         rows_of(tmp_path, *ROWS, objective="sft")
 
 
+@pytest.mark.parametrize("objective", ["auto", "classification"])
+def test_a_named_column_that_is_not_there_is_said_by_its_name(objective: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no column 'section'; it has: text, label") as refusal:
+        rows_of(tmp_path, *ROWS, objective=objective, label_column="section")
+    assert "label_column: section" in str(refusal.value.where)
+
+
+def test_a_label_that_is_no_class_names_the_key_of_the_classes() -> None:
+    for names, label in ((("ham", "spam"), "eggs"), (("0", "1"), 7)):
+        with pytest.raises(DataError, match="is none of 2 classes") as refusal:
+            number_of(label, names, "row")
+        assert str(refusal.value.hint).startswith("label_names=")
+
+
+def test_the_lines_about_labelled_rows_count_no_learned_tokens(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, *ROWS)
+    tokens = tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache", classes=("0", "1", "2"))
+    [line] = [line for line in tokens.description if " tokens in 2 rows" in line]
+    assert "learned" not in line
+
+
+@pytest.mark.parametrize(
+    ("keys", "unread"),
+    [
+        ({"beta": 0.3, "label_column": "label"}, "classification does not read beta"),
+        ({"objective": "regression", "beta": 0.3, "reference": "start", "init_from": "x"}, "read beta, reference"),
+        ({"center_rewards_coefficient": 0.1}, "classification does not read center_rewards_coefficient"),
+        ({"num_labels": 3, "label_column": "label"}, None),
+    ],
+    ids=str,
+)
+def test_keys_of_another_objective_are_said_to_have_no_effect(
+    keys: dict[str, Any], unread: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ci_llm")
+    settled(tmp_path, *ROWS, **keys)
+    found = [line for line in caplog.messages if line.startswith("no effect: ")]
+    assert len(found) == (unread is not None)
+    assert all(line.endswith(str(unread)) for line in found)
+
+
 def test_the_hint_about_missing_columns_names_the_keys_of_the_objective(tmp_path: Path) -> None:
     row = {"subject": "A", "body": "Where is it?", "topic": "delivery"}
     for objective, keys in (

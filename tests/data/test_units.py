@@ -213,6 +213,26 @@ def test_auto_goes_by_the_columns(tmp_path: Path) -> None:
     assert "learning_rate" not in objective_by_rows(Config(learning_rate=0.1), [rows_of(tmp_path, TEXTS)], 4)
 
 
+@pytest.mark.parametrize(
+    ("row", "keys", "unread"),
+    [
+        ({"text": "once"}, {"beta": 0.3}, "no effect: objective sft does not read beta"),
+        (TEXTS, {"simpo_gamma": 1.0}, "no effect: objective dpo does not read simpo_gamma"),
+        (TEXTS, {"beta": 0.3, "loss_type": "ipo", "reference": "start", "init_from": "x"}, None),
+        (RATED, {"beta": 0.3, "label_column": "label"}, None),
+        (TEXTS, {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"}, "reward does not read beta"),
+    ],
+    ids=str,
+)
+def test_keys_that_the_objective_does_not_read_are_named(
+    row: dict[str, Any], keys: dict[str, Any], unread: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ci_llm")
+    objective_by_rows(Config(**keys), [rows_of(tmp_path, row)], 4)
+    found = [line for line in caplog.messages if line.startswith("no effect: ")]
+    assert [line.endswith(str(unread)) for line in found] == [True] * (unread is not None)
+
+
 def test_keys_that_do_not_fit_the_objective_are_refused_once_it_is_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
         objective_by_rows(Config(diversity="joint"), [rows_of(tmp_path, TEXTS)], 4)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 #: Epochs of 5 steps, the last of which has one row.
 ROWS, EVALUATED = 17, 6
 CELL: Final = Cell(accumulation=2)
-KILLED: Final = ("dpo", "kto", "reward", "classification")
+KILLED: Final = ("dpo", "kto", "reward", "classification", "regression")
 #: Agents with a setting of the objective of their own; all take rows that are common, in passes of their own.
 ENTRIES: Final = ("{name: near, seed: 1, beta: 0.5}", "{name: far, seed: 2, beta: 0.1, desirable_weight: 1.5}")
 
@@ -43,6 +43,8 @@ def write(folder: Path, kind: str) -> Path:
                 )
             if kind == "labelled":
                 rows[-1] = {"text": story["question"], "label": ("even", "odd")[number % 2]}
+            if kind == "numbers":
+                rows[-1] = {"text": story["question"], "label": len(story["question"]) / 40}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -50,9 +52,10 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
     """Keys of a run, by its objective."""
-    kinds = ("pairs", "rated", "labelled")
-    pairs, rated, labelled = (write(tmp_path_factory.mktemp(kind), kind) for kind in kinds)
+    kinds = ("pairs", "rated", "labelled", "numbers")
+    pairs, rated, labelled, numbers = (write(tmp_path_factory.mktemp(kind), kind) for kind in kinds)
     names = {"dpo": pairs, "orpo": pairs, "kto": rated, "reward": pairs, "classification": labelled}
+    names["regression"] = numbers
     return {
         name: {"objective": name, "dataset_name": folder, "max_train_samples": "null", "generation_eval_samples": 0}
         for name, folder in names.items()
@@ -94,6 +97,8 @@ def test_an_agent_ends_as_it_would_alone(
     parts = ("lora_B", "train/loss at 12", "train/rewards/margins at 12", "eval/nll at 8", "eval/rewards")
     if name == "classification":
         parts = ("lora_B", "score.weight", "train/loss at 12", "train/accuracy at 12", "eval/nll at 8", "eval/f1")
+    if name == "regression":  # it has no metrics in training beside its loss
+        parts = ("lora_B", "score.weight", "train/loss at 12", "eval/nll at 8", "eval/mse")
     for part in parts:
         assert any(part in fact for fact in alone), part
 

@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
@@ -35,6 +35,12 @@ from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+#: Keys that some objectives read, and others do not.
+_OF_OBJECTIVES: Final = (
+    *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
+    *("cpo_alpha", "center_rewards_coefficient", "num_labels", "label_names", "label_column", "reference"),
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,8 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
     config = config.model_copy(update=settled)
     for clash in objective_clashes(config):
         raise ConfigError(clash.what, where=", ".join(clash.keys), hint=clash.hint)
+    if odd := _unread(config):
+        logger.info(f"no effect: objective {config.objective} does not read {', '.join(odd)}")
     if config.objective == SFT:
         return settled
     if settled:
@@ -139,6 +147,20 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
             hint="batch_size=4, or loss_type=apo_zero_unpaired",
         )
     return settled | (_about_labels(config, labels, each[0].where) if needs.rows == "labelled" else {})
+
+
+def _unread(config: Config) -> list[str]:
+    """The keys of other objectives that have another value than their default."""
+    read = set[str]()
+    if config.objective != SFT:
+        objective = objective_of(config.objective, config.each_agent)
+        needs = objective.needs
+        read = {field.name for field in fields(objective)}  # type: ignore[arg-type]
+        read |= {"label_column"} if needs.rows in ("rated", "labelled") else set()
+        read |= {"num_labels", "label_names"} if needs.rows == "labelled" else set()
+        read |= {"reference"} if needs.reference else set()
+    unread, known = [key for key in _OF_OBJECTIVES if key not in read], Config.model_fields
+    return [key for key in unread if any(getattr(own, key) != known[key].default for own in config.each_agent)]
 
 
 def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[str, Any]:
