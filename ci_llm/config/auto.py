@@ -13,6 +13,8 @@ from ci_llm.config.own_keys import AUTO, KeysOfEach
 #: The keys that decide what auto stands for.
 FOLLOWED: Final = ("model_name", "dataset_name", "optimizer")
 _EMBEDDED: Final = "embedded"
+#: Objectives with a head, which is new and has to be learned.
+_HEADS: Final = ("reward", "classification", "regression")
 _OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
 
 
@@ -38,8 +40,8 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     on_embedded, ivon = c.model_name == _EMBEDDED, c.optimizer == "ivon"
     why = "measured on the embedded base" if on_embedded else _OF_LORA
     rate, rate_of_ivon = (8e-3, 2.0) if on_embedded else (2e-4, 1.0)
-    if c.objective not in (AUTO, "sft"):
-        rate = 1e-3 if on_embedded else 1e-5  # ten times that of TRL, which is one for all weights
+    if c.objective not in (AUTO, "sft"):  # ten times TRL's rates, which are for all weights of a model
+        rate = 1e-3 if on_embedded or c.objective in _HEADS else 1e-5
     yield "learning_rate", rate_of_ivon if ivon else rate, why
     yield "ivon_ess", AUTO if ivon and not on_embedded else None, ""
     yield "lora_rank", 8 if on_embedded else 16, why

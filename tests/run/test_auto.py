@@ -102,6 +102,14 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     assert load_config(tmp_path / "both.yaml").max_train_steps is None
 
 
+def test_the_rate_of_an_objective_is_ten_times_that_of_trl(own_base: Path) -> None:
+    pairs, heads = ("dpo", "kto", "orpo", "simpo"), ("reward", "classification", "regression")
+    found = {name: Config(model_name=str(own_base), objective=name).learning_rate for name in pairs + heads}
+    assert found == dict.fromkeys(pairs, 1e-5) | dict.fromkeys(heads, 1e-3)
+    by_rows = Config(model_name=str(own_base))
+    assert by_rows.with_objective("classification")["learning_rate"] == 1e-3
+
+
 def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
     """A later call with another base must resolve auto again and not inherit numbers of the embedded base."""
     given = Config(seed=3, learning_rate="auto")
