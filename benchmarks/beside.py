@@ -44,7 +44,7 @@ def evaluate(run: Path, rows: Path, answers: Path) -> list[str]:
 COMMANDS: Final = {"generate": generate, "evaluate": evaluate}
 
 
-def called(checkout: Path, command: str, run: Path, rows: Path) -> Call:
+def called(checkout: Path, command: str, run: Path, rows: Path, more: Sequence[str]) -> Call:
     """Run the command of a checkout.
 
     Raises:
@@ -52,7 +52,7 @@ def called(checkout: Path, command: str, run: Path, rows: Path) -> Call:
     """
     with tempfile.TemporaryDirectory() as folder:
         answers, printed = Path(folder, "answers.jsonl"), Path(folder, "printed.jsonl")
-        words = [sys.executable, "-P", "-m", "ci_llm", *COMMANDS[command](run, rows, answers)]
+        words = [sys.executable, "-P", "-m", "ci_llm", *COMMANDS[command](run, rows, answers), *more]
         own = {**os.environ, "PYTHONPATH": str(checkout.absolute()), "HF_HUB_OFFLINE": "1"}
         actions = [(os.POSIX_SPAWN_OPEN, 1, printed, os.O_WRONLY | os.O_CREAT, 0o600)]
         process = os.posix_spawn(sys.executable, words, own, file_actions=actions)
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commands", choices=COMMANDS, nargs="+", default=[*COMMANDS])
+    parser.add_argument("--words", nargs="*", default=[], help="more words of the commands, as max_new_tokens_eval=16")
     options = parser.parse_args()
     drawn = options.data.read_text().splitlines(keepends=True)
     print("| command | rows | other, CPU s | this | other / this | other, MB | this | same |")
@@ -95,8 +96,8 @@ def main() -> None:
                 rows.write_text("".join(drawn[:count]))
                 calls = []
                 for number in range(options.rounds):
-                    sides = (options.checkout, THIS)
-                    found = {at: called(sides[at], command, options.run, rows) for at in ((0, 1), (1, 0))[number % 2]}
+                    sides, order = (options.checkout, THIS), ((0, 1), (1, 0))[number % 2]
+                    found = {at: called(sides[at], command, options.run, rows, options.words) for at in order}
                     calls.append((found[0], found[1]))
                 print(line(command, count, calls), flush=True)
 
