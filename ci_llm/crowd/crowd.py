@@ -150,7 +150,7 @@ class Crowd(CrowdModel):
             texts: a text or a chat, or a list of N of them; with `answers` the prompts.
             answers: N answers to these prompts, for heads that give rewards.
             spreads: `lower` is the mean minus this many standard deviations of the agents.
-            abstain_below: a class that is less probable is marked as `abstained`.
+            abstain_below: a class that is less probable is marked as `abstained`; for heads of classes.
             batch_size: texts at a time.
 
         Returns:

@@ -167,6 +167,9 @@ def score_texts(
     batch_size: int = 16,
 ) -> list[TextScore]:
     """See `Crowd.score`."""
+    if abstain_below is not None and crowd.settings.outputs == 1:
+        what = "abstain_below is a probability of a class, and these heads give one number"
+        raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")
     found = head_outputs(crowd, texts, answers, batch_size)
     return [_score(crowd, own, spreads, abstain_below) for own in found.unbind(1)]
 

@@ -207,7 +207,7 @@ class Service:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._served.models:
-            raise unknown_model(name)
+            raise unknown_model(name, self._served)
         return JSONResponse(self._entry(name))
 
     def _entry(self, name: str) -> dict[str, Any]:

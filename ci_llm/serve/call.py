@@ -113,7 +113,7 @@ def call_of(body: AnyBody, served: Served) -> Call:
         ApiProblem: it cannot be answered.
     """
     if body.model not in served.models:
-        raise unknown_model(body.model)
+        raise unknown_model(body.model, served)
     who, own = served.models[body.model], _own(body, served)
     prompts = [chat_ids(body.messages, served)] if isinstance(body, ChatBody) else _prompts(body, served)
     if (body.n + own.include_agents) * len(prompts) > served.choices:
@@ -134,8 +134,10 @@ def call_of(body: AnyBody, served: Served) -> Call:
     return Call(body, who, prompts, decoding, own, f"{kind}-{uuid.uuid4().hex}")
 
 
-def unknown_model(name: str) -> ApiProblem:
-    return ApiProblem(404, f"The model `{name}` does not exist", "model", "model_not_found")
+def unknown_model(name: str, served: Served) -> ApiProblem:
+    """The error of a request for a model that is not served; it names those that are."""
+    what = f"The model `{name}` does not exist; there are: {', '.join(served.models)}"
+    return ApiProblem(404, what, "model", "model_not_found")
 
 
 def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:

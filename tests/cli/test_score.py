@@ -114,6 +114,7 @@ def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.Ca
         (("score", "classes", "a", "--file", "b"), "and not both"),
         (("score", "classes", " "), "a text is empty"),
         (("score", "classes", "a", "--abstain-below", "2"), "--abstain-below is a probability"),
+        (("score", "reward", "a", "--abstain-below", "0.5"), "abstain_below is a probability of a class"),
         (("score", "writers", "a"), "these agents have no heads"),
         (("generate", "classes", "a"), "these agents have heads"),
         (("chat", "classes"), "these agents have heads"),

@@ -95,7 +95,7 @@ def test_openai_asks_many_at_once_and_waits_where_the_queue_is_full(served: List
 
 
 def test_openai_raises_its_own_exceptions(client: openai.OpenAI, served: Listening) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match="does not exist; there are: crowd"):
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="crowd", messages=MESSAGES, temperature=9)
