@@ -4,8 +4,8 @@
 
 RUN is one that both checkouts can read: train it with the older one. Each command is a process of its own with the same
 libraries, its imports included; the checkouts take turns. `other / this` is the ratio of CPU seconds, of each round and
-number of rows; memory is the peak of the process. `same` counts the rows that
-crowd and agents answer alike in both.
+number of rows; memory is the peak of the process. `same` counts the
+rows whose answers, of crowd and agents, are equal in both.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def score(words: Sequence[str]) -> int:
     for text, answer, found in zip(texts, answers or texts, crowd.score(texts, answers, **how), strict=True):
         if call.json:
             named = {"text": text} if answers is None else {"prompt": text, "answer": answer}
-            of_classes = () if found.label else ("label", "probabilities", "abstained")
+            of_classes = () if found.label is not None else ("label", "probabilities", "abstained")
             print(json.dumps(named | {k: v for k, v in asdict(found).items() if k not in of_classes}), flush=True)
         else:
             print(f"{_shown(found)}  {textwrap.shorten(asking.words_of(answer), 60, placeholder=' ...')}", flush=True)

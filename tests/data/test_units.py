@@ -216,11 +216,11 @@ def test_auto_goes_by_the_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "keys", "unread"),
     [
-        ({"text": "once"}, {"beta": 0.3}, "no effect: objective sft does not read beta"),
-        (TEXTS, {"simpo_gamma": 1.0}, "no effect: objective dpo does not read simpo_gamma"),
+        ({"text": "once"}, {"beta": 0.3}, "beta has no effect: objective is sft"),
+        (TEXTS, {"simpo_gamma": 1.0}, "simpo_gamma has no effect: objective is dpo"),
         (TEXTS, {"beta": 0.3, "loss_type": "ipo", "reference": "start", "init_from": "x"}, None),
         (RATED, {"beta": 0.3, "label_column": "label"}, None),
-        (TEXTS, {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"}, "reward does not read beta"),
+        (TEXTS, {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"}, "beta has no effect: objective is reward"),
     ],
     ids=str,
 )
@@ -229,8 +229,7 @@ def test_keys_that_the_objective_does_not_read_are_named(
 ) -> None:
     caplog.set_level("INFO", "ci_llm")
     objective_by_rows(Config(**keys), [rows_of(tmp_path, row)], 4)
-    found = [line for line in caplog.messages if line.startswith("no effect: ")]
-    assert [line.endswith(str(unread)) for line in found] == [True] * (unread is not None)
+    assert [line for line in caplog.messages if "has no effect" in line] == ([] if unread is None else [unread])
 
 
 def test_keys_that_do_not_fit_the_objective_are_refused_once_it_is_known(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     assert load_config(tmp_path / "both.yaml").max_train_steps is None
 
 
-def test_the_rate_of_an_objective_is_ten_times_that_of_trl(own_base: Path) -> None:
+def test_heads_take_a_higher_rate_than_preferences_by_auto(own_base: Path) -> None:
     pairs, heads = ("dpo", "kto", "orpo", "simpo"), ("reward", "classification", "regression")
     found = {name: Config(model_name=str(own_base), objective=name).learning_rate for name in pairs + heads}
     assert found == dict.fromkeys(pairs, 1e-5) | dict.fromkeys(heads, 1e-3)

@@ -134,7 +134,7 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
     for clash in objective_clashes(config):
         raise ConfigError(clash.what, where=", ".join(clash.keys), hint=clash.hint)
     if odd := _unread(config):
-        logger.info(f"no effect: objective {config.objective} does not read {', '.join(odd)}")
+        logger.info(f"{', '.join(odd)} has no effect: objective is {config.objective}")
     if config.objective == SFT:
         return settled
     if settled:
