@@ -214,7 +214,11 @@ class Export:
         return compare(self.saved, merges)
 
     def require_form(self, *, into_base: bool, as_gguf: bool) -> None:
-        """Refuse a form that `write` has not for these agents."""
+        """Refuse a form in which these agents cannot be written.
+
+        Raises:
+            ModelError: they have heads, or are several.
+        """
         where = "--into-base" if into_base else "--format gguf"
         if (into_base or as_gguf) and self.saved.settings.outputs:
             what = "agents with heads are neither merged into the base nor made a GGUF file"

@@ -131,7 +131,10 @@ def test_the_lines_about_labelled_rows_count_no_learned_tokens(tmp_path: Path) -
     ("keys", "unread"),
     [
         ({"beta": 0.3, "label_column": "label"}, "beta has no effect: objective is classification"),
-        ({"objective": "regression", "beta": 0.3, "reference": "start", "init_from": "x"}, "beta, reference has no effect: objective is regression"),
+        (
+            {"objective": "regression", "beta": 0.3, "reference": "start", "init_from": "x"},
+            "beta, reference has no effect: objective is regression",
+        ),
         ({"center_rewards_coefficient": 0.1}, "center_rewards_coefficient has no effect: objective is classification"),
         ({"num_labels": 3, "label_column": "label"}, None),
     ],

@@ -220,7 +220,11 @@ def test_auto_goes_by_the_columns(tmp_path: Path) -> None:
         (TEXTS, {"simpo_gamma": 1.0}, "simpo_gamma has no effect: objective is dpo"),
         (TEXTS, {"beta": 0.3, "loss_type": "ipo", "reference": "start", "init_from": "x"}, None),
         (RATED, {"beta": 0.3, "label_column": "label"}, None),
-        (TEXTS, {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"}, "beta has no effect: objective is reward"),
+        (
+            TEXTS,
+            {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"},
+            "beta has no effect: objective is reward",
+        ),
     ],
     ids=str,
 )
