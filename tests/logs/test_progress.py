@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_work_whose_last_part_is_done_has_no_time_left(clock: Clock) -> None:
 def test_long_work_gets_a_line_per_interval_and_short_work_none(
     log: RunLog, screen: io.StringIO, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ci_llm.logs.progress.time.monotonic", clock)
+    monkeypatch.setattr("ci_llm.logs.progress.time", SimpleNamespace(monotonic=clock))
     for _ in work.counted(range(5), "score", 5, "rows"):
         clock.now += 1.0
     assert screen.getvalue() == ""

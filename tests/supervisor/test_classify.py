@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,7 +132,7 @@ def test_a_kill_for_memory_explains_only_what_ends_right_after_it(monkeypatch: p
     clock, kills = [1000.0], [7]
     monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
     monkeypatch.setattr(attempt, "_SCARCE_FRACTION", 0.0)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(attempt, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     watch = attempt._MemoryWatch()
     assert not watch.was_short()
     kills[0] += 1

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cluster.launch import read_launch
+from ci_llm.core import run_status
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_folder import Failure, Recovery, read_recovery, write_failure, write_recovery
 from ci_llm.core.run_status import Status, is_alive, pid_space
@@ -311,13 +313,19 @@ def test_a_run_that_still_prints_does_not_hang(tmp_path: Path, monkeypatch: pyte
     assert run.stop_order(Evidence()) is None  # it was launched a moment ago; its disk may be full
 
 
+def clock_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch, **readings: float) -> None:
+    """Give a module a clock that stands still. The clock of the process stays: servers of other tests run by it."""
+    stopped = {name: lambda reading=reading: reading for name, reading in readings.items()}
+    monkeypatch.setattr(module, "time", SimpleNamespace(**stopped))
+
+
 def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, started = run_in(tmp_path, monkeypatch), time.monotonic()
     for hour in range(3):  # in which it says nothing
         tell(tmp_path, heartbeat=time.time() + hour)
-        monkeypatch.setattr(time, "monotonic", lambda hour=hour: started + 3600 * hour)
+        clock_of(own_run, monkeypatch, monotonic=started + 3600 * hour)
         assert run.stop_order(Evidence()) is None
-    monkeypatch.setattr(time, "monotonic", lambda: started + 3600 * 3)
+    clock_of(own_run, monkeypatch, monotonic=started + 3600 * 3)
     assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
@@ -325,8 +333,8 @@ def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.Mo
     run, started, now = run_in(tmp_path, monkeypatch), time.monotonic(), time.time()
     for look in range(3):
         tell(tmp_path, heartbeat=now + 100 * look)
-        monkeypatch.setattr(time, "monotonic", lambda look=look: started + 100 * look)
-        monkeypatch.setattr(time, "time", lambda look=look: now + 100 * look + 3600)
+        for module in (own_run, run_status):
+            clock_of(module, monkeypatch, monotonic=started + 100 * look, time=now + 100 * look + 3600)
         assert run.stop_order(Evidence()) is None
 
 
