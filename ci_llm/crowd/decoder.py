@@ -251,13 +251,14 @@ class Decoder:
         del self._kept[: max(0, len(self._open) + len(self._kept) - self.slots)]
 
     def _begin(self, prompt: _Prompt, under_way: Sequence[_Prompt]) -> bool:
-        """Take over the longest beginning that another prompt has; False if it is better to wait for one under way."""
+        """Take over the longest beginning that another prompt has; False if one under way will soon have much more."""
         if not self._reuse:
             return True
         left = (*(text.prompt for text in self._texts), *self._kept, *self._prompts)
         best = max(left, key=lambda other: other.shared_with(prompt, other.read))
         count = best.shared_with(prompt, best.read)
-        if 2 * max((other.shared_with(prompt, len(other.ids)) for other in under_way), default=0) > len(prompt.ids):
+        coming = max((other.shared_with(prompt, len(other.ids)) for other in under_way), default=0)
+        if 2 * (coming - count) > len(prompt.ids):
             return False
         if count:
             prompt.columns = best.columns.copied(count, prompt.who if best.who is CROWD else None)

@@ -215,11 +215,15 @@ def test_a_prompt_reuses_the_cached_prefix_of_another(llama: Crowd) -> None:
         decoder = written(llama, [Request(p, GREEDY, who) for p in prompts], slots=2)
         assert decoder.reused == 64 + 32
         assert decoder.read == sum(map(len, prompts)) - decoder.reused
-    both = Decoder(llama, slots=2)
+    both = Decoder(llama, slots=5)
     both.admit([Request(p, GREEDY) for p in prompts[:2]])
     both.step()
     both.step()
     assert both.reused == 64, "two that come together read their beginning once"
+    assert both.step() == both.open
+    later = [Request([*common, 7, n], GREEDY) for n in (1, 2, 3)]
+    both.admit(later)
+    assert set(both.step()) >= {*later}, "a beginning that is there keeps nobody waiting for others that have it too"
     agent, nobody = Request(prompts[0], GREEDY, 1), Request(prompts[0], GREEDY, NOBODY)
     decoder = Decoder(llama)
     for request in (Request(prompts[1], GREEDY), agent, nobody):
