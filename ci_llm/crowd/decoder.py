@@ -44,8 +44,8 @@ from ci_llm.crowd.model import CrowdModel
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import onednn_is_faster
 from ci_llm.lora.layer import NOBODY, compute_dtype
+from ci_llm.lora.packed import Packed
 from ci_llm.lora.passes import (
-    Head,
     agrees_by_norm,
     describe_error,
     distance,
@@ -135,7 +135,7 @@ class Decoder:
         self._texts: list[_Text] = []
         self._kept: list[_Prompt] = []  # prompts of texts that have ended, the latest last
         self._open: list[Request] = []
-        self._head: Head | None = None
+        self._packed: Packed | None = None
         self._by_onednn = crowd.model.device.type == "cpu" and onednn_is_faster()
 
     @property
@@ -328,15 +328,17 @@ class Decoder:
         model, agents = self._crowd.model, self._crowd.agents
         positions = [position for piece in pieces for position in range(piece.start, piece.end)]
         tokens = self._on_device([ids, positions])
-        with self._reading(kind, sizes), once_below(agents) if kind == "crowd" else nullcontext(1) as copies:
-            dtype = compute_dtype(model.get_input_embeddings().weight)
-            with agents.ready(dtype, training=False):
-                found = text_model(model)(
-                    input_ids=tokens[:1].expand(copies, -1),
-                    position_ids=tokens[1:],
-                    pieces=Pieces(pieces),
-                    use_cache=False,
-                )
+        dtype = compute_dtype(model.get_input_embeddings().weight)
+        if self._packed is None or self._packed.dtype != dtype:
+            self._packed = self._crowd.packed(dtype, by_onednn=self._by_onednn)
+        spread = once_below(agents) if kind == "crowd" else nullcontext(1)
+        with self._reading(kind, sizes), spread as copies, agents.ready(dtype, training=False):
+            found = text_model(model)(
+                input_ids=tokens[:1].expand(copies, -1),
+                position_ids=tokens[1:],
+                pieces=Pieces(pieces),
+                use_cache=False,
+            )
         return found.last_hidden_state  # type: ignore[no-any-return]
 
     @contextmanager
@@ -344,7 +346,8 @@ class Decoder:
         """Set whose tokens the layers read, and attention over columns."""
         config, reading = self._crowd.model.config, self._crowd.agents.reading
         before, config._attn_implementation = config._attn_implementation, COLUMNS
-        reading.by_onednn = self._by_onednn
+        assert self._packed is not None
+        reading.by_onednn, reading.packed = self._by_onednn, self._packed.weights
         alone = [k for k, size in enumerate(sizes) if size]
         try:
             if kind == "crowd":
@@ -357,7 +360,7 @@ class Decoder:
                 with reading.of(spans=[slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]):
                     yield
         finally:
-            config._attn_implementation, reading.by_onednn = before, False
+            config._attn_implementation, reading.by_onednn, reading.packed = before, False, {}
 
     def _logits(self, states: Tensor, places: Sequence[int]) -> Tensor:
         """The logits [R, n, V] at these tokens, by one product for all agents, which reads a large head once."""
@@ -365,10 +368,10 @@ class Decoder:
         spare = spare_tokens(self._crowd.model, count, rows)
         own = states[:, self._on_device([*places, *[places[0]] * spare])].flatten(0, 1)
         dtype = compute_dtype(own)
-        if self._head is None or self._head.weight.dtype != dtype:
-            self._head = self._crowd.head.to(dtype)
+        assert self._packed is not None
+        head = self._packed.head if self._packed.dtype == dtype else self._crowd.head.to(dtype)
         with torch.autocast(own.device.type, enabled=False):
-            found: Tensor = self._head.logits(own.to(dtype), by_onednn=self._by_onednn).unflatten(0, (rows, -1))
+            found: Tensor = head.logits(own.to(dtype), by_onednn=self._by_onednn).unflatten(0, (rows, -1))
         return found[:, :count]
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from ci_llm.lora import kernels, passes
 from ci_llm.lora.adapters import adapter_config, attach
 from ci_llm.lora.attention import Way, choose_way, name_of
 from ci_llm.lora.layer import NOBODY, LoraSettings, compute_dtype
+from ci_llm.lora.packed import Packed
 
 Route = Literal["packed", "padded"]
 
@@ -202,6 +203,7 @@ class CrowdModel(nn.Module):
         self.prompter: Prompter | None = None
         self.calibration: Calibration | None = None
         self.learned: Learned | None = None
+        self._packed: Packed | None = None
         self.common_start = not settings.initialize_adapters_rand
         self.agents = attach(model, settings)
         self.fast: tuple[str, ...] = ()
@@ -392,6 +394,20 @@ class CrowdModel(nn.Module):
     def gradient_checkpointing_enable(self) -> None:
         """Switch activation checkpointing of the base's layers on."""
         passes.recompute_layers(self.model, self.agents)
+
+    def packed(self, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
+        """The frozen weights for the products of a decoder, kept until the crowd trains."""
+        layers, head = self.agents.layers.values(), self.head
+        if self._packed is None or not self._packed.is_of(layers, head, dtype):
+            self._packed = None  # its memory is free before the next one takes its own
+            self._packed = Packed.of(layers, head, dtype, by_onednn=by_onednn)
+        return self._packed
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`. Packed weights, which training does not use, are dropped."""
+        if mode:
+            self._packed = None
+        return super().train(mode)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

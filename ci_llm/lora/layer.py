@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import torch
@@ -113,6 +113,7 @@ class Reading:
         shared: the results shared with the passes of other agents; None if nothing is shared.
         in_storage: whether all parameters' gradients are views of the storage, as `begin_step` leaves them.
         by_onednn: whether passes without gradients compute products with frozen weights by oneDNN; see `product`.
+        packed: packed weights for passes without gradients, by layer; see `ci_llm/lora/packed.py`.
     """
 
     agent: int | None = None
@@ -120,6 +121,7 @@ class Reading:
     shared: Shared | None = None
     in_storage: bool = False
     by_onednn: bool = False
+    packed: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def of(
@@ -560,10 +562,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, by_onednn:
     """x Wᵀ + b for x [..., in] and a frozen weight [out, in].
 
     Args:
+        weight: a plain or a packed one.
         by_onednn: compute fp32 products by oneDNN's operator. The operator is private to torch, so a trial at the start
             of a run finds out whether it exists and is right.
     """
-    if by_onednn and x.dtype == torch.float32:
+    if weight.is_mkldnn or (by_onednn and x.dtype == torch.float32):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return nn.functional.linear(x, weight, bias)
 
@@ -682,7 +685,8 @@ class StackedLoRALinear(nn.Module):
         weight: Any = base if quantized else base.weight
         bias: Any = base.bias
         bias = None if bias is None else bias.to(dtype)
-        y = product(cast, dense(weight, dtype), bias, by_onednn=reading.by_onednn)
+        packed = reading.packed.get(self)
+        y = product(cast, dense(weight, dtype) if packed is None else packed, bias, by_onednn=reading.by_onednn)
         if reading.spans is None:
             self._add_resting(reading.agent, y, cast)
         else:

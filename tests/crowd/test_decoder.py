@@ -20,6 +20,7 @@ from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.lora import packed
 from ci_llm.lora.layer import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
@@ -133,6 +134,9 @@ def test_products_use_onednn_where_it_is_faster(is_faster: bool, monkeypatch: py
     monkeypatch.setattr(decoder_module, "onednn_is_faster", lambda: is_faster)
     crowd = moved(crowd_of(base("qwen2", torch.float32)))  # q, k and v have a bias
     requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
+    if not is_faster:
+        monkeypatch.setattr(packed, "_packed", lambda *_, **__: None)  # products so small have the bits of both libraries
+    crowd.packed(torch.float32, by_onednn=is_faster)  # with its trials
     with ByOneDnn() as asked:
         written(crowd, requests)
     passes = 1 + 3 * (GREEDY.max_new_tokens - 1)  # of the crowd, which reads the prompt for all but the base
