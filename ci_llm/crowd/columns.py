@@ -77,13 +77,17 @@ class Piece:
     """The tokens of one text in a pass.
 
     Attributes:
-        columns: the columns of the text; None for spare tokens, which nothing reads.
-        start, end: the positions of these tokens.
+        columns: the columns of the text.
+        start, end: the positions of these tokens in the text.
+        at: where they begin in the rows of the pass.
+        row: the row that has them; None if all rows have them.
     """
 
-    columns: Columns | None
+    columns: Columns
     start: int
     end: int
+    at: int
+    row: int | None = None
 
     @property
     def count(self) -> int:
@@ -91,7 +95,7 @@ class Piece:
 
 
 class Pieces:
-    """The tokens of a pass, text after text: a keyword argument that the model's forward passes to its layers."""
+    """The tokens of a pass: a keyword argument that the model's forward passes to its layers."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.all = pieces
@@ -140,27 +144,25 @@ def column_attention(
         raise TypeError("attention over columns needs `pieces`, and supports no attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
-    new, layer, at = torch.stack([key, value]), int(module.layer_idx), 0  # type: ignore[arg-type]
-    rows, groups, width = key.shape[0], key.shape[1], key.shape[3]
-    grouped, found = query.unflatten(1, (groups, -1)), list[Tensor]()
+    new, layer = torch.stack([key, value]), int(module.layer_idx)  # type: ignore[arg-type]
+    groups, found = key.shape[1], query.new_zeros(query.transpose(1, 2).shape)
     with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else _PLAIN:
         for piece in pieces.all:
-            count, at = piece.count, at + piece.count
-            if piece.columns is None:
-                found.append(query.new_zeros(rows, query.shape[1], count, width))
-                continue
-            held = piece.columns.extended(layer, piece.start, new.narrow(3, at - count, count))
-            if count == 1:
+            rows = slice(None) if piece.row is None else slice(piece.row, piece.row + 1)
+            places = slice(piece.at, piece.at + piece.count)
+            held, q = piece.columns.extended(layer, piece.start, new[:, rows, :, places]), query[rows, :, places]
+            if piece.count == 1:
                 first = max(0, piece.end - sliding_window) if sliding_window else 0
                 k, v = held.narrow(3, first, piece.end - first)
                 # The heads of a group act as so many queries.
-                found.append(_attend(grouped.select(3, at - 1), k, v, scale, softcap, None).view(rows, -1, 1, width))
+                own = _attend(q.reshape(len(q), groups, -1, q.shape[-1]), k, v, scale, softcap, None).view(q.shape)
             else:
                 mask = pieces.mask(piece, sliding_window, query.device)
                 k, v = held.narrow(3, 0, mask.shape[1])
-                q = F.pad(query.narrow(2, at - count, count), (0, 0, 0, mask.shape[0] - count))
-                found.append(_attend(q, k, v, scale, softcap, mask).narrow(2, 0, count))
-    return (torch.cat(found, dim=2) if len(found) > 1 else found[0]).transpose(1, 2), None
+                padded = F.pad(q, (0, 0, 0, mask.shape[0] - piece.count))
+                own = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count)
+            found[rows, places] = own.transpose(1, 2)
+    return found, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:

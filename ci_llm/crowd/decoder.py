@@ -8,9 +8,9 @@
 
 Texts of the crowd, of single agents and of the base are open side by side, each with settings of its own. They join
 (`admit`) and leave (`release`, or by their ends) between two steps. A step takes the last token of every text and a
-part of the new prompts through the base: in one pass for the texts of all agents, one for those of single agents, and
-one for those of the base. Requests of the crowd and of its agents that are admitted together with the same prompt share
-the pass over it.
+part of the new prompts through the base: in one pass for the texts of the crowd and of single agents, or one for each
+of these where a common pass would do more work, and in one for those of the base. Requests of the crowd and of its
+agents that are admitted together with the same prompt share the pass over it.
 
 On one CPU thread the bits of a text do not depend on what else is open, because of four rules: every product has at
 least four rows (`spare_tokens`, and the layers for each agent's own); attention takes each text by itself; a part of a
@@ -28,9 +28,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Final
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -102,12 +101,63 @@ class _Part:
 
     of: _Text | _Prompt
     ids: Sequence[int]
-    piece: Piece
+    start: int
 
     @property
     def is_ready(self) -> bool:
         """Whether the next token is chosen after this part."""
-        return isinstance(self.of, _Text) or self.piece.end == len(self.of.ids)
+        return isinstance(self.of, _Text) or self.start + len(self.ids) == len(self.of.ids)
+
+
+@dataclass
+class _Pass:
+    """The tokens of one pass through the base.
+
+    Attributes:
+        kind: whose they are: of all agents at once, of agents by `spans`, or of the base.
+        ids, positions: [R][N] of the tokens; R is 1 if all rows have the same.
+        parts: with the row that has the part; None if all rows have it.
+        pieces: of these parts, for attention.
+        spans: [K] the tokens of each agent.
+    """
+
+    kind: Literal["crowd", "agents", "base"]
+    rows: InitVar[int] = 1
+    ids: list[list[int]] = field(init=False)
+    positions: list[list[int]] = field(init=False)
+    parts: list[tuple[_Part, int | None]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    spans: list[slice] = field(default_factory=list)
+
+    def __post_init__(self, rows: int) -> None:
+        self.ids, self.positions = [[] for _ in range(rows)], [[] for _ in range(rows)]
+
+    def __len__(self) -> int:
+        """N, while all rows are of equal length."""
+        return len(self.ids[0])
+
+    def add(self, parts: Sequence[_Part], row: int | None = None) -> None:
+        """Append parts to one row, or to all."""
+        for part in parts:
+            end, at = part.start + len(part.ids), len(self.ids[row or 0])
+            for ids, positions in (
+                zip(self.ids, self.positions, strict=True) if row is None else [(self.ids[row], self.positions[row])]
+            ):
+                ids += part.ids
+                positions += range(part.start, end)
+            self.parts.append((part, row))
+            self.pieces.append(Piece(part.of.columns, part.start, end, at, row))
+
+    def fill(self, length: int, pad_id: int) -> None:
+        """Append spare tokens, which nothing reads, until every row has this length."""
+        for ids, positions in zip(self.ids, self.positions, strict=True):
+            spare = length - len(ids)
+            ids += [pad_id] * spare
+            positions += [0] * spare
+
+
+#: So many spare tokens cost no more than another pass.
+_SPARE_AT_MOST: Final = 32
 
 
 class Decoder:
@@ -201,19 +251,13 @@ class Decoder:
             return self._step()
 
     def _step(self) -> list[Request]:
-        passes: dict[str, list[_Part]] = {"crowd": [], "agents": [], "base": []}
-        for part in self._parts():
-            kind = "crowd" if part.of.who is CROWD else "base" if part.of.who == NOBODY else "agents"
-            passes[kind].append(part)
-        moved = list[Request]()
-        for parts, logits in [self._pass(kind, parts) for kind, parts in passes.items() if parts]:
-            for part in parts:
-                if isinstance(part.of, _Prompt):
-                    self.read += part.piece.end - part.of.read
-                    part.of.read = part.piece.end
-            if logits is not None:
-                moved += self._tokens([part for part in parts if part.is_ready], logits)
-        return moved
+        done = [(each, self._states(each)) for each in self._passes([*self._parts()])]
+        found = [pair for each, states in done for pair in self._logits(each, states)]
+        for part in (part for each, _ in done for part, _ in each.parts):
+            if isinstance(part.of, _Prompt):
+                self.read += len(part.ids)
+                part.of.read += len(part.ids)
+        return [request for ready, logits in found for request in self._tokens(ready, logits)]
 
     # What is read
 
@@ -273,7 +317,7 @@ class Decoder:
         for text in self._texts:
             request = text.request
             at = len(request.prompt) + len(request.tokens) - 1
-            yield _Part(text, request.tokens[-1:], Piece(text.columns, at, at + 1))
+            yield _Part(text, request.tokens[-1:], at)
         left = self._budget
         under_way: list[_Prompt] = []
         for prompt in self._prompts:
@@ -282,7 +326,7 @@ class Decoder:
             end = min(len(prompt.ids), prompt.read + left)
             end = end if end == len(prompt.ids) else end // BLOCK * BLOCK
             if end > prompt.read:
-                yield _Part(prompt, prompt.ids[prompt.read : end], Piece(prompt.columns, prompt.read, end))
+                yield _Part(prompt, prompt.ids[prompt.read : end], prompt.read)
                 left -= end - prompt.read
                 under_way.append(prompt)
 
@@ -294,85 +338,98 @@ class Decoder:
         agents = self._crowd.agents
         return agents.reading.agent is None and not agents.trunk
 
-    def _pass(self, kind: str, parts: list[_Part]) -> tuple[list[_Part], Tensor | None]:
-        """One pass through the base; returns the parts, and the logits [R, n, V] after the ready ones."""
-        if kind == "agents":
-            parts = sorted(parts, key=lambda part: int(part.of.who or 0))  # agent by agent
-            lanes = [[part for part in parts if part.of.who == k] for k in range(self._crowd.num_agents)]
-        else:
-            lanes = [parts]
-        at, ids, pieces, sizes, ready = 0, list[int](), list[Piece](), list[int](), list[int]()
-        model, is_fp64 = self._crowd.model, self._crowd.model.dtype == torch.float64
-        copies = self._crowd.num_agents if kind == "crowd" and self._is_spread else 1
-        for lane in lanes:
-            start = at
-            for part in lane:
-                ids += part.ids
-                pieces.append(part.piece)
-                at += part.piece.count
-                if part.is_ready:
-                    ready.append(at - 1)
-            # In fp64 each agent's tokens are padded; otherwise all together, in the last lane that has any.
-            is_padded = bool(lane) and (is_fp64 or lane[-1] is parts[-1])
-            spare = spare_tokens(model, at - start if is_fp64 else at, copies) if is_padded else 0
-            if spare:
-                ids += [self._crowd.pad_id] * spare
-                pieces.append(Piece(None, 0, spare))
-                at += spare
-            sizes.append(at - start)
-        states = self._states(kind, ids, pieces, sizes)
-        return parts, self._logits(states, ready) if ready else None
+    def _passes(self, parts: Sequence[_Part]) -> Iterator[_Pass]:
+        """Lay the parts out: every product gets at least `LEAST_ROWS` rows, also the product of each agent's tokens."""
+        model, pad_id, agents = self._crowd.model, self._crowd.pad_id, self._crowd.settings.num_agents
+        crowd = [part for part in parts if part.of.who is CROWD]
+        own = [[part for part in parts if part.of.who == k] for k in range(agents)]
+        sizes = [sum(len(part.ids) for part in lane) for lane in own]
+        are_few = agents * max(sizes) - sum(sizes) <= _SPARE_AT_MOST
+        together = self._is_spread and are_few and sum(map(bool, (crowd, *own))) > 1
+        if crowd or together:
+            laid = _Pass("crowd", agents if together else 1)
+            laid.add(crowd)
+            for k in range(agents if together else 0):
+                laid.add(own[k], k)
+            length = max(map(len, laid.ids))
+            laid.fill(length + spare_tokens(model, length, agents if self._is_spread else 1), pad_id)
+            yield laid
+        if any(own) and not together:
+            laid = _Pass("agents")
+            for lane, size in zip(own, sizes, strict=True):
+                start = len(laid)
+                laid.add(lane)
+                laid.fill(len(laid) + (spare_tokens(model, size) if lane else 0), pad_id)
+                laid.spans.append(slice(start, len(laid)))
+            yield laid
+        if base := [part for part in parts if part.of.who == NOBODY]:
+            laid = _Pass("base")
+            laid.add(base)
+            laid.fill(len(laid) + spare_tokens(model, len(laid)), pad_id)
+            yield laid
 
-    def _states(self, kind: str, ids: Sequence[int], pieces: Sequence[Piece], sizes: Sequence[int]) -> Tensor:
+    def _states(self, laid: _Pass) -> Tensor:
         """Final hidden states [R, N, D]."""
         model, agents = self._crowd.model, self._crowd.agents
-        positions = [position for piece in pieces for position in range(piece.start, piece.end)]
-        tokens = self._on_device([ids, positions])
+        ids, positions = self._on_device([laid.ids, laid.positions])
         dtype = compute_dtype(model.get_input_embeddings().weight)
         if self._packed is None or self._packed.dtype != dtype:
             self._packed = self._crowd.packed(dtype, by_onednn=self._by_onednn)
-        spread = once_below(agents) if kind == "crowd" else nullcontext(1)
-        with self._reading(kind, sizes), spread as copies, agents.ready(dtype, training=False):
+        spread = once_below(agents) if laid.kind == "crowd" else nullcontext(1)
+        with self._reading(laid), spread as copies, agents.ready(dtype, training=False):
             found = text_model(model)(
-                input_ids=tokens[:1].expand(copies, -1),
-                position_ids=tokens[1:],
-                pieces=Pieces(pieces),
+                input_ids=ids.expand(copies, -1),
+                position_ids=positions,
+                pieces=Pieces(laid.pieces),
                 use_cache=False,
             )
         return found.last_hidden_state  # type: ignore[no-any-return]
 
     @contextmanager
-    def _reading(self, kind: str, sizes: Sequence[int]) -> Iterator[None]:
+    def _reading(self, laid: _Pass) -> Iterator[None]:
         """Set whose tokens the layers read, and attention over columns."""
         config, reading = self._crowd.model.config, self._crowd.agents.reading
         before, config._attn_implementation = config._attn_implementation, COLUMNS
         assert self._packed is not None
         reading.by_onednn, reading.packed = self._by_onednn, self._packed.weights
-        alone = [k for k, size in enumerate(sizes) if size]
+        alone = [k for k, span in enumerate(laid.spans) if span.start < span.stop]
         try:
-            if kind == "crowd":
+            if laid.kind == "crowd":
                 yield
-            elif kind == "base" or len(alone) == 1:
-                with reading.of(NOBODY if kind == "base" else alone[0]):
+            elif laid.kind == "base" or len(alone) == 1:
+                with reading.of(NOBODY if laid.kind == "base" else alone[0]):
                     yield
             else:
-                ends = list(accumulate(sizes))
-                with reading.of(spans=[slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]):
+                with reading.of(spans=laid.spans):
                     yield
         finally:
             config._attn_implementation, reading.by_onednn, reading.packed = before, False, {}
 
-    def _logits(self, states: Tensor, places: Sequence[int]) -> Tensor:
-        """The logits [R, n, V] at these tokens, by one product for all agents, which reads a large head once."""
-        rows, count = states.shape[0], len(places)
-        spare = spare_tokens(self._crowd.model, count, rows)
-        own = states[:, self._on_device([*places, *[places[0]] * spare])].flatten(0, 1)
-        dtype = compute_dtype(own)
+    def _logits(self, laid: _Pass, states: Tensor) -> Iterator[tuple[list[_Part], Tensor]]:
+        """Yield the ready parts with their logits: [R, n, V] of parts that all rows have, [1, n, V] of the others.
+
+        One product serves all of them, and reads a large head once.
+        """
+        rows, width = states.shape[:2]
+        ready = [(*each, piece) for each, piece in zip(laid.parts, laid.pieces, strict=True) if each[0].is_ready]
+        common = [(part, piece) for part, row, piece in ready if row is None]
+        own = [(part, piece) for part, row, piece in ready if row is not None]
+        places = [row * width + piece.at + piece.count - 1 for row in range(rows) for _, piece in common]
+        places += [int(piece.row or 0) * width + piece.at + piece.count - 1 for _, piece in own]
+        if not places:
+            return
+        spare = spare_tokens(self._crowd.model, len(places))
+        asked = states.flatten(0, 1)[self._on_device([*places, *[places[0]] * spare])]
+        dtype = compute_dtype(asked)
         assert self._packed is not None
         head = self._packed.head if self._packed.dtype == dtype else self._crowd.head.to(dtype)
-        with torch.autocast(own.device.type, enabled=False):
-            found: Tensor = head.logits(own.to(dtype), by_onednn=self._by_onednn).unflatten(0, (rows, -1))
-        return found[:, :count]
+        with torch.autocast(asked.device.type, enabled=False):
+            found = head.logits(asked.to(dtype), by_onednn=self._by_onednn)
+        count = rows * len(common)
+        if common:
+            yield [part for part, _ in common], found[:count].unflatten(0, (rows, -1))
+        if own:
+            yield [part for part, _ in own], found[None, count : count + len(own)]
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         """A tensor of integers on the device; the host does not wait for it, as it would for a list in an index."""

@@ -20,7 +20,7 @@ from ci_llm.lora.passes import Head
 #: The copy may take this share of the free memory.
 _SHARE: Final = 1 / 8
 #: The rows of a trial.
-_ROWS: Final = (LEAST_ROWS, 33)
+_ROWS: Final = (LEAST_ROWS, 17, 33)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Packed:
         plain, source = _plain(layers), _source(layers, head)
         weights, known, head = dict[nn.Module, Tensor](), dict[torch.Size, bool](), head.to(dtype)
         numbers = head.weight.numel() + sum(weight.numel() for weight in plain.values())
-        if head.weight.device.type == "cpu" and numbers * dtype.itemsize <= _SHARE * free_host_memory()[0]:
+        is_onednn = head.weight.device.type == "cpu" and (by_onednn or dtype != torch.float32)  # MKL has other bits
+        if is_onednn and numbers * dtype.itemsize <= _SHARE * free_host_memory()[0]:
             for layer, weight in plain.items():
                 if (packed := _packed(dense(weight, dtype), known, by_onednn=by_onednn)) is not None:
                     weights[layer] = packed

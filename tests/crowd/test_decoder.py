@@ -20,7 +20,6 @@ from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
-from ci_llm.lora import packed
 from ci_llm.lora.layer import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
@@ -134,12 +133,10 @@ def test_products_use_onednn_where_it_is_faster(is_faster: bool, monkeypatch: py
     monkeypatch.setattr(decoder_module, "onednn_is_faster", lambda: is_faster)
     crowd = moved(crowd_of(base("qwen2", torch.float32)))  # q, k and v have a bias
     requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
-    if not is_faster:
-        monkeypatch.setattr(packed, "_packed", lambda *_, **__: None)  # products so small have the bits of both libraries
     crowd.packed(torch.float32, by_onednn=is_faster)  # with its trials
     with ByOneDnn() as asked:
         written(crowd, requests)
-    passes = 1 + 3 * (GREEDY.max_new_tokens - 1)  # of the crowd, which reads the prompt for all but the base
+    passes = 1 + 2 * (GREEDY.max_new_tokens - 1)  # of crowd and agents, who read the prompt together, and of the base
     assert asked.count == (is_faster and (passes + 1) * (2 * 7 + 1))
     for request in requests:
         found = request.tokens, [each.log_probability for each in request.chosen]
@@ -180,10 +177,18 @@ def bits(requests: Sequence[Request]) -> list[Any]:
 
 @pytest.mark.slow
 @bits_in_company
-def test_the_bits_of_a_text_do_not_depend_on_other_texts() -> None:
+def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the embedded base; the products of the toys are so small that MKL takes another kernel for every size."""
     crowd = disturbed_crowd()
     assert crowd.prompter is not None
+    layouts, states = set[tuple[str, int, int]](), Decoder._states
+
+    def seen(decoder: Decoder, laid: Any) -> torch.Tensor:
+        agents = len({part.of.who for part, _ in laid.parts} - {CROWD, NOBODY})
+        layouts.add((laid.kind, len(laid.ids), min(agents, 2)))
+        return states(decoder, laid)
+
+    monkeypatch.setattr(Decoder, "_states", seen)
     prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:6]]
     wanted = mixed(prompts)
     for request in wanted:
@@ -196,6 +201,8 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts() -> None:
         decoder = written(crowd, order, **how, reuse=reuse)
         assert bits(found) == bits(wanted)
         assert bool(decoder.reused) == reuse
+    together = {("crowd", crowd.num_agents, agents) for agents in (1, 2)}
+    assert layouts >= together | {("crowd", 1, 0), ("agents", 1, 1), ("agents", 1, 2), ("base", 1, 0)}
 
 
 @bits_in_company
@@ -364,7 +371,7 @@ def test_a_step_that_fails_can_be_repeated(llama: Crowd, monkeypatch: pytest.Mon
     def failing(states: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % 7 == 0:
+        if calls % 5 == 0:
             raise MemoryError("of the base")
         return forward(states)
 

@@ -1,0 +1,124 @@
+"""Packed weights: products have the bits of the plain weights, or the weight is not packed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.decoder import Decoder
+from ci_llm.crowd.decoding import Decoding, Request
+from ci_llm.lora import packed
+from ci_llm.lora.layer import product
+from ci_llm.lora.packed import Packed
+from tests.lora.test_adapters import crowd_of
+from tools.testbed.tiny import base
+
+#: bf16 is packed where oneDNN multiplies it by AVX-512.
+DTYPES = [torch.float32, *([torch.bfloat16] if torch.backends.cpu.get_cpu_capability() == "AVX512" else [])]
+
+
+def packed_of(crowd: Crowd, dtype: torch.dtype = torch.float32, *, by_onednn: bool = True) -> Packed:
+    return Packed.of(crowd.agents.layers.values(), crowd.head, dtype, by_onednn=by_onednn)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_product_has_the_bits_of_the_plain_weight(dtype: torch.dtype) -> None:
+    crowd = crowd_of(base("qwen2", torch.float32))  # q, k and v have a bias
+    found = packed_of(crowd, dtype)
+    assert len(found.weights) == len(crowd.agents.layers)
+    assert found.head.weight.is_mkldnn
+    pairs: list[Any] = [(layer.base_layer, weight) for layer, weight in found.weights.items()]  # type: ignore[union-attr]
+    pairs.append((crowd.head, found.head.weight))
+    for plain, weight in pairs:
+        rows = torch.randn(257, plain.weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+        bias = None if plain.bias is None else plain.bias.to(dtype)
+        for count in (4, 5, 16, 63, 257):
+            both = [product(rows[:count], w, bias, by_onednn=True) for w in (plain.weight.to(dtype), weight)]
+            assert torch.equal(*both)
+
+
+def test_a_weight_whose_trial_differs_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = crowd_of(base("llama", torch.float32))
+
+    def shifted(x: torch.Tensor, weight: torch.Tensor, *bias: Any, by_onednn: bool) -> torch.Tensor:
+        found = product(x, weight, *bias, by_onednn=by_onednn)
+        return found * (1 + 2**-23) if weight.is_mkldnn and weight.shape[0] > weight.shape[1] else found
+
+    monkeypatch.setattr(packed, "product", shifted)
+    found = packed_of(crowd)
+    narrow = {layer for layer in crowd.agents.layers.values() if layer.out_features <= layer.in_features}
+    assert 0 < len(narrow) < len(crowd.agents.layers)
+    assert found.weights.keys() == narrow
+    assert not found.head.weight.is_mkldnn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_onednn", "free"),
+    [(torch.float32, False, 2**40), (torch.float64, True, 2**40), (torch.float32, True, 9)],
+)
+def test_nothing_is_packed_without_onednn_or_memory(
+    dtype: torch.dtype, by_onednn: bool, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "free_host_memory", lambda: (free, 2**41))
+    found = packed_of(crowd_of(base("llama", torch.float32)), dtype, by_onednn=by_onednn)
+    assert not found.weights
+    assert found.head.weight.dtype == dtype
+    assert not found.head.weight.is_mkldnn
+
+
+class Sharded(nn.Parameter):
+    """Stands for a DTensor, which needs several processes."""
+
+
+def test_a_sharded_or_a_missing_weight_is_not_packed() -> None:
+    crowd = crowd_of(base("llama", torch.float32))
+    one, other, *_ = crowd.agents.layers.values()
+    for layer, kind, device in ((one, nn.Parameter, "meta"), (other, Sharded, "cpu")):
+        plain: Any = layer.base_layer
+        plain.weight = kind(plain.weight.data.to(device), requires_grad=False)
+    assert packed_of(crowd).weights.keys() == {*crowd.agents.layers.values()} - {one, other}
+
+
+def test_a_crowd_packs_once_and_again_after_its_base_has_changed() -> None:
+    crowd = crowd_of(base("llama", torch.float32)).eval()
+    first = crowd.packed(torch.float32, by_onednn=True)
+    assert crowd.packed(torch.float32, by_onednn=True) is first
+    layer = next(iter(crowd.agents.layers.values()))
+    with torch.no_grad():
+        layer.base_layer.weight.mul_(2)  # type: ignore[operator, union-attr]
+    again = crowd.packed(torch.float32, by_onednn=True)
+    assert again is not first
+    assert torch.equal(again.weights[layer].to_dense(), layer.base_layer.weight)  # type: ignore[arg-type, union-attr]
+    assert crowd.packed(torch.float64, by_onednn=True).dtype == torch.float64
+
+
+def test_training_drops_what_was_packed_and_a_copy_packs_for_itself() -> None:
+    crowd = crowd_of(base("llama", torch.float32)).eval()
+    crowd.packed(torch.float32, by_onednn=True)
+    other = copy.deepcopy(crowd)
+    texts = [written(each) for each in (crowd, other)]
+    assert texts[0] == texts[1]
+    assert other.packed(torch.float32, by_onednn=True).weights.keys() == {*other.agents.layers.values()}
+    crowd.train()
+    assert crowd._packed is None
+
+
+def written(crowd: Crowd) -> list[int]:
+    decoder, request = Decoder(crowd), Request([5, 6, 7], Decoding(4))
+    decoder.admit([request])
+    while decoder.open:
+        decoder.step()
+    return request.tokens
