@@ -93,6 +93,11 @@ class Piece:
     def count(self) -> int:
         return self.end - self.start
 
+    @property
+    def last(self) -> int:
+        """The place of the last token in its row."""
+        return self.at + self.count - 1
+
 
 class Pieces:
     """The tokens of a pass: a keyword argument that the model's forward passes to its layers."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -109,43 +109,40 @@ class _Part:
         return isinstance(self.of, _Text) or self.start + len(self.ids) == len(self.of.ids)
 
 
-@dataclass
 class _Pass:
     """The tokens of one pass through the base.
 
-    Attributes:
+    Args:
         kind: whose they are: of all agents at once, of agents by `spans`, or of the base.
-        ids, positions: [R][N] of the tokens; R is 1 if all rows have the same.
-        parts: with the row that has the part; None if all rows have it.
-        pieces: of these parts, for attention.
+        rows: R; 1 if all rows have the same tokens.
+
+    Attributes:
+        ids, positions: [R][N] of the tokens.
+        parts: the parts laid out so far.
+        pieces: the same parts, for attention.
         spans: [K] the tokens of each agent.
     """
 
-    kind: Literal["crowd", "agents", "base"]
-    rows: InitVar[int] = 1
-    ids: list[list[int]] = field(init=False)
-    positions: list[list[int]] = field(init=False)
-    parts: list[tuple[_Part, int | None]] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-    spans: list[slice] = field(default_factory=list)
+    def __init__(self, kind: Literal["crowd", "agents", "base"], rows: int = 1) -> None:
+        self.kind = kind
+        self.ids, self.positions = [list[int]() for _ in range(rows)], [list[int]() for _ in range(rows)]
+        self.parts: list[_Part] = []
+        self.pieces: list[Piece] = []
+        self.spans: list[slice] = []
 
-    def __post_init__(self, rows: int) -> None:
-        self.ids, self.positions = [[] for _ in range(rows)], [[] for _ in range(rows)]
-
-    def __len__(self) -> int:
-        """N, while all rows are of equal length."""
-        return len(self.ids[0])
+    @property
+    def length(self) -> int:
+        """The length of the longest row."""
+        return max(map(len, self.ids))
 
     def add(self, parts: Sequence[_Part], row: int | None = None) -> None:
         """Append parts to one row, or to all."""
         for part in parts:
             end, at = part.start + len(part.ids), len(self.ids[row or 0])
-            for ids, positions in (
-                zip(self.ids, self.positions, strict=True) if row is None else [(self.ids[row], self.positions[row])]
-            ):
-                ids += part.ids
-                positions += range(part.start, end)
-            self.parts.append((part, row))
+            for each in range(len(self.ids)) if row is None else [row]:
+                self.ids[each] += part.ids
+                self.positions[each] += range(part.start, end)
+            self.parts.append(part)
             self.pieces.append(Piece(part.of.columns, part.start, end, at, row))
 
     def fill(self, length: int, pad_id: int) -> None:
@@ -156,7 +153,7 @@ class _Pass:
             positions += [0] * spare
 
 
-#: So many spare tokens cost no more than another pass.
+#: The spare tokens that cost no more than another pass: a CPU reads a weight as fast as it multiplies 10 to 20 rows.
 _SPARE_AT_MOST: Final = 32
 
 
@@ -253,7 +250,7 @@ class Decoder:
     def _step(self) -> list[Request]:
         done = [(each, self._states(each)) for each in self._passes([*self._parts()])]
         found = [pair for each, states in done for pair in self._logits(each, states)]
-        for part in (part for each, _ in done for part, _ in each.parts):
+        for part in (part for each, _ in done for part in each.parts):
             if isinstance(part.of, _Prompt):
                 self.read += len(part.ids)
                 part.of.read += len(part.ids)
@@ -339,33 +336,33 @@ class Decoder:
         return agents.reading.agent is None and not agents.trunk
 
     def _passes(self, parts: Sequence[_Part]) -> Iterator[_Pass]:
-        """Lay the parts out: every product gets at least `LEAST_ROWS` rows, also the product of each agent's tokens."""
+        """Lay the parts out for as few passes as possible, with spare tokens for products of few rows."""
         model, pad_id, agents = self._crowd.model, self._crowd.pad_id, self._crowd.settings.num_agents
         crowd = [part for part in parts if part.of.who is CROWD]
         own = [[part for part in parts if part.of.who == k] for k in range(agents)]
         sizes = [sum(len(part.ids) for part in lane) for lane in own]
-        are_few = agents * max(sizes) - sum(sizes) <= _SPARE_AT_MOST
-        together = self._is_spread and are_few and sum(map(bool, (crowd, *own))) > 1
+        spare = agents * max(sizes) - sum(sizes)
+        together = self._is_spread and spare <= _SPARE_AT_MOST and sum(map(bool, (crowd, *own))) > 1
         if crowd or together:
             laid = _Pass("crowd", agents if together else 1)
             laid.add(crowd)
             for k in range(agents if together else 0):
                 laid.add(own[k], k)
-            length = max(map(len, laid.ids))
-            laid.fill(length + spare_tokens(model, length, agents if self._is_spread else 1), pad_id)
+            spare = spare_tokens(model, laid.length, agents if self._is_spread else 1)
+            laid.fill(laid.length + spare, pad_id)
             yield laid
         if any(own) and not together:
             laid = _Pass("agents")
             for lane, size in zip(own, sizes, strict=True):
-                start = len(laid)
+                start = laid.length
                 laid.add(lane)
-                laid.fill(len(laid) + (spare_tokens(model, size) if lane else 0), pad_id)
-                laid.spans.append(slice(start, len(laid)))
+                laid.fill(laid.length + (spare_tokens(model, size) if lane else 0), pad_id)
+                laid.spans.append(slice(start, laid.length))
             yield laid
         if base := [part for part in parts if part.of.who == NOBODY]:
             laid = _Pass("base")
             laid.add(base)
-            laid.fill(len(laid) + spare_tokens(model, len(laid)), pad_id)
+            laid.fill(laid.length + spare_tokens(model, laid.length), pad_id)
             yield laid
 
     def _states(self, laid: _Pass) -> Tensor:
@@ -411,11 +408,10 @@ class Decoder:
         One product serves all of them, and reads a large head once.
         """
         rows, width = states.shape[:2]
-        ready = [(*each, piece) for each, piece in zip(laid.parts, laid.pieces, strict=True) if each[0].is_ready]
-        common = [(part, piece) for part, row, piece in ready if row is None]
-        own = [(part, piece) for part, row, piece in ready if row is not None]
-        places = [row * width + piece.at + piece.count - 1 for row in range(rows) for _, piece in common]
-        places += [int(piece.row or 0) * width + piece.at + piece.count - 1 for _, piece in own]
+        ready = [(part, piece) for part, piece in zip(laid.parts, laid.pieces, strict=True) if part.is_ready]
+        common, own = ([each for each in ready if (each[1].row is None) == of_all] for of_all in (True, False))
+        places = [row * width + piece.last for row in range(rows) for _, piece in common]
+        places += [int(piece.row or 0) * width + piece.last for _, piece in own]
         if not places:
             return
         spare = spare_tokens(self._crowd.model, len(places))

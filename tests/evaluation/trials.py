@@ -44,7 +44,7 @@ def evaluate(
     """`ci-llm evaluate`; dies by SIGKILL when half of a line, counted from 0, has reached the file.
 
     Args:
-        most: memory is there for so many questions, or for four times as many rows to score.
+        most: memory is there for so many questions to all agents, or for four times as many rows to score.
         killed: with more, the kernel ends the process; otherwise the allocator says so.
     """
     written = 0
@@ -61,7 +61,10 @@ def evaluate(
 
         setattr(scoring, name, call)
 
-    limited("generate_each", lambda _crowd, _asked, _wanted, at_a_time: at_a_time)
+    def questions(crowd: Any, _asked: Any, wanted: Any, at_a_time: int) -> float:
+        return at_a_time if wanted.include_agents else at_a_time / crowd.settings.num_agents  # one reader alone
+
+    limited("generate_each", questions)
     limited("_score_batch", lambda _crowd, batch, *_: batch.num_rows / 4)
 
     def append_some(path: Any, data: bytes) -> None:
