@@ -98,10 +98,10 @@ class Programs:
         return cost
 
 
-def after_the_first(call: Callable[[int], None], tokens: int) -> float:
-    """CPU seconds of what follows the first tokens of all texts."""
+def steps_only(call: Callable[[int], None], tokens: int) -> float:
+    """CPU seconds of the steps after the first of `tokens` tokens, by the difference of two long calls."""
     costs = []
-    for count in (1, tokens):
+    for count in (tokens, 2 * tokens - 1):
         began = time.process_time()
         call(count)
         costs.append(time.process_time() - began)
@@ -121,9 +121,9 @@ def rates(programs: Programs, clients: int, length: int, tokens: int, rounds: in
         costs: dict[str, float] = {}
         for name, who in ((CROWD_OF, CROWD), (AGENT, 0)):
             costs[f"{name}: first token"], costs[name] = programs.decode(who, prompts, tokens)
-        costs[BATCHING] = after_the_first(lambda n, asked=prompts: programs.batching(asked, n), tokens)  # type: ignore[misc]
+        costs[BATCHING] = steps_only(lambda n, asked=prompts: programs.batching(asked, n), tokens)  # type: ignore[misc]
         if clients == 1:
-            costs[PEFT] = after_the_first(lambda n, asked=prompts: programs.by_peft(asked, n), tokens)  # type: ignore[misc]
+            costs[PEFT] = steps_only(lambda n, asked=prompts: programs.by_peft(asked, n), tokens)  # type: ignore[misc]
         bare = programs.bare_step(clients, length + tokens // 2)
         costs["step / bare forward"] = costs[CROWD_OF] / (tokens - 1) / bare
         for name, cost in costs.items():
