@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +23,9 @@ from tools.testbed.tiny import base
 
 #: bf16 is packed where oneDNN multiplies it by AVX-512.
 DTYPES = [torch.float32, *([torch.bfloat16] if torch.backends.cpu.get_cpu_capability() == "AVX512" else [])]
+
+COUNTS = (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 48, 64, 100, 128, 256, 333)
+EMULATIONS = ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=COMPATIBLE")
 
 
 def packed_of(crowd: Crowd, dtype: torch.dtype = torch.float32, *, by_onednn: bool = True) -> Packed:
@@ -48,6 +54,39 @@ def test_every_product_has_the_bits_of_the_plain_weight(dtype: torch.dtype) -> N
         for count in (4, 5, 16, 63, 257):
             both = [product(rows[:count], w, bias, by_onednn=True) for w in (plain.weight.to(dtype), weight)]
             assert torch.equal(*both)
+
+
+def differing_products() -> str:
+    """How many products of packed weights there were on one thread, and how many had other bits than plain ones."""
+    torch.set_num_threads(1)
+    generator, compared, differing = torch.Generator().manual_seed(0), 0, 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((576, 576), (1536, 576), (576, 1536), (8192, 576), (48, 100), (33, 17)):
+            weight = torch.randn(shape, generator=generator).to(dtype)
+            of_it = packed._packed(weight, {}, by_onednn=True)
+            rows = torch.randn(333, shape[1], generator=generator).to(dtype)
+            for count in (
+                (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 48, 64, 100, 128, 256, 333) if of_it is not None else ()
+            ):
+                plain, other = (product(rows[:count], each, by_onednn=True) for each in (weight, of_it))
+                compared, differing = compared + 1, differing + (not torch.equal(plain, other))
+    return f"{compared} {differing}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "emulation", ["ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=COMPATIBLE"]
+)
+def test_the_bits_are_those_of_the_plain_weight_on_other_processors(emulation: str) -> None:
+    name, _, value = emulation.partition("=")
+    code = "from tests.lora.test_packed import differing_products; print(differing_products())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    compared, differing = map(int, ended.stdout.split())
+    assert compared >= 6 * len(COUNTS), "fp32 is packed everywhere"
+    assert differing == 0
 
 
 def test_a_weight_whose_trial_differs_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
