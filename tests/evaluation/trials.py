@@ -13,6 +13,7 @@ from ci_llm.cli.main import main
 from ci_llm.core import durable
 from ci_llm.crowd import scoring
 from ci_llm.evaluation import predictions
+from tests.support.faults import questions_at_a_time
 
 TRAINING = {
     "model_name": "embedded",
@@ -61,10 +62,7 @@ def evaluate(
 
         setattr(scoring, name, call)
 
-    def questions(crowd: Any, _asked: Any, wanted: Any, at_a_time: int) -> float:
-        return at_a_time if wanted.include_agents else at_a_time / crowd.settings.num_agents  # one reader alone
-
-    limited("generate_each", questions)
+    limited("generate_each", questions_at_a_time)
     limited("_score_batch", lambda _crowd, batch, *_: batch.num_rows / 4)
 
     def append_some(path: Any, data: bytes) -> None:
