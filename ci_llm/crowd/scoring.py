@@ -471,8 +471,8 @@ def answer_questions(
 
     Args:
         crowd: K agents write 1 + K texts for each question, one alone writes one.
-        batches: indices into `questions`. As many questions as the first batch has are answered at the same time, by
-            one reader alone K times as many; the next batch is taken when there is place for one of its questions.
+        batches: indices into `questions`. As many questions as the first batch has are answered at the same time, and
+            the next batch is taken when there is place for one of its questions.
         max_new_tokens: at most so many tokens per answer.
         aggregator: a module of `ci_llm.crowd.aggregators`.
         agent: ask this agent alone, or with `NOBODY` the base.
@@ -494,8 +494,7 @@ def answer_questions(
         return
     # Lazily: in an evaluation during training, taking the next batch is a vote of all processes.
     asked, of = tee(i for batch in chain([first], given) for i in batch)
-    at_a_time = max(1, len(first)) * (crowd.settings.num_agents if is_one else 1)
-    written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, at_a_time)
+    written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, max(1, len(first)))
     for generated in written:
         number = next(of)
         if is_one:

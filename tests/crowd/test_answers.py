@@ -248,25 +248,6 @@ def test_scoring_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
     assert score_answers(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(requests)) is None
 
 
-def test_one_reader_answers_k_times_as_many_questions_at_a_time(crowd: Crowd, prompter: Prompter) -> None:
-    test = Questions.of(list(examples(prompter, 2 * K)), prompter, crowd, 2 * K, max_seq_length=256)
-
-    def taken_before_the_first_token() -> int:
-        taken, found = list[int](), list[int]()
-
-        def stop() -> bool:
-            found.append(len(taken))
-            return True
-
-        batches = ([number] for number in range(2 * K) if not taken.append(number))  # type: ignore[func-returns-value]
-        assert score_answers(crowd, prompter, test, batches, **HOW, stop=stop) is None
-        return found[0]
-
-    assert taken_before_the_first_token() == 1
-    with crowd.without_agents():
-        assert taken_before_the_first_token() == K
-
-
 def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
     test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
     scores = score_answers(crowd, prompter, test, [], **HOW)

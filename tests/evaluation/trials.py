@@ -13,7 +13,6 @@ from ci_llm.cli.main import main
 from ci_llm.core import durable
 from ci_llm.crowd import scoring
 from ci_llm.evaluation import predictions
-from tests.support.faults import questions_at_a_time
 
 TRAINING = {
     "model_name": "embedded",
@@ -45,7 +44,7 @@ def evaluate(
     """`ci-llm evaluate`; dies by SIGKILL when half of a line, counted from 0, has reached the file.
 
     Args:
-        most: memory is there for so many questions to all agents, or for four times as many rows to score.
+        most: memory is there for so many questions, or for four times as many rows to score.
         killed: with more, the kernel ends the process; otherwise the allocator says so.
     """
     written = 0
@@ -62,7 +61,7 @@ def evaluate(
 
         setattr(scoring, name, call)
 
-    limited("generate_each", questions_at_a_time)
+    limited("generate_each", lambda _crowd, _asked, _wanted, at_a_time: at_a_time)
     limited("_score_batch", lambda _crowd, batch, *_: batch.num_rows / 4)
 
     def append_some(path: Any, data: bytes) -> None:

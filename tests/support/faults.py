@@ -205,31 +205,26 @@ def kill_in_a_product(fault: Fault) -> None:
     in_a_product(fault, strike)
 
 
-def questions_at_a_time(crowd: Any, _asked: Any, wanted: Any, at_a_time: int) -> float:
-    """How many questions to all agents take the memory of this `generate_each`: one reader takes a Kth of it."""
-    return at_a_time if wanted.include_agents else at_a_time / crowd.settings.num_agents
-
-
 def out_of_memory_in_evaluation(fault: Fault) -> None:
     """To score more than `amount` rows, or to let the crowd answer more than so many at a time, fails likewise."""
 
-    def strike(rows: float) -> None:
+    def strike(rows: int) -> None:
         if rows > fault.amount and Now.strikes(fault):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(scoring, "generate_each", lambda *given: strike(questions_at_a_time(*given)))
+    wrap(scoring, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
 
 
 def kill_in_evaluation(fault: Fault) -> None:
     """The kernel ends a process that evaluates more than `amount` rows at a time."""
 
-    def strike(rows: float) -> None:
+    def strike(rows: int) -> None:
         if rows > fault.amount and Now.strikes(fault):
             os.kill(os.getpid(), signal.SIGKILL)
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(scoring, "generate_each", lambda *given: strike(questions_at_a_time(*given)))
+    wrap(scoring, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
 
 
 def out_of_memory_in_optimizer(fault: Fault) -> None:
