@@ -153,7 +153,7 @@ class _Pass:
             positions += [0] * spare
 
 
-#: The spare tokens that cost no more than another pass: a CPU reads a weight as fast as it multiplies 10 to 20 rows.
+#: At most so many spare tokens are computed to save a pass, which would read every weight again.
 _SPARE_AT_MOST: Final = 32
 
 

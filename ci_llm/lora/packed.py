@@ -1,4 +1,4 @@
-"""Frozen weights packed for oneDNN: on a CPU, a product of few rows then takes little more than half the time.
+"""Frozen weights packed for oneDNN, which makes products of few rows on a CPU faster.
 
 For a plain weight, oneDNN reorders the numbers in every product. A packed weight is a copy in that order. The products
 have the same bits, which a trial shows for each shape, so it changes no result whether there is memory for the copy.
@@ -68,12 +68,9 @@ class Packed:
 
 def _plain(layers: Collection[StackedLoRALinear]) -> dict[nn.Module, Tensor]:
     """The weights of linear layers that are in the memory of this process, neither sharded nor quantised."""
-    found: dict[nn.Module, Any] = {layer: layer.base_layer.weight for layer in layers if _is_linear(layer)}
+    linear = [layer for layer in layers if type(layer.base_layer) is nn.Linear]
+    found: dict[nn.Module, Any] = {layer: layer.base_layer.weight for layer in linear}
     return {layer: weight for layer, weight in found.items() if type(weight) is nn.Parameter and not weight.is_meta}
-
-
-def _is_linear(layer: StackedLoRALinear) -> bool:
-    return type(layer.base_layer) is nn.Linear
 
 
 def _source(layers: Collection[StackedLoRALinear], head: Head) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from tools.testbed.tiny import base
 #: bf16 is packed where oneDNN multiplies it by AVX-512.
 DTYPES = [torch.float32, *([torch.bfloat16] if torch.backends.cpu.get_cpu_capability() == "AVX512" else [])]
 
+#: Rows of products.
 COUNTS = (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 48, 64, 100, 128, 256, 333)
 EMULATIONS = ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=COMPATIBLE")
 
@@ -65,18 +66,14 @@ def differing_products() -> str:
             weight = torch.randn(shape, generator=generator).to(dtype)
             of_it = packed._packed(weight, {}, by_onednn=True)
             rows = torch.randn(333, shape[1], generator=generator).to(dtype)
-            for count in (
-                (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 48, 64, 100, 128, 256, 333) if of_it is not None else ()
-            ):
+            for count in COUNTS if of_it is not None else ():
                 plain, other = (product(rows[:count], each, by_onednn=True) for each in (weight, of_it))
                 compared, differing = compared + 1, differing + (not torch.equal(plain, other))
     return f"{compared} {differing}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "emulation", ["ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=COMPATIBLE"]
-)
+@pytest.mark.parametrize("emulation", EMULATIONS)
 def test_the_bits_are_those_of_the_plain_weight_on_other_processors(emulation: str) -> None:
     name, _, value = emulation.partition("=")
     code = "from tests.lora.test_packed import differing_products; print(differing_products())"
