@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from ci_llm.core.durable import Bytes, read_chunks, read_exactly
 from ci_llm.core.run_folder import is_run
 from ci_llm.core.typed_json import Json, decode, encode, parse_json, seal, unseal
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
@@ -259,6 +262,14 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
         _check_listing(folder, manifest)
         files = {name: _read_verified(folder, name, record) for name, record in manifest.files.items()}
     return manifest, files
+
+
+def name_unlisted(folder: Path, manifest: Manifest) -> None:
+    """Say in one line which files of a committed folder its manifest does not list. Nobody reads them."""
+    there = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = {path.relative_to(folder).as_posix() for path in there} - {*manifest.files, MANIFEST}
+    if names:
+        logger.warning(f"{folder.name}: not in its manifest, and so not read: {_few(sorted(names))}")
 
 
 def read_file(folder: Path, name: str, record: FileRecord) -> bytes:

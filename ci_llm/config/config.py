@@ -20,6 +20,7 @@ from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_val
 from ci_llm.config.schema import AllKeys, meaning_of, with_trait
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
+from ci_llm.core.imports import allow_import
 from ci_llm.errors import ConfigError
 
 WIDTH = 110
@@ -132,6 +133,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
             raise error_of(problems)
+        allow_import(self.objective)
 
     def __setattr__(self, name: str, value: object) -> None:
         what = f"{name} cannot be set: a configuration is read-only"

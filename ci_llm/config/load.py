@@ -17,6 +17,7 @@ from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_val
 from ci_llm.config.schema import with_trait
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
+from ci_llm.core.imports import allow_import
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
@@ -257,4 +258,6 @@ def _build(
     problems += check(config)
     if problems:
         raise error_of(problems)
+    if not recorded:
+        allow_import(config.objective)
     return config

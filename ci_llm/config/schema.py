@@ -160,6 +160,7 @@ class ObjectiveKeys(Keys):
         " rejected, kto for prompt, completion, label, and classification or regression for text, label"
         " (docs/objectives.md)",
         if_set=True,
+        evaluable=True,
     )
     beta: Positive = exact(
         0.1,

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
-from ci_llm.errors import BadInput
+from ci_llm.errors import BadInput, ConfigError
 
 
 def set_library_defaults() -> None:
@@ -67,6 +67,46 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
     assert spec is not None, f"{package} is a package of this project"
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
     return tuple(sorted(names, key=lambda name: (name != first, name)))
+
+
+#: What a user named as `module:name` on the command line, in a call or in a configuration file. Nothing else is imported:
+#: what a checkpoint, a run folder, a mirror or the hub names never gets in here.
+_NAMED: Final[set[str]] = set()
+
+
+def allow_import(name: str) -> None:
+    """Let `import_named` import what a user's own configuration names."""
+    _NAMED.add(name)
+
+
+def is_function(name: str) -> bool:
+    """Whether a value means code of a user's own, and no module of this package."""
+    return ":" in name
+
+
+def may_import(name: str) -> bool:
+    """Whether a user named it in this process."""
+    return name in _NAMED
+
+
+def import_named(name: str, key: str) -> Any:
+    """The object that `module:name` means in Python, if a user named it; `key` is the key that has it.
+
+    Raises:
+        ConfigError: only a checkpoint names it, or there is no such object.
+    """
+    if not may_import(name):
+        what = f"a checkpoint names the function {name}, and no code is imported on its word"
+        raise ConfigError(what, where=f"{key}: {name}", hint=f"name it yourself, if you trust it: {key}={name}")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no such {key}: {error}",
+            where=f"{key}: {name}",
+            hint="write module:name, of a module that Python finds: in the present folder with PYTHONPATH=.",
+        ) from error
 
 
 @cache

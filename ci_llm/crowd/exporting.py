@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import auto_class, load_architecture, load_base, stored_dtype
 from ci_llm.base.quantized import stored_quantization
-from ci_llm.config import Config, parse_config
+from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.core.scores import measures_of
 from ci_llm.crowd.answers import Calibration
@@ -51,7 +51,7 @@ from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
 from ci_llm.lora.heads import how_tokenized, pad_of, require_class
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
-from ci_llm.objectives import measured_as
+from ci_llm.objectives import BY_ROWS, measured_as
 
 #: The name of the written folder among the scores.
 FOLDER: Final = "the folder"
@@ -128,8 +128,8 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     Raises:
         DataError: the rows are not found any more.
     """
-    assert saved.run_config is not None
-    config = parse_config(saved.run_config, "config.yaml")
+    config = saved.config
+    assert config is not None
     rows = _rows(config, saved)
     found = _score(Crowd.of(saved), rows, config)
     names = [*saved.names, "crowd"]
@@ -139,7 +139,8 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
         alone.agents.load_agent(0, merge.tensors, name)
         one = _score(alone, rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
-    return Comparison(len(rows), rows.rows.trained_on, exact, nll, measured_as(config))
+    objective = BY_ROWS[rows.rows.form.kind] if config.objective == "auto" else measured_as(config)
+    return Comparison(len(rows), rows.rows.trained_on, exact, nll, objective)
 
 
 def settings_of(adapter: Adapter) -> LoraSettings:
@@ -290,9 +291,8 @@ class Export:
     @property
     def gguf_base(self) -> str | None:
         """The GGUF file that the run named as its base; None if it named another base, or no run is known."""
-        config = self.saved.run_config
-        name = "" if config is None else parse_config(config, "config.yaml").model_name
-        file = gguf_file(name)
+        config = self.saved.config
+        file = None if config is None else gguf_file(config.model_name)
         return None if file is None else str(file)
 
     def _write_agents(self, target: Path, scores: Comparison | None) -> None:
@@ -319,9 +319,9 @@ class Export:
         model.config.use_cache = getattr(load_architecture(name), "use_cache", True)
         model.save_pretrained(draft)
         model.to("meta")  # so that memory holds one base, and not two
-        if scores is None or self.saved.run_config is None:
+        config = self.saved.config
+        if scores is None or config is None:
             return scores
-        config = parse_config(self.saved.run_config, "config.yaml")
         base = load_base(str(draft), next(key for key, value in DTYPES.items() if value == written), device)
         untrained = Crowd(base.model, LoraSettings(num_agents=1, rank=1), base.name, base.pad_id)  # adds zeros
         return scores.with_folder(_score(untrained, _rows(config, self.saved), config))
@@ -349,8 +349,8 @@ class Export:
     def _facts(self, scores: Comparison | None) -> CardFacts:
         saved = self.saved
         trained = ""
-        if saved.run_config is not None:
-            names = parse_config(saved.run_config, "config.yaml").all_dataset_names
+        if saved.config is not None:
+            names = saved.config.all_dataset_names
             trained = f" for {saved.step} optimizer steps on `{', '.join(map(public_name, names))}`"
         return CardFacts(
             base=saved.base.name,
@@ -461,13 +461,13 @@ def prepare(
 
 
 def _distilled(saved: Pretrained, how: Distillation) -> Export:
-    if saved.run_config is None:
+    if saved.config is None:
         raise BadInput(
             "no run trained these agents, so there are no rows to distil on",
             where=f"--merge {DISTILLED}",
             hint="take the run or one of its checkpoints; or --merge svd, which needs no rows",
         )
-    student, control = distil(saved, parse_config(saved.run_config, "config.yaml"), how)
+    student, control = distil(saved, saved.config, how)
     title = f"{saved.settings.num_agents} LoRA agents distilled into one"
     what = f"This LoRA adapter of rank {student.rank} learned the distributions of {saved.settings.num_agents} agents."
     return Export(saved, DISTILLED, student, title, what, {CONTROL: control})

@@ -16,7 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +32,10 @@ from ci_llm.base.targets import peft_targets
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import CONFIG, META_FILE
-from ci_llm.crowd.pretrained import require_free, write_crowd
+from ci_llm.crowd.pretrained import listed_files, require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
-from ci_llm.errors import ForeignCheckpoint, ModelError, first_line
+from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError, first_line
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.layer import AgentLora, LoraSettings
 
@@ -210,10 +210,11 @@ def _tokenizer(adapters: Sequence[ExternalAdapter], of_base: PreTrainedTokenizer
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with listed_files(folder) as place:
+            if not (place / "tokenizer_config.json").is_file():
+                return None
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # a damaged tokenizer.json makes tokenizers raise a bare Exception
         raise ModelError(
             f"the adapter's tokenizer cannot be read: {first_line(error)}",
@@ -300,11 +301,24 @@ class ExternalAdapter:
 
 
 def read_adapters(source: Path) -> list[ExternalAdapter]:
-    """Every adapter of a folder, in the order of its agents.
+    """Every adapter of a folder, in the order of its agents; of a committed folder the verified files alone.
 
     Raises:
         ModelError: there is no adapter, one cannot be read, or one is not plain LoRA.
+        DamagedCheckpoint: the folder is committed, and a file differs from its digest in the manifest.
     """
+    with listed_files(source) as place:
+        try:
+            found = _read_adapters(place)
+        except CiLlmError as error:  # names the folder that the user named, and not the copy
+            error.where, error.hint = (
+                text and text.replace(str(place), str(source)) for text in (error.where, error.hint)
+            )
+            raise
+        return [replace(adapter, source=source / adapter.source.relative_to(place)) for adapter in found]
+
+
+def _read_adapters(source: Path) -> list[ExternalAdapter]:
     folders = [source] if (source / CONFIG).is_file() else _numbered(source)
     if not folders and (source / META_FILE).is_file():
         return _read_original(source)

@@ -12,9 +12,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
+from weakref import finalize
 
 import torch
 import xxhash
@@ -25,9 +27,9 @@ from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import Base, fingerprint_of, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.layout import is_named_checkpoint
-from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_file, read_manifest
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, name_unlisted, read_file, read_manifest
 from ci_llm.checkpoints.state_files import read_snapshot
-from ci_llm.config import parse_config
+from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
@@ -38,6 +40,7 @@ from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.mirror.filling import local_copy
+from ci_llm.objectives import without_function
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,14 @@ class Pretrained:
     calibration: Calibration | None
     weights: str
 
+    @cached_property
+    def config(self) -> Config | None:
+        """The configuration of the run; an objective that only the checkpoint names gives way to a built-in one."""
+        if self.run_config is None:
+            return None
+        found: Config = without_function(parse_config(self.run_config, "config.yaml"), self.settings.outputs)
+        return found
+
     @property
     def learned(self) -> Learned | None:
         """The numbers for aggregators with learned weights."""
@@ -110,7 +121,7 @@ def open_pretrained(
         calibration, meta = read_calibration(folder, state.get(CALIBRATION)), state[META]
         run_config = state["config.yaml"].decode() if "config.yaml" in state else None
         base = _base(meta, str(source), device, base_model or _gguf_file(meta, run_config))
-        tokenizer = _own_tokenizer(folder) or base.tokenizer
+        tokenizer = _own_tokenizer(folder, state) or base.tokenizer
     lora = meta["lora"]
     settings = LoraSettings.from_dict(lora)
     names = names_of_agents(meta)
@@ -143,7 +154,7 @@ def open_wording(source: Path | str, base_model: str | None) -> tuple[Prompter, 
         folder = require_checkpoint(place, str(source), final_first=True)
         _, state = _verified(folder, source)
         meta = state[META]
-        tokenizer = _own_tokenizer(folder) or _base(meta, str(source), "cpu", base_model).tokenizer
+        tokenizer = _own_tokenizer(folder, state) or _base(meta, str(source), "cpu", base_model).tokenizer
     return Prompter(tokenizer, meta["prompt_form"]), names_of_agents(meta)
 
 
@@ -214,6 +225,7 @@ def _verified(folder: Path, source: Path | str) -> tuple[Manifest, dict[str, Any
         DamagedCheckpoint: a file differs from its digest in the manifest.
     """
     manifest = read_manifest(folder)
+    name_unlisted(folder, manifest)
     forms = {key: form for key, form in manifest.forms.items() if _is_of_crowd(key)}
     files = {
         name: read_file(folder, name, record)
@@ -256,10 +268,51 @@ def _base(meta: Mapping[str, Any], where: str, device: torch.device | str | None
     return base
 
 
-def _own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a checkpoint; None if there is none."""
-    saved = folder / "tokenizer"
-    return AutoTokenizer.from_pretrained(saved, trust_remote_code=False) if saved.is_dir() else None
+def _own_tokenizer(folder: Path, state: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the verified content of a checkpoint; None if there is none.
+
+    Transformers opens whatever lies in a folder, so it gets a folder of these bytes alone, kept while the tokenizer is.
+    """
+    files = {key: data for key, data in state.items() if key.startswith("tokenizer/") and isinstance(data, bytes)}
+    if not files:
+        return None
+    scratch = TemporaryDirectory()
+    write_files(Path(scratch.name), files)
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        Path(scratch.name, "tokenizer"), trust_remote_code=False
+    )
+    found.name_or_path = str(folder / "tokenizer")
+    finalize(found, scratch.cleanup)
+    return found
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their names below `folder`."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+@contextmanager
+def listed_files(folder: Path) -> Iterator[Path]:
+    """Yield a copy of the adapters and tokenizers of a committed folder, or of a folder in one: verified, and no more.
+
+    Any other folder, such as PEFT's, has no list of its files and is yielded itself.
+
+    Raises:
+        DamagedCheckpoint: a file differs from its digest in the manifest.
+    """
+    root = next((each for each in (folder, folder.parent) if (each / MANIFEST).is_file()), None)
+    if root is None:
+        yield folder
+        return
+    manifest = read_manifest(root)
+    name_unlisted(root, manifest)
+    listed = {n: record for n, record in manifest.files.items() if n.startswith("agent") or n == f"{META}.json"}
+    with TemporaryDirectory() as scratch:
+        write_files(Path(scratch), {name: read_file(root, name, record) for name, record in listed.items()})
+        yield Path(scratch, folder.relative_to(root))
 
 
 def weights_fingerprint(manifest: Manifest) -> str:

@@ -5,6 +5,7 @@ The rows are those of the run's own evaluation, of another split, or of another 
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ci_llm.config import Config, load_config, parse_config
 from ci_llm.config.schema import with_trait
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import num_positions
+from ci_llm.crowd.given_path import META_FILE
 from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.scoring import JudgedBy, Questions, judged_by
@@ -28,7 +30,8 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
 from ci_llm.evaluation.predictions import AGENTS_PER_PROMPT
 from ci_llm.lora.heads import how_tokenized
-from ci_llm.objectives import SFT, head_size
+from ci_llm.lora.layer import LoraSettings
+from ci_llm.objectives import SFT, head_size, without_function
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +86,14 @@ def read_run_config(checkpoint: Path) -> Config | None:
     Raises:
         DamagedCheckpoint: the configuration differs from its digest in the manifest.
     """
-    record = read_manifest(checkpoint).files.get(_CONFIG)
+    manifest = read_manifest(checkpoint)
+    record = manifest.files.get(_CONFIG)
     if record is None:
         return None
-    return parse_config(read_file(checkpoint, _CONFIG, record).decode(), str(checkpoint / _CONFIG))
+    config = parse_config(read_file(checkpoint, _CONFIG, record).decode(), str(checkpoint / _CONFIG))
+    meta = json.loads(read_file(checkpoint, META_FILE, manifest.files[META_FILE]))
+    found: Config = without_function(config, LoraSettings.from_dict(meta["lora"]).outputs)
+    return found
 
 
 def open_rows(config: Config | None, choice: Choice, where: str) -> tuple[Config, Rows]:
@@ -213,6 +220,11 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     """Open the parts of an evaluation; `checkpoint` is None for a base alone."""
     choice = request.choice
     trained = None if checkpoint is None else read_run_config(checkpoint)
+    if "objective" in choice.keys and (trained is None or trained.objective != choice.keys["objective"]):
+        what = "this is not the objective that the agents were trained for"
+        raise BadInput(
+            what, where=f"objective={choice.keys['objective']}", hint="give module:name as its config.yaml has it"
+        )
     config, rows = open_rows(trained, choice, str(request.run))
     rows = _counting_copies(rows, trained)
     saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)

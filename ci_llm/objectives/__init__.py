@@ -15,16 +15,18 @@ rejected; n numbers of a head.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib import import_module
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from ci_llm.core.imports import load_plugin
+from ci_llm.core.imports import import_named, is_function, load_plugin, may_import
 from ci_llm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 RowKind = Literal["single", "pairs", "rated", "labelled"]
 #: A setting of all agents, or [K, 1] if agents differ.
@@ -163,7 +165,7 @@ def objective_of(name: str, each: Sequence[Any], device: torch.device | str = "c
     Raises:
         BadInput: there is no such objective, or its settings do not fit together.
     """
-    kind = _imported(name) if ":" in name else load_plugin(__name__, name, "objective")
+    kind = import_named(name, "objective") if is_function(name) else load_plugin(__name__, name, "objective")
     if not isinstance(kind, type):
         return OwnLoss(kind)
     found: Objective = kind(**{field.name: _value(field.name, each, device) for field in fields(kind)})
@@ -185,6 +187,21 @@ def head_size(config: Any) -> int:
     return config.num_labels or 1
 
 
+def without_function(config: Any, outputs: int) -> Any:
+    """The configuration in a checkpoint, without an objective that nobody but the checkpoint names.
+
+    In its place stands one for agents of the same form: by the columns, or for heads of so many `outputs`. The rows are
+    read by it; the loss of the training is not known.
+    """
+    name = config.objective
+    if not is_function(name) or may_import(name):
+        return config
+    told = "is not imported on a checkpoint's word: its own loss is left out; objective=module:name takes it"
+    logger.warning(f"objective {name} {told}")
+    stand_in = ("classification" if outputs > 1 else "regression") if outputs else "auto"
+    return config.model_copy(update={"objective": stand_in})
+
+
 def measured_as(config: Any) -> str:
     """The objective by whose figures a run is judged; for a user's loss the built-in one with such rows."""
     if config.objective == SFT:
@@ -199,19 +216,6 @@ def for_agent(objective: Objective, agent: int) -> Objective:
     """The objective with the settings of one agent only, for a pass of its own."""
     own = {name: value[agent : agent + 1] for name, value in vars(objective).items() if isinstance(value, Tensor)}
     return replace(objective, **own) if own else objective  # type: ignore[type-var]
-
-
-def _imported(name: str) -> Any:
-    """The object that `module:name` means in Python."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"there is no such objective: {error}",
-            where=f"objective: {name}",
-            hint="write module:name, of a module that Python finds: in the present folder with PYTHONPATH=.",
-        ) from error
 
 
 def require_loss_types(given: Sequence[str], known: Sequence[str], objective: str, *, mixed: bool = True) -> None:

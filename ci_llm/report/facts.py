@@ -19,6 +19,7 @@ from statistics import fmean, median
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ci_llm.checkpoints.layout import committed
+from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, groups, parse_config
 from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.yaml_file import dump_value
@@ -483,14 +484,15 @@ def read_metrics(folder: Path) -> Metrics:
 def _newest(folder: Path, read: Callable[[Path], T]) -> T | None:
     """The result of `read` on the newest checkpoint where it works; a resume reports damaged checkpoints."""
     for _, checkpoint in committed(folder):
-        with contextlib.suppress(ConfigError, OSError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(ConfigError, CheckpointError, OSError, KeyError, TypeError, ValueError):
             return read(checkpoint)
     return None
 
 
 def _config_of(checkpoint: Path) -> Config:
-    path = checkpoint / "config.yaml"
-    return parse_config(path.read_text(encoding="utf-8"), str(path))
+    name = "config.yaml"
+    text = read_file(checkpoint, name, read_manifest(checkpoint).files[name]).decode()
+    return parse_config(text, str(checkpoint / name))
 
 
 def _size_of(checkpoint: Path) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.run_status import Status, pid_space
@@ -41,10 +42,10 @@ def leave_run(
         right: share that its crowd answers right.
         keys: of its configuration.
     """
-    (folder / f"checkpoint_step_{steps}").mkdir(parents=True)
     keys |= {} if isinstance(agents, int) else {"agents": agents}
     agents = agents if isinstance(agents, int) else len(agents)
-    (folder / f"checkpoint_step_{steps}/config.yaml").write_text(Config(num_agents=agents, **keys).dump())
+    config = Config(num_agents=agents, **keys).dump().encode()
+    write_checkpoint(folder / f"checkpoint_step_{steps}", {"config.yaml": config}, step=steps)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(steps, agents)))
     leave_status(folder, status, steps)
     if status == "completed":
