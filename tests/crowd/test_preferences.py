@@ -400,7 +400,8 @@ own_loss.needs = Needs()  # type: ignore[attr-defined]
 
 
 def test_a_custom_loss_is_named_by_module_and_function() -> None:
-    found = objective_of(f"{__name__}:own_loss", [Config()])
+    config = Config(objective=f"{__name__}:own_loss")
+    found = objective_of(config.objective, [config])
     assert found.needs == Needs()
     assert found.losses(evidence([-4.0, -6.0], [2, 2])).tolist() == [[2.0]]
 
@@ -416,7 +417,8 @@ rated_by_a_head.needs = Needs("rated", head=True)  # type: ignore[attr-defined]
 def test_rated_rows_can_be_learned_by_a_head() -> None:
     base = load_base("embedded")
     crowd = Crowd(base.model, LoraSettings(num_agents=K, rank=RANK, outputs=1), "embedded", base.pad_id)
-    objective = Preferences(objective_of(f"{__name__}:rated_by_a_head", [Config()]), crowd)
+    config = Config(objective=f"{__name__}:rated_by_a_head")
+    objective = Preferences(objective_of(config.objective, [config]), crowd)
     assert objective.metric_names == ("rewards/chosen", "rewards/rejected")
     rows = [unit_of([example([5, 6], [7])], good) for good in (True, False, True)]
     loss = objective(crowd(pack(rows, range(3))), pack(rows, range(3)), 0)
