@@ -1,4 +1,4 @@
-"""A checkpoint by an attacker, with valid digests, through every verb that takes a RUN: from disk, a mirror and a hub."""
+"""A checkpoint with code and unlisted files, through every verb that takes a RUN: from disk, a mirror and a hub."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def run(crowd: Crowd, marker: Path, tmp_path: Path) -> Path:
     rows.write_text("".join(json.dumps({**pair, "prompt": f"{k} pens"}) + "\n" for k in range(4)))
     keys = {"dataset_name": str(rows), "eval_dataset_name": str(rows), "max_seq_length": 64}
     text = Config(objective="dpo", num_agents=3, **keys).dump()
-    assert "objective: dpo" in text
+    assert 'objective: "dpo"' in text
     assert crowd.prompter is not None
     tokenizer = {f"tokenizer/{name}": data for name, data in tokenizer_files(crowd.prompter.tokenizer).items()}
     state: dict[str, Any] = {**crowd.adapter_files(), META: crowd.meta(load_base("embedded").fingerprint), **tokenizer}
-    state |= {"config.yaml": text.replace("objective: dpo", f'objective: "{EVIL}"').encode(), "README.md": b"hello"}
+    state |= {"config.yaml": text.replace('objective: "dpo"', f'objective: "{EVIL}"').encode(), "README.md": b"hello"}
     write_checkpoint(tmp_path / "run/checkpoint_step_7", state, step=7)
     return tmp_path / "run"
 

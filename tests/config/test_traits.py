@@ -61,7 +61,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
         {*loading.KEYS},
         {
             *("aggregator", "dirichlet_alpha_aggregator", "max_new_tokens_eval", "max_seq_length", "dataset_subset"),
-            *("prompt_column", "answer_column", "text_column", "messages_column"),
+            *("prompt_column", "answer_column", "text_column", "messages_column", "objective"),
         },
     ),
     (resume.NAMED_AS_WELL, {"model_name", "dataset_name", "eval_split", "epochs", "max_train_steps"}),
