@@ -69,7 +69,7 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name != first, name)))
 
 
-#: What a user named as `module:name` on the command line, in a call or in a configuration file: nothing else is imported,
+#: What a user named as `module:name`: typed, in a call or in a configuration file. Nothing else is imported,
 #: and what a checkpoint, a run folder, a mirror or the hub names never gets in here.
 _NAMED: Final[set[str]] = set()
 
