@@ -239,7 +239,8 @@ def _is_present_loss(line: str, value: re.Match[str]) -> bool:
     if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]) or _HYPOTHETICAL.search(before):
         return False
     if named["became"]:
-        return not (_DENIED.search(before) or _HANDLED.search(before) or _HANDLED.search(line, value.end()))
+        untold = _is_supposed(before) or _DENIED.search(before)
+        return not (untold or _HANDLED.search(before) or _HANDLED.search(line, value.end()))
     return named["bare"] is None or _ends_column(line, value, before, named["bare"])
 
 
@@ -267,12 +268,15 @@ def _patterns(kind: str) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, texts))
 
 
+def _is_supposed(before: str) -> bool:
+    """Whether a clause that begins like this speaks of what would happen, and not of what has happened."""
+    return bool(_HYPOTHETICAL.search(before) or (_CONDITION.search(before) and not _EVENT.search(before)))
+
+
 def _happened(line: str, match: re.Match[str]) -> bool:
     """Whether the line around a match neither denies it, nor makes it a condition, nor says that it was handled."""
     before = line[max(0, match.start() - _CONTEXT) : match.start()]
-    if _HYPOTHETICAL.search(before) or _DENIED.search(before) or _HANDLED.search(before):
-        return False
-    if _CONDITION.search(before) and not _EVENT.search(before):
+    if _is_supposed(before) or _DENIED.search(before) or _HANDLED.search(before):
         return False
     return not (_TALK.match(line, match.end()) or _HANDLED.search(line, match.end(), match.end() + _CONTEXT))
 
