@@ -101,7 +101,7 @@ def test_the_folder_holds_agents_and_no_base(straight: dict[int, Path]) -> None:
 
 @pytest.mark.slow
 def test_what_is_said_of_pickles_beside_a_checkpoint_is_so(straight: dict[int, Path]) -> None:
-    """Accelerate's own files are such, ours are not; SECURITY.md names the former, and README.md scopes its sentence."""
+    """Accelerate's own files are such, ours are not; SECURITY.md names the former, README.md scopes its words."""
     final, root = straight[1] / "final", Path(__file__).parents[2]
     pickles = {path.name for path in final.rglob("*") if path.is_file() and path.read_bytes().startswith(b"PK")}
     assert {"optimizer.bin", "random_states_0.pkl"} <= pickles
