@@ -219,7 +219,8 @@ def _written_for_llama_cpp(prepared: Export, folder: Path) -> str:
 
 
 _DOES = """Publish the final_checkpoint of a run on the Hugging Face Hub: its agents, their tokenizers, and the card
-with the figures and the commands that serve them. The repository is private unless --public is given."""
+with the figures and the commands that serve them; no paths and addresses of this machine, its data and its mirror. The
+repository is private unless --public is given."""
 _PUSHES = """Call a push that was interrupted again: what the hub has got is not sent again. The token comes
 from `hf auth login`, or from HF_TOKEN in the environment.
 
@@ -248,6 +249,9 @@ def push(words: Sequence[str]) -> int:
         print_json(asdict(done))
         return 0
     print(f"{done.url}: {done.files} files, {'private' if done.private else 'public'}")
+    print(f"sent: {', '.join(done.sent)}")
+    if done.shortened:
+        print(f"sent without paths and addresses: {', '.join(done.shortened)}")
     print(f'Crowd.from_pretrained("{done.repository}").generate("...")')
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from ci_llm.cli import asking
 from ci_llm.cli.command import make_parser
@@ -15,7 +16,7 @@ from ci_llm.serve.options import LOCAL, Options
 
 _DESCRIPTION = """Serve the crowd of a run, its agents and its base by OpenAI's API, with a chat page at /.
 Answers are greedy unless a request has a temperature."""
-_COMMON = ("--host", "--port", "--api-key", "--max-num-seqs", "--engine")
+_COMMON = ("--host", "--port", "--api-key-file", "--max-num-seqs", "--engine")
 _EXAMPLES = """examples:
   ci-llm serve ci_llm_output
   curl localhost:8000/v1/chat/completions -d '{"model": "crowd", "messages": [{"role": "user", "content": "Hello"}]}'
@@ -23,6 +24,7 @@ _EXAMPLES = """examples:
 
 exit codes: 0 ended by SIGTERM or Ctrl-C; 1 the engine does not answer; 2 bad call"""
 _KEY = "CI_LLM_API_KEY"
+_HOLDS = "give a text file that holds the key and nothing else"
 _ENGINE_KEY = "CI_LLM_ENGINE_API_KEY"
 
 
@@ -38,7 +40,9 @@ def serve(words: Sequence[str]) -> int:
     run = asking.find_run(options.run, options.base_model, takes_base=options.engine is None)
     options = replace(options, run=run)
     if options.host not in LOCAL and not options.key:
-        asking.note(f"warning: everybody who reaches {options.host}:{options.port} may ask: --api-key KEY, or {_KEY}")
+        asking.note(
+            f"warning: everybody who reaches {options.host}:{options.port} may ask: {_KEY}, or --api-key-file FILE"
+        )
     with importing():
         from ci_llm.serve.start import of_run, run_until_signal
     if options.engine is not None:
@@ -61,7 +65,10 @@ def _options(words: Sequence[str]) -> Options:
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     option("--host", help="the address that is listened on (%(default)s)")
     option("--port", type=int, help="its port (%(default)s); 0 takes a free one")
-    option("--api-key", dest="key", metavar="KEY", help=f"that requests must have; better in {_KEY}")
+    option("--api-key", dest="key", metavar="KEY", help=f"that requests must have; ps shows it, but not {_KEY}")
+    option(
+        "--api-key-file", type=Path, metavar="FILE", help=f"that holds the key; it wins over {_KEY}, --api-key over it"
+    )
     option("--served-model-name", dest="name", metavar="NAME", help="of all agents together (%(default)s)")
     option("--max-num-seqs", dest="slots", type=int, metavar="N", help="texts that grow at a time (%(default)s)")
     option("--max-model-len", dest="context", type=int, metavar="N", help="tokens of prompt and answer; by default all")
@@ -73,9 +80,23 @@ def _options(words: Sequence[str]) -> Options:
     option("--drain-seconds", dest="drain_s", type=int, metavar="S", help="for what is open at SIGTERM (%(default)s)")
     option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
-    found = Options(**vars(parser.parse_args(words)))
-    environ = os.environ
-    return replace(found, key=found.key or environ.get(_KEY) or None, engine_key=environ.get(_ENGINE_KEY) or None)
+    given, environ = vars(parser.parse_args(words)), os.environ
+    file = given.pop("api_key_file")
+    found = Options(**given)
+    key = found.key or (_key_in(file) if file else environ.get(_KEY)) or None
+    return replace(found, key=key, engine_key=environ.get(_ENGINE_KEY) or None)
+
+
+def _key_in(file: Path) -> str:
+    """The API key in a file, which must not be an empty one: the server would answer everybody."""
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise BadInput(f"the API key cannot be read: {why}", where=f"--api-key-file {file}", hint=_HOLDS) from error
+    if not key:
+        raise BadInput("the file holds no API key", where=f"--api-key-file {file}", hint=_HOLDS)
+    return key
 
 
 def _require_libraries() -> None:

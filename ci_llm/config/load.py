@@ -13,7 +13,7 @@ from ci_llm.config import parsing
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
-from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values, strays_of
+from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded, read_values, sound_values, strays_of
 from ci_llm.config.schema import with_trait
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
@@ -95,6 +95,7 @@ def read_sources(
     """The entries of the file and those of the command line; for the arguments see `read_config`."""
     typed, strays = parsing.read_arguments([word for word in arguments if word != "--debug"], flag_form)
     problems += strays_of(strays)
+    typed = expanded(typed, problems)
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, parsing.Scalar):
             path = entry.raw.text
@@ -102,19 +103,21 @@ def read_sources(
                 path = default_file(path) or path
         else:
             problems.append(Problem(parsing.COMMAND_LINE, "--config without a file", "write --config FILE"))
-    return read_file(path), [entry for entry in typed if entry.name != "config"]
+    return read_file(path, problems), [entry for entry in typed if entry.name != "config"]
 
 
-def read_file(path: str | os.PathLike[str] | None) -> FileEntries:
-    """The entries of a file; none without a file."""
+def read_file(path: str | os.PathLike[str] | None, problems: list[Problem]) -> FileEntries:
+    """The entries of a file that a person wrote; none without a file."""
     if path is None:
         return FileEntries(None, [])
-    written = read_yaml(_read_text(Path(path)), os.fspath(path))
+    written = expanded(read_yaml(_read_text(Path(path)), os.fspath(path)), problems)
     section = next((entry for entry in written if entry.name == SECTION), None)
     return FileEntries(Path(path), [entry for entry in written if entry.name != SECTION], section)
 
 
-def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> FileEntries:
+def given_in_call(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, problems: list[Problem]
+) -> FileEntries:
     """The entries of what a call in Python is given: a YAML file, a mapping, what a Config was given, or nothing."""
     if config is None or isinstance(config, Mapping | Config):
         if isinstance(config, Config):
@@ -126,7 +129,7 @@ def given_in_call(config: Config | Mapping[str, Any] | str | os.PathLike[str] | 
             where=IN_CALL,
             hint="give a YAML file, a mapping of keys, a Config or nothing, and keys as keywords: learning_rate=1e-3",
         )
-    return read_file(config)
+    return read_file(config, problems)
 
 
 def build_reading(
@@ -179,7 +182,9 @@ def read_call(
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
-    return build_reading(given_in_call(config), entries_of(overrides, IN_CALL), launcher or {}, [], is_call=True)
+    problems: list[Problem] = []
+    file = given_in_call(config, problems)
+    return build_reading(file, entries_of(overrides, IN_CALL), launcher or {}, problems, is_call=True)
 
 
 def parse_config(text: str, where: str) -> Config:

@@ -5,9 +5,10 @@ The entries of one source become values here, because an entry becomes either a 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -19,6 +20,10 @@ from ci_llm.config.parsing import (
     COMMAND_LINE,
     NESTED_MAPPING,
     Entry,
+    Items,
+    Mapped,
+    Raw,
+    Scalar,
     UnreadableError,
     expected,
     hint,
@@ -104,6 +109,50 @@ _FILES = {
     **dict.fromkeys((".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt"), "dataset_name="),
     ".gguf": "model_name=",
 }
+
+
+#: `${NAME}`, `${oc.env:NAME}` or `${oc.env:NAME,default}`, as in shells and OmegaConf.
+_REFERENCE = re.compile(r"\$\{([^}]*\}?)")
+_VARIABLE = re.compile(r"(?:oc\.env:\s*)?([A-Za-z_]\w*)\s*\}|oc\.env:\s*([A-Za-z_]\w*)\s*,\s*([^{}]*?)\s*\}")
+
+
+class _UnknownVariable(Exception):
+    """A reference to something else than a variable of the environment, or to one that is not set."""
+
+
+def expanded(entries: Iterable[Entry], problems: list[Problem]) -> list[Entry]:
+    """What a person wrote, with the variables of the environment that it names; any other `${...}` is a problem."""
+    found = []
+    for entry in entries:
+        try:
+            found.append(replace(entry, raw=_with_variables(entry.raw, problems)))
+        except _UnknownVariable as error:
+            what, instead = error.args
+            problems.append(Problem(entry.where, f"{entry.name} has {what}", instead))
+    return found
+
+
+def _with_variables(raw: Raw, problems: list[Problem]) -> Any:
+    if isinstance(raw, Items):
+        return Items(tuple(_with_variables(value, problems) for value in raw.values))
+    if isinstance(raw, Mapped):
+        return Mapped(tuple(expanded(raw.entries, problems)))
+    if not isinstance(raw, Scalar) or "{{" in raw.text or "{%" in raw.text:  # the text of a chat template
+        return raw
+    return replace(raw, text=_REFERENCE.sub(_variable, raw.text))
+
+
+def _variable(reference: re.Match[str]) -> str:
+    found = _VARIABLE.fullmatch(reference[1])
+    if found is None:
+        instead = "write ${NAME} or ${oc.env:NAME,default} for a variable of the environment, or the value itself"
+        raise _UnknownVariable(f"{reference[0]}, which is not expanded here", instead)
+    name, default = found[1] or found[2], found[3]
+    value = os.environ.get(name, default and default.strip("'\""))
+    if value is None:
+        instead = f"export {name}=..., or write ${{oc.env:{name},default}}, or the value itself"
+        raise _UnknownVariable(f"{reference[0]}, and the environment has no {name}", instead)
+    return value
 
 
 def strays_of(words: Sequence[str]) -> list[Problem]:

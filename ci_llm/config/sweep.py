@@ -160,7 +160,8 @@ def read_sweep_call(
     Raises:
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
-    return _read(given_in_call(config), entries_of(overrides, IN_CALL), launcher or {}, [])
+    problems: list[Problem] = []
+    return _read(given_in_call(config, problems), entries_of(overrides, IN_CALL), launcher or {}, problems)
 
 
 def _read(

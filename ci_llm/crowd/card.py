@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -28,9 +29,12 @@ MODELFILE: Final = "Modelfile"
 
 
 def public_name(name: str) -> str:
-    """The public name of a base or a data set; for a local path its last part only."""
+    """The public name of a base or a data set; for a local path or an address its last part only."""
     short = short_name(name)
-    return short if short == "embedded" or may_be_on_hub(short) else Path(short).name
+    if short == "embedded" or may_be_on_hub(short):
+        return short
+    address = urlsplit(short) if "://" in short else None  # it may hold a password, or a token behind its path
+    return Path(address.path).name or address.scheme if address else Path(short).name
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ci_llm.serve.body import (
     checked,
     parsed,
 )
-from ci_llm.serve.call import Served, call_of, chat_ids, unknown_model
+from ci_llm.serve.call import PIECE, Prompt, Served, call_of, ids_of, pieces_of, prompts_of, texts_of, unknown_model
 from ci_llm.serve.jobs import Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
 from ci_llm.serve.options import LOCAL, Options
@@ -93,8 +93,9 @@ class Service:
     def __init__(self, served: Served, writer: Writer, metrics: Metrics, options: Options) -> None:
         self._served, self._writer, self._metrics, self.options = served, writer, metrics, options
         self._born = int(time.time())
-        # One thread, because the event loop has to stay free, and rendering a chat template has a state.
-        self._reader = ThreadPoolExecutor(1, "ci_llm reader")
+        # One thread for chats, because the event loop has to stay free, and rendering a chat template has a state.
+        # Another one for long texts, so that short ones never wait for them.
+        self._reader, self._long_reader = ThreadPoolExecutor(1, "ci_llm reader"), ThreadPoolExecutor(1, "ci_llm long")
         paths: dict[str, tuple[str, Handle]] = {
             "/v1/chat/completions": ("POST", partial(self._answer, ChatBody)),
             "/v1/completions": ("POST", partial(self._answer, CompletionBody)),
@@ -123,6 +124,7 @@ class Service:
         yield
         await asyncio.to_thread(self._writer.stop, _LEAVE_S)
         self._reader.shutdown()
+        self._long_reader.shutdown(cancel_futures=True)
 
     def _guarded(self, handle: Handle) -> Handle:
         """A handler that checks the key first, turns problems into answers, and logs a line."""
@@ -172,8 +174,9 @@ class Service:
                 raise ApiProblem(401, "Incorrect API key provided" if given else absent, code="invalid_api_key")
 
     async def _answer(self, kind: type[AnyBody], request: Request) -> Response:
-        body = checked(kind, await _json(request))
-        call = await self._read(call_of, body, self._served)
+        body = checked(kind, await self._json(request))
+        prompts = [await self._ids(prompt) for prompt in prompts_of(body, self._served)]
+        call = call_of(body, prompts, self._served)
         groups = jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]
         answer = Answer(call, groups, self._served)
@@ -197,9 +200,37 @@ class Service:
             whole.cancel()
             gone.cancel()
 
-    async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that uses the tokenizer, in the thread for that."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+    async def _json(self, request: Request) -> dict[str, Any]:
+        given = await _json(request)
+        self._served.require_few(given)
+        return given
+
+    async def _ids(self, prompt: Prompt, *, to_the_end: bool = False) -> list[int]:
+        """The token ids of a prompt. Of a long one pieces are tokenised until it is clear that it does not fit.
+
+        Between two pieces others get their turn, so that nobody waits for a prompt that is refused. At the cuts a
+        text may have a few tokens more than as a whole; it is refused here with an eighth more than the context.
+
+        Args:
+            to_the_end: whether one that does not fit is tokenised too.
+
+        Raises:
+            ApiProblem: it does not fit, or the chat template refuses it.
+        """
+        served, tokens = self._served, 0
+        texts = texts_of(prompt, served)
+        if sum(map(len, texts)) <= PIECE:
+            return await self._read(ids_of, prompt, served)
+        for piece in () if to_the_end else pieces_of(texts):
+            tokens += len(await self._read(served.prompter.plain_ids, piece))
+            if tokens > served.context * 9 // 8:
+                param = "prompt" if isinstance(prompt, str) else "messages"
+                raise served.too_long(param, f"sent more than {served.context}")
+        return await self._read(ids_of, prompt, served, by=self._long_reader if isinstance(prompt, str) else None)
+
+    async def _read(self, function: Callable[..., T], *arguments: Any, by: ThreadPoolExecutor | None = None) -> T:
+        """Call a function that uses the tokenizer, in a thread for that."""
+        return await asyncio.get_running_loop().run_in_executor(by or self._reader, function, *arguments)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._served.models]})
@@ -222,15 +253,12 @@ class Service:
         }
 
     async def _tokenize(self, request: Request) -> Response:
-        body = checked(TokenizeBody, await _json(request))
-        if body.messages:
-            ids = await self._read(chat_ids, body.messages, self._served)
-        else:
-            ids = await self._read(self._served.prompter.plain_ids, body.prompt or "")
+        body = checked(TokenizeBody, await self._json(request))
+        ids = await self._ids(body.messages or body.prompt or "", to_the_end=True)
         return JSONResponse({"count": len(ids), "max_model_len": self._served.context, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = checked(DetokenizeBody, await _json(request))
+        body = checked(DetokenizeBody, await self._json(request))
         if any(token >= self._served.vocabulary for token in body.tokens):
             raise bad("tokens", f"expected token ids below {self._served.vocabulary}", "invalid_type")
         text = await self._read(self._served.prompter.tokenizer.decode, body.tokens)

@@ -76,11 +76,14 @@ def _text_of(content: Any) -> Any:
     return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # which is refused
 
 
+def tells_several(given: Any) -> bool:
+    """Whether the field `prompt` is a list of prompts, and not a string or token ids."""
+    return isinstance(given, list) and (not given or isinstance(given[0], str | list))
+
+
 def _prompts(given: Any) -> Any:
     """One prompt as a list of one: a string, or token ids."""
-    if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list)):
-        return [given]
-    return given
+    return given if tells_several(given) or not isinstance(given, str | list) else [given]
 
 
 class _Strict(BaseModel):
@@ -164,7 +167,7 @@ class Body(_Strict):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -227,7 +230,7 @@ class TokenizeBody(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -17,11 +18,19 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
 from ci_llm.lora.layer import NOBODY
-from ci_llm.serve.body import AnyBody, ApiProblem, ChatBody, CompletionBody, Message, Own, bad
+from ci_llm.serve.body import AnyBody, ApiProblem, ChatBody, Message, Own, bad, tells_several
 
 #: The length of a completion without `max_tokens`, as at OpenAI; a chat may continue to the end of the context.
 COMPLETION_TOKENS: Final = 16
 BASE: Final = "base"
+#: Characters of a prompt that are tokenised at a time before it is known that it may fit, about 25 ms of work.
+PIECE: Final = 1 << 14
+#: Characters that a tokenizer may drop or join without limit, and how many of one are tried.
+_ODD: Final = ("\U0010fffd", "\u0301", "\x01", " ", "\n", "a")
+_TRIED: Final = 4096
+
+#: A text, token ids, or a chat.
+Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,39 @@ class Served:
         """The models by name, each with the number of its agent, None for all agents, or `NOBODY` for the base."""
         base = {BASE: NOBODY} if self.has_base else {}
         return {self.crowd: None, **{name: k for k, name in enumerate(self.names)}, **base}
+
+    @cached_property
+    def characters(self) -> int | None:
+        """A prompt with more characters does not fit, as every token is at its longest; None if that is not known."""
+        longest = max(map(len, self.prompter.tokenizer.get_vocab()))
+        counts = [len(self.prompter.plain_ids(odd * _TRIED)) for odd in _ODD]
+        return self.context * longest if min(counts) * longest >= _TRIED else None
+
+    def require_few(self, given: dict[str, Any]) -> None:
+        """Refuse more prompts, messages or token ids than fit, before they are looked at: that alone takes seconds.
+
+        Args:
+            given: the fields of a body, which may hold anything.
+
+        Raises:
+            ApiProblem: they are too many.
+        """
+        prompts = given["prompt"] if tells_several(given.get("prompt")) else [given.get("prompt")]
+        self.require_choices(len(prompts))
+        parts = [("prompt", each) for each in prompts] + [(name, given.get(name)) for name in ("messages", "tokens")]
+        for name, each in parts:
+            if isinstance(each, list) and len(each) > self.context:
+                raise self.too_long(name, f"sent {len(each)} {'messages' if name == 'messages' else 'tokens'}")
+
+    def require_choices(self, count: int) -> None:
+        """Raises ApiProblem if one request may not ask for so many answers."""
+        if count > self.choices:
+            raise bad("n", f"one request may ask for at most {self.choices} answers")
+
+    def too_long(self, param: str, what: str) -> ApiProblem:
+        """The error of a prompt that does not fit."""
+        told = f"This model's maximum context length is {self.context} tokens. However, you {what}."
+        return ApiProblem(400, told, param, "context_length_exceeded")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +148,63 @@ class Call:
         return self.votes or self.own.minimum_confidence is not None or self.own.agents_per_prompt is not None
 
 
-def call_of(body: AnyBody, served: Served) -> Call:
-    """The call of a request.
+def prompts_of(body: AnyBody, served: Served) -> Sequence[Prompt]:
+    """The prompts of a request, of which none is tokenised yet.
+
+    Raises:
+        ApiProblem: the request cannot be answered, whatever they say.
+    """
+    if body.model not in served.models:
+        raise unknown_model(body.model, served)
+    prompts: Sequence[Prompt] = [body.messages] if isinstance(body, ChatBody) else body.prompt
+    served.require_choices((body.n + _own(body, served).include_agents) * len(prompts))
+    return prompts
+
+
+def texts_of(prompt: Prompt, served: Served) -> list[str]:
+    """What a prompt says as text: of a chat no thoughts and no space around messages, which templates may leave out.
+
+    Raises:
+        ApiProblem: it has too many characters to fit.
+    """
+    if isinstance(prompt, str):
+        param, texts = "prompt", [prompt]
+    else:
+        said = [each.content for each in prompt if isinstance(each, Message)]
+        param, texts = "messages", [each.rpartition("</think>")[2].strip() for each in said]
+    most, count = served.characters, sum(map(len, texts))
+    if most is not None and count > most:
+        raise served.too_long(param, f"sent {count} characters, of which at most {most} fit")
+    return texts
+
+
+def pieces_of(texts: Sequence[str]) -> Iterator[str]:
+    """Texts in pieces, each of which is tokenised in a moment."""
+    return (text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE))
+
+
+def ids_of(prompt: Prompt, served: Served) -> list[int]:
+    """The token ids of a prompt. Raises ApiProblem if the chat template refuses it."""
+    if isinstance(prompt, str):
+        return served.prompter.plain_ids(prompt)
+    said = [each for each in prompt if isinstance(each, Message)]
+    return chat_ids(said, served) if said else [each for each in prompt if isinstance(each, int)]
+
+
+def call_of(body: AnyBody, prompts: Sequence[Sequence[int]], served: Served) -> Call:
+    """The call of a request whose prompts are these token ids.
 
     Raises:
         ApiProblem: it cannot be answered.
     """
-    if body.model not in served.models:
-        raise unknown_model(body.model, served)
+    if not all(prompts):
+        raise bad("prompt", "a prompt is empty")
+    if any(token >= served.vocabulary for prompt in prompts for token in prompt):
+        raise bad("prompt", f"expected token ids below {served.vocabulary}", "invalid_type")
     who, own = served.models[body.model], _own(body, served)
-    prompts = [chat_ids(body.messages, served)] if isinstance(body, ChatBody) else _prompts(body, served)
-    if (body.n + own.include_agents) * len(prompts) > served.choices:
-        raise bad("n", f"one request may ask for at most {served.choices} answers")
     ends = frozenset() if body.ignore_eos else served.ends
     decoding = Decoding(
-        max_new_tokens=_length(body, max(map(len, prompts)), served.context),
+        max_new_tokens=_length(body, max(map(len, prompts)), served),
         ends=ends | served.prompter.ends_among(body.stop) | {*body.stop_token_ids},
         aggregator=own.aggregator or served.aggregators[0],
         do_sample=body.temperature > 0,  # without a temperature the most probable token, as `ci-llm generate`
@@ -148,25 +232,13 @@ def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
         raise bad("messages", str(error)) from error
 
 
-def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
-    prompts = [served.prompter.plain_ids(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-    if not all(prompts):
-        raise bad("prompt", "a prompt is empty")
-    if any(token >= served.vocabulary for prompt in prompts for token in prompt):
-        raise bad("prompt", f"expected token ids below {served.vocabulary}", "invalid_type")
-    return prompts
-
-
-def _length(body: AnyBody, longest: int, context: int) -> int:
+def _length(body: AnyBody, longest: int, served: Served) -> int:
     """The limit of new tokens; a chat without one may continue to the end of the context."""
-    is_chat, left = isinstance(body, ChatBody), context - longest
+    is_chat, left = isinstance(body, ChatBody), served.context - longest
     least = 1 if body.wanted is None else body.wanted
     if least > left:
-        what = (
-            f"This model's maximum context length is {context} tokens. However, you requested {longest} in the prompt"
-            f" and {body.wanted or 1} in the answer."
-        )
-        raise ApiProblem(400, what, "messages" if is_chat else "prompt", "context_length_exceeded")
+        what = f"requested {longest} in the prompt and {body.wanted or 1} in the answer"
+        raise served.too_long("messages" if is_chat else "prompt", what)
     if body.wanted is None:
         return left if is_chat else min(COMPLETION_TOKENS, left)
     return max(1, body.wanted)

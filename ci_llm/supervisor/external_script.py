@@ -74,11 +74,11 @@ class Resumption:
         if not self._words:
             return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
         if self._pattern is None:
-            told = shlex.join(self._words)
+            told = script_settings.shown(self._words)
             requeued = "" if self._job is None else ", which a job gets that SLURM puts back"
             return f"the same command begins again; with {told} it resumes{requeued}"
         if words := self.words():
-            return f"the same command resumes, with {shlex.join(words)}"
+            return f"the same command resumes, with {script_settings.shown(words)}"
         return f"the same command begins again, for there is no {self._pattern}"
 
 
@@ -143,7 +143,9 @@ class ExternalScript:
         if self._batch_key is None:
             lines.append("no batch size found: out of memory cannot be helped (name its key by --batch-size-key)")
         if resume_words := self._resumption.words():
-            lines.append(f"the script resumes: {shlex.join(resume_words)} (to begin again, move its checkpoints away)")
+            lines.append(
+                f"the script resumes: {script_settings.shown(resume_words)} (to begin again, move its checkpoints away)"
+            )
         abandoned = self._command.remove_abandoned()
         return lines + [f"removed {path}, left by a supervisor that was killed" for path in abandoned]
 

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import select
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -21,6 +20,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor.attempt import Attempt, AttemptResult, StopOrder
 from ci_llm.supervisor.output_scan import Evidence, UserPatterns
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
+from ci_llm.supervisor.script_settings import shown
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Supervisor:
     def _watch_attempt(self) -> AttemptResult:
         number = len(self._records) + 1
         command, environment = self._target.begin_attempt()
-        logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shlex.join(command))
+        logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
         evidence = Evidence(self._target.user_patterns)
         grace_s = self._target.grace_s
         with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:

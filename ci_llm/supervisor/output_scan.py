@@ -1,7 +1,8 @@
 """The evidence in an attempt's output: non-finite losses, lack of memory, kills, learning rates, W&B runs, by line.
 
 Only whole tokens match: "nano", "finance loss" and "nancy" never do. Nor does a sentence about what would happen
-("stops if loss is NaN"), what did not happen ("0 nan losses found") or what was best so far ("best_val_loss=inf").
+("stops if loss is NaN", "stop on NaN loss", "to avoid NaN loss"), what did not happen ("0 nan losses found") or what
+was best so far ("best_val_loss=inf").
 
 Every pattern looks at a bounded piece of the line, so that the time per line is bounded too. Messages without a value
 are data, in output_scan.yaml beside this file.
@@ -33,8 +34,23 @@ _CONTEXT: Final = 160
 _MAX_VALUES: Final = 32
 _HYPOTHETICAL: Final = re.compile(
     r"(?i)\b(?:if|when|whenever|whether|unless|until|in case|(?:may|might|could|can|would|should)(?! not\b)"
+    # The future is no event, but for that of one which has a cause: "will stop, as the loss is nan".
+    r"|(?:will|shall)(?! not\b)(?![^.:;!?]*\b(?:because|since|as|due to|owing to)\b)"
+    # A purpose: an infinitive of what is done about a failure.
+    r"|to (?:stop|abort|end|halt|terminate|quit|exit|prune|pause|do|continue|resume|find|debug|detect|trace|fix|solve"
+    r"|cure|get rid|cause|lower|reduce|decrease|limit|minimi[sz]e|mitigate|survive|reject|report|raise|warn)"
     r"|(?:avoid|prevent|catch|handl|check|watch|guard|look|assert|retry|recover|ignor|skip|mask|filter|drop|replac)(?:e|s|es|p?ing)?)"
     r"\b(?:[^.:;!?]|\.(?=\w|$))*$"
+)
+#: A failure as a condition ("stop on", "retries after"), or as something possible ("the risk of").
+_CONDITION: Final = re.compile(
+    r"(?i)\b(?:on|upon|after|against|detects|detection of|(?:risk|chance|danger|cause|number)s? of)\s+"
+    r"(?:(?:an?|the|any|each|every|\d{1,9})\s+)*$"
+)
+#: A verb by which such a clause tells of an event all the same: "stopped on", "giving up after"; not "is restarted on".
+_EVENT: Final = re.compile(
+    r"(?i)\b(?<!\bis )(?<!\bare )(?:(?:stopp|abort|terminat|halt|exit|quitt|end|crash|fail|kill|rais|giv|bail|break"
+    r"|restart|relaunch|retry)(?:ed|ing)|retried|died|gave|broke|threw)\b[^.:;!?]*$"
 )
 _DENIED: Final = re.compile(
     r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
@@ -223,7 +239,8 @@ def _is_present_loss(line: str, value: re.Match[str]) -> bool:
     if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]) or _HYPOTHETICAL.search(before):
         return False
     if named["became"]:
-        return not (_DENIED.search(before) or _HANDLED.search(before) or _HANDLED.search(line, value.end()))
+        untold = _is_supposed(before) or _DENIED.search(before)
+        return not (untold or _HANDLED.search(before) or _HANDLED.search(line, value.end()))
     return named["bare"] is None or _ends_column(line, value, before, named["bare"])
 
 
@@ -251,10 +268,15 @@ def _patterns(kind: str) -> tuple[re.Pattern[str], ...]:
     return tuple(map(re.compile, texts))
 
 
+def _is_supposed(before: str) -> bool:
+    """Whether a clause that begins like this speaks of what would happen, and not of what has happened."""
+    return bool(_HYPOTHETICAL.search(before) or (_CONDITION.search(before) and not _EVENT.search(before)))
+
+
 def _happened(line: str, match: re.Match[str]) -> bool:
     """Whether the line around a match neither denies it, nor makes it a condition, nor says that it was handled."""
     before = line[max(0, match.start() - _CONTEXT) : match.start()]
-    if _HYPOTHETICAL.search(before) or _DENIED.search(before) or _HANDLED.search(before):
+    if _is_supposed(before) or _DENIED.search(before) or _HANDLED.search(before):
         return False
     return not (_TALK.match(line, match.end()) or _HANDLED.search(line, match.end(), match.end() + _CONTEXT))
 

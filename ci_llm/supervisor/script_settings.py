@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import secrets
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,6 +242,16 @@ _SCALED_KEY: Final = ("training.", ".constant_product")
 _SWEEPER: Final = "hydra.sweeper.params"
 _ASSIGNMENT: Final = re.compile(r"(\+{0,2}|--)([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 _OPTION: Final = re.compile(r"--([A-Za-z_][\w./-]*)")
+#: Names of secrets: HF_TOKEN, apiKey, --password, auth.secret. A count of tokens, a tokenizer and an author are none.
+_SECRET: Final = (
+    r"[\w./@-]*?(?:(?<![a-z])|(?-i:(?<=[a-z])(?=[A-Z])))(?:api|access|auth|secret|private)?"
+    r"(?:token|keys?|pass(?:word|wd|phrase)s?|pwd|secrets?|credentials?|auth|authorization|bearer)(?![a-z])[\w.-]*"
+)
+#: What is secret inside a word, as in `bash -c "fit --key x"`, JSON, a header, and a URL with a password.
+_INSIDE: Final = re.compile(
+    rf"(?i)((?:--?{_SECRET}\s+|{_SECRET}[\"']?\s*[:=]\s*[\"']?)(?:bearer\s+|basic\s+)?|://(?=[^/\s@]*:[^/\s]*@))"
+    r"(?![-*])[^\s,;&}\]\"'@]+"
+)
 #: A rate that was rounded, or raised a little by a schedule, is still the one that was asked for.
 _TOLERANCE: Final = 1.2
 
@@ -284,6 +295,15 @@ def rewritten(words: Sequence[str], new: Mapping[str, str]) -> list[str]:
             if same_key(one.key, key):
                 changed[one.position] = one.before + value
     return changed
+
+
+def shown(words: Sequence[str]) -> str:
+    """A command line for people, without the values of what is secret by its name, and without passwords in URLs."""
+    hidden = list(words)
+    for one in overrides(words):
+        if re.fullmatch(_SECRET, one.key, re.IGNORECASE):
+            hidden[one.position] = f"{one.before}***"
+    return shlex.join(_INSIDE.sub(r"\1***", word) for word in hidden)
 
 
 def same_key(one: str, other: str) -> bool:

@@ -74,6 +74,28 @@ def test_a_server_without_a_key_gets_a_warning_and_a_key_is_read_from_the_enviro
 
 
 @pytest.mark.slow
+def test_the_key_is_that_of_the_flag_else_of_the_file_else_of_the_environment(
+    run: Path, tmp_path: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CI_LLM_API_KEY", "of the environment")
+    file = tmp_path / "key"
+    file.write_text(" of the file\n")
+    from_file = ["--api-key-file", str(file)]
+    for words in ([], from_file, [*from_file, "--api-key", "of the flag"]):
+        assert main(["serve", str(run), *words]) == 0
+    assert [each.options.key for each in started] == ["of the environment", "of the file", "of the flag"]
+    capsys.readouterr()
+    for content, told in ((b" \n", "the file holds no API key"), (b"\xff", "it is not UTF-8 text")):
+        file.write_bytes(content)
+        assert main(["serve", str(run), *from_file]) == 2
+        assert told in capsys.readouterr().err
+    file.unlink()
+    assert main(["serve", str(run), *from_file]) == 2
+    assert "the API key cannot be read: No such file" in capsys.readouterr().err
+    assert len(started) == 3, "a server without its key answers nobody"
+
+
+@pytest.mark.slow
 def test_a_base_alone_is_served(started: list[Any]) -> None:
     assert main(["serve", "embedded"]) == 0
     assert started[0].models == "crowd, base"

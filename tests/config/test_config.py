@@ -352,6 +352,74 @@ def test_the_folder_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert load_config(None, words).run_folder == Path(folder)
 
 
+def test_variables_of_the_environment_are_taken_from_a_file_and_a_command_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    monkeypatch.setenv("HOW_MANY", "2")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    file.write_text(
+        "output_dir: ${WHERE}/run\n"
+        'dataset_name: ["${oc.env:WHERE}/a.jsonl", "${oc.env:NOWHERE,/else}/b.jsonl"]\n'
+        "num_workers: ${HOW_MANY}\n"
+        "mirror: ${oc.env:NOWHERE, 's3://bucket'}/run\n"
+        "chat_template: \"{% for m in messages %}${{ m['content'] }} ${HOME}{% endfor %}\"\n"
+        "agents: [{dataset_name: '${WHERE}/c.jsonl'}, {seed: 3}]\n"
+        "experiment_name: $HOME-$5\n"
+    )
+    config = load_config(file, ["--eval_dataset_name=${oc.env:WHERE}/e.jsonl", "seed=${HOW_MANY}"])
+    assert config.output_dir == "/data/run"
+    assert config.dataset_name == "/data/a.jsonl,/else/b.jsonl"
+    assert (config.num_workers, config.seed, config.mirror) == (2, 2, "s3://bucket/run")
+    assert config.chat_template == "{% for m in messages %}${{ m['content'] }} ${HOME}{% endfor %}", "it is free text"
+    assert config.agents[0]["dataset_name"] == "/data/c.jsonl"
+    assert config.experiment_name == "$HOME-$5"
+    assert config.eval_dataset_name == "/data/e.jsonl"
+    assert read_call(file, {}).config.output_dir == "/data/run"
+    assert parse_config(config.dump(), "config.yaml").output_dir == "/data/run", "it is written as it was taken"
+    monkeypatch.setenv("CONFIG", str(file))
+    assert load_config(None, ["--config", "${CONFIG}"]).output_dir == "/data/run"
+
+
+def test_a_checkpoint_reads_no_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    assert parse_config('output_dir: "${WHERE}"\n', "config.yaml").output_dir == "${WHERE}"
+
+
+@pytest.mark.parametrize(
+    ("written", "reference"),
+    [
+        ("${NOWHERE}", "${NOWHERE}, and the environment has no NOWHERE"),
+        ("a/${oc.env:NOWHERE}/b", "${oc.env:NOWHERE}, and the environment has no NOWHERE"),
+        ("${training.lr}", "${training.lr}, which is not expanded here"),
+        ("${env:HOME}", "${env:HOME}, which is not expanded here"),
+        ("${now:%Y-%m-%d}", "${now:%Y-%m-%d}, which is not expanded here"),
+        ("${hydra:runtime.cwd}", "${hydra:runtime.cwd}, which is not expanded here"),
+        ("${HOME:-/x}", "${HOME:-/x}, which is not expanded here"),
+        ("${HOME,/x}", "${HOME,/x}, which is not expanded here"),
+        ("${oc.env:NOWHERE,${HOME}}", "${oc.env:NOWHERE,${HOME}, which is not expanded here"),
+        ("${}", "${}, which is not expanded here"),
+        ("${HOME", "${HOME, which is not expanded here"),
+    ],
+)
+def test_any_other_reference_is_refused_by_name_with_its_place(
+    written: str, reference: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    file.write_text(f"seed: 1\noutput_dir: '{written}'\n")
+    found = refusal(file)
+    assert (found.where, found.what) == (f"{file}:2", f"output_dir has {reference}")
+    assert "${oc.env:" in str(found.hint)
+    assert refusal(None, f"output_dir={written}").where == "command line"
+    with pytest.raises(ConfigError, match=re.escape(reference)):
+        read_call(file, {})
+    file.write_text(f"agents:\n  - {{seed: 1}}\n  - {{dataset_name: '{written}'}}\nlearning_rate: '{written}'\n")
+    text = complaint(file)
+    assert f"my.yaml:3: dataset_name has {reference}" in text
+    assert f"my.yaml:4: learning_rate has {reference}" in text
+    assert "2 problems" in text
+
+
 @pytest.mark.parametrize("key", ["model_name", "init_from", "resume_from_checkpoint", "dataset_name"])
 def test_home_is_home_where_no_shell_has_read_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,15 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi
 
+from ci_llm.base.load import fingerprint_of
+from ci_llm.checkpoints.checkpoint import write_checkpoint
+from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
-from ci_llm.config import Config
+from ci_llm.config import Config, parse_config
+from ci_llm.config.parsing import kinds_of
+from ci_llm.config.schema import AllKeys
 from ci_llm.crowd import publishing
+from ci_llm.crowd.card import public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merging import merge_of
@@ -66,6 +73,71 @@ def test_agents_and_card_are_pushed_to_a_private_repository_and_open_from_it(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     assert Crowd.from_pretrained(tmp_path / "fetched").num_agents == K
+
+
+def test_what_is_sent_names_no_place_of_this_machine(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of paths, mirrors and addresses with passwords nothing is sent, and what is sent verifies and opens."""
+    crowd, home, store = disturbed_crowd(), "/home/ann", "s3://ann:hunter2@store.example"
+    places = {
+        "output_dir": f"{home}/run",
+        "mirror": f"{store}/run",
+        "init_from": f"{home}/adapters",
+        "resume_from_checkpoint": f"{home}/checkpoint_step_3",
+        "restart_from": f"{home}/checkpoint_step_2",
+        "chat_template": f"{home}/chat.jinja",
+        "dataset_name": f"{home}/rows.jsonl,{store}/more.jsonl?key=hunter2,user/public",
+        "eval_dataset_name": "https://hunter2@example.org/eval.jsonl",
+        "agents": ({"dataset_name": f"{home}/own.jsonl"}, {"seed": 3}, {}),
+    }
+    meta = {**crowd.meta(fingerprint_of(crowd.model)), "agents": [{"name": "a", "dataset_name": f"{home}/own.jsonl"}]}
+    assert {key for key in AllKeys.model_fields if takes_path(key)} <= (publishing.NAMES | publishing.PLACES)
+    plain = Config(num_agents=K)
+    written = plain.model_copy(update=places).dump()
+    state = {**crowd.adapter_files(), "ci_llm_meta_config": meta, "config.yaml": written.encode(), "README.md": b"#"}
+    optimizer = {"optimizer": {"agent0": 1}}
+    write_checkpoint(
+        tmp_path / "run/final_checkpoint", {**state, **optimizer}, step=3, info={"imported_from": [f"{home}/old"]}
+    )
+    assert main(["push", str(tmp_path / "run"), "--to", "hub:user/quiet"]) == 0
+    told, sent = capsys.readouterr().out, hub.files["user/quiet"]
+    assert f"sent: {', '.join(sorted(sent))}\n" in told
+    changed = ["agent0/adapter_config.json", "agent1/adapter_config.json", "agent2/adapter_config.json"]
+    assert f"without paths and addresses: {', '.join([*changed, 'ci_llm_meta_config.json', 'config.yaml'])}\n" in told
+    for name, data in sent.items():
+        assert not [
+            word for word in (b"ann", b"hunter2", b"store.example", str(Path.cwd()).encode()) if word in data
+        ], name
+        path = tmp_path / "fetched" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    verify_folder(tmp_path / "fetched")
+    opened = Crowd.from_pretrained(tmp_path / "fetched")
+    assert opened.num_agents == K
+    config = parse_config(sent["config.yaml"].decode(), "config.yaml")
+    assert config.dataset_name == "rows.jsonl,more.jsonl,user/public"
+    assert (config.mirror, config.output_dir, config.init_from) == (None, Config().output_dir, None)
+    assert config.model_copy(update=places) == plain.model_copy(update=places), "all other keys are as they were"
+
+
+def takes_path(key: str) -> bool:
+    marks = [mark for kind in kinds_of(AllKeys.model_fields[key]) for mark in kind.metadata]
+    return any(getattr(mark, "func", None) is os.path.expanduser for mark in marks)
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("user/name", "user/name"),
+        ("/home/ann/rows.jsonl", "rows.jsonl"),
+        ("https://ann:pw@host/a/rows.jsonl?token=x#y", "rows.jsonl"),
+        ("https://ann:pw@host", "https"),
+        ("s3://bucket/prefix/", "prefix"),
+    ],
+)
+def test_a_public_name_holds_no_place(name: str, public: str) -> None:
+    assert public_name(name) == public
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import httpx
@@ -12,9 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ci_llm.data.prompts import Prompter
+from ci_llm.serve import app, call
 from ci_llm.serve.body import ApiProblem, ChatBody, CompletionBody, checked, parsed
+from ci_llm.serve.options import Options
+from ci_llm.serve.start import of_run
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
+from tests.support.crowds import disturbed_crowd
+from tools.testbed.events import DEADLINE_S
 
 T = TypeVar("T")
 MESSAGE = {"role": "user", "content": "Hello"}
@@ -41,7 +48,7 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "no model": ({"messages": [MESSAGE]}, 400, "missing_required_parameter", "model"),
     "model a number": (chat(model=3), 400, "missing_required_parameter", "model"),
     "unknown model": (chat(model="gpt-5"), 404, "model_not_found", "model"),
-    "no messages": ({"model": "crowd"}, 400, "missing_required_parameter", "messages"),
+    "{}": ({"model": "crowd"}, 400, "missing_required_parameter", "messages"),
     "messages empty": (chat(messages=[]), 400, "missing_required_parameter", "messages"),
     "messages a string": (chat(messages="hi"), 400, "missing_required_parameter", "messages"),
     "a message a string": (chat(messages=["hi"]), 400, "invalid_type", "messages[0]"),
@@ -159,6 +166,140 @@ def test_a_body_without_a_length_is_limited_while_it_arrives(served: Listening) 
         assert refused(served.http.post("/v1/chat/completions", content=endless())) == (413, "request_too_large", None)
     assert len(sent) < 100
     assert served.http.get("/healthz").status_code == 200
+
+
+# Prompts that are too long: nobody waits for them
+
+
+class Tokenizer:
+    """What the prompter of a server was given to tokenise, and a gate before what is longer than `gate`."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.gate, self.at_gate, self.opened = 1 << 30, threading.Event(), threading.Event()
+
+    def sees(self, size: int) -> None:
+        self.sizes.append(size)
+        if size > self.gate:
+            self.at_gate.set()
+            assert self.opened.wait(DEADLINE_S), "nobody opened the gate"
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    seen = Tokenizer()
+    plain_ids, ids = Prompter.plain_ids, Prompter.ids
+
+    def text(self: Prompter, text: str) -> list[int]:
+        seen.sees(len(text))
+        return plain_ids(self, text)
+
+    def turns(self: Prompter, prompt: Any) -> list[int]:
+        seen.sees(len(prompt) if isinstance(prompt, str) else sum(len(turn["content"]) for turn in prompt))
+        return ids(self, prompt)
+
+    monkeypatch.setattr(Prompter, "plain_ids", text)
+    monkeypatch.setattr(Prompter, "ids", turns)
+    return seen
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
+    """A server whose long prompts have 65 characters, and whose tokens may be of any length."""
+    for module in (app, call):
+        monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(call.Served, "characters", None)
+    with Listening(of_run(disturbed_crowd(), Options(slots=4, queue=8))) as listening:
+        yield listening
+
+
+@pytest.mark.slow
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, tokenizer: Tokenizer) -> None:
+    text = "7 pens " * 100_000
+    said = [{"role": "user", "content": ""}] * 100_000
+    bodies: dict[str, tuple[str, Any, tuple[int, str, str]]] = {
+        "a text": ("completions", {"prompt": text}, (400, "context_length_exceeded", "prompt")),
+        "a chat": ("chat/completions", says(text), (400, "context_length_exceeded", "messages")),
+        "messages": ("chat/completions", chat(messages=said), (400, "context_length_exceeded", "messages")),
+        "{}": (
+            "chat/completions",
+            chat(messages=[{}] * 100_000),
+            (400, "context_length_exceeded", "messages"),
+        ),
+        "prompts": ("completions", {"prompt": ["x"] * 100_000}, (400, "invalid_value", "n")),
+        "ids": ("completions", {"prompt": [1] * 100_000}, (400, "context_length_exceeded", "prompt")),
+        "lists of ids": ("completions", {"prompt": [[1], [1] * 99_999]}, (400, "context_length_exceeded", "prompt")),
+    }
+    served.complete(prompt="x", max_tokens=1)  # the longest token is known
+    tokenizer.sizes.clear()
+    for name, (path, body, wanted) in bodies.items():
+        assert refused(served.post(f"/v1/{path}", {"model": "crowd", **body})) == wanted, name
+    assert refused(served.post("/tokenize", {"prompt": text})) == (400, "context_length_exceeded", "prompt")
+    assert refused(served.post("/detokenize", {"tokens": [1] * 9999})) == (400, "context_length_exceeded", "tokens")
+    assert tokenizer.sizes == []
+    assert served.complete(prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.slow
+def test_what_fits_is_never_too_many_characters(served: Listening) -> None:
+    """The longest token again and again; BOS and one token of the answer take the rest of the context."""
+    crowd = disturbed_crowd()
+    assert crowd.prompter is not None
+    backend = crowd.prompter.tokenizer
+    longest = max((backend.decode([number]) for number in range(len(backend))), key=len)
+    assert len(crowd.prompter.plain_ids(longest)) == 2
+    assert served.complete(prompt=longest * 510, max_tokens=1)["usage"]["prompt_tokens"] == 511
+    assert refused(served.post("/v1/completions", {"model": "crowd", "prompt": longest * 512, "max_tokens": 1})) == (
+        *(400, "context_length_exceeded", "prompt"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_of_a_long_prompt_only_so_much_is_tokenised_as_shows_that_it_does_not_fit(
+    small_pieces: Listening, tokenizer: Tokenizer, path: str
+) -> None:
+    text = "7 pens " * 100_000
+    body = {"model": "crowd", "prompt": text} if path == "completions" else says(text)
+    param = "prompt" if path == "completions" else "messages"
+    assert refused(small_pieces.post(f"/v1/{path}", body)) == (400, "context_length_exceeded", param)
+    assert max(tokenizer.sizes) <= 64
+    assert len(tokenizer.sizes) < 100
+
+
+@pytest.mark.slow
+def test_a_short_request_is_answered_while_a_long_text_is_tokenised(
+    small_pieces: Listening, tokenizer: Tokenizer
+) -> None:
+    tokenizer.gate = 64
+    answers: list[httpx.Response] = []
+    body = {"model": "crowd", "prompt": "7 pens " * 20, "max_tokens": 1}
+    asking = threading.Thread(target=lambda: answers.append(small_pieces.post("/v1/completions", body)))
+    asking.start()
+    assert tokenizer.at_gate.wait(DEADLINE_S)
+    other = httpx.post(f"{small_pieces.url}/v1/completions", json={**body, "prompt": "x"}, timeout=10)
+    assert other.json()["usage"]["completion_tokens"] == 1
+    assert not answers
+    tokenizer.opened.set()
+    asking.join(DEADLINE_S)
+    assert answers[0].json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(("odd", "drops"), [("\u0301", True), ("", False)])
+def test_without_a_length_per_token_characters_do_not_count(odd: str, drops: bool) -> None:
+    """A tokenizer that drops accents, or makes one token of what it does not know, takes texts of any length."""
+
+    class Dropping:
+        tokenizer = property(lambda self: self)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"abcd": 0}
+
+        def plain_ids(self, text: str) -> list[int]:
+            return [0] * (len(text.replace(odd, "")) // 4 if odd else len(text) // 4)
+
+    served = call.Served(Dropping(), ["a"], "crowd", 100, 9, frozenset(), 3)  # type: ignore[arg-type]
+    assert served.characters == (None if drops else 400)
 
 
 # Bodies that nobody thought of

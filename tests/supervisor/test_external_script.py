@@ -105,6 +105,21 @@ def test_an_override_is_passed_on_and_rewritten_where_it_is_adjusted(folder: Pat
 
 
 @pytest.mark.slow
+def test_secrets_on_the_command_line_arrive_and_are_written_nowhere(folder: Path) -> None:
+    peek = folder / "peek.py"
+    peek.write_text(
+        "import sys\nassert sys.argv[-4:] == ['--api-key', 'hunter2', '--hub.token=hunter3', 'n=1'], sys.argv\n"
+    )
+    words = ["--api-key", "hunter2", "--hub.token=hunter3", "n=1"]
+    command = ["--goes-on-from", "*.pt", "--on-retry", "--token hunter4", "--", sys.executable, "peek.py", *words]
+    with Terminal(*command, cwd=folder) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    for told in (log_of(folder), terminal.text):
+        assert "peek.py --api-key '***' '--hub.token=***' n=1" in told
+        assert "hunter" not in told
+
+
+@pytest.mark.slow
 def test_words_that_contain_nan_and_loss_are_not_a_failure(folder: Path) -> None:
     with Terminal("--train-script", SCRIPTS / "talks.py", cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text

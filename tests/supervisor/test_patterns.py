@@ -145,8 +145,10 @@ def test_does_not_say_out_of_memory(line: str) -> None:
 
 
 class Seen(NamedTuple):
-    """A line of the corpus: its verdict, the program that prints it, where it was seen (an address, or the program's
-    file and version whose format it has), and the line itself. Numbers and names in the lines are not those seen.
+    """A line of the corpus: its verdict, the program that prints it, where it was seen, and the line itself.
+
+    It was seen at an address, or has the format of the program's file and version, or was written here in the words of
+    such lines. Numbers and names in the lines are not those seen.
     """
 
     verdict: str
