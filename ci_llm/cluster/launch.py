@@ -134,6 +134,7 @@ _HIDDEN: Final = {
         "false",
         "is taken as base_sharding=layers for PARALLELISM_CONFIG_DP_SHARD_SIZE; each process has rows of its own",
     ),
+    "ACCELERATE_USE_SAGEMAKER": ("false", "is taken as a machine like others"),
     "ACCELERATE_FP8_BACKEND": ("NO", "is not used: mixed_precision takes no fp8"),
     "ACCELERATE_DYNAMO_BACKEND": (
         "no",

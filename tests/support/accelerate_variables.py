@@ -161,7 +161,7 @@ ROWS = [
     Row("ACCELERATE_USE_CPU", ("True", "False", "true", "1"), read_by="is_cpu_wanted, and Accelerate"),
     Row("ACCELERATE_DEBUG_MODE", ("true",), read_by="Accelerate, which compares the shapes of collectives"),
     Row("ACCELERATE_CPU_AFFINITY", ("1",), read_by="Accelerate, which binds processes to the cores near their GPU"),
-    Row("ACCELERATE_USE_SAGEMAKER", ("true",), read_by="nobody: a container of SageMaker is a machine as others"),
+    Row("ACCELERATE_USE_SAGEMAKER", ("true",), hidden="ACCELERATE_USE_SAGEMAKER"),
     Row("OMP_NUM_THREADS", ("1", "8"), read_by="torch"),
     Row("KMP_AFFINITY", ("granularity=fine,compact,1,0",), read_by="OpenMP"),
     Row("KMP_BLOCKTIME", ("1",), read_by="OpenMP"),
