@@ -111,6 +111,18 @@ class WriterBusy(CheckpointError):
     exit_code = 2
 
 
+class StoppedBeforeMeeting(CiLlmError):
+    """The run was asked to stop before its processes had met: nothing has begun.
+
+    Attributes:
+        reason: "signal:SIGTERM", ...
+    """
+
+    def __init__(self, reason: str, missing: str) -> None:
+        super().__init__(f"asked to stop ({reason}) before the processes had met", where=missing)
+        self.reason = reason
+
+
 class PeerLost(CiLlmError):
     """Another process of this run is gone or silent: no collective is possible any more."""
 

@@ -388,6 +388,18 @@ def step_notes(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def who_is_missing(launch: Launch, missing: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
+    """Which processes have not come, which variables say that there are more than this one, and what to do."""
+    names = [name for one in _LAUNCHERS if one.launcher == launch.launcher for name in list(vars(one).values())[1:]]
+    said = [name for name in names if name in environ]
+    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    where = ":".join(launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return (
+        f"process{'' if len(missing) == 1 else 'es'} {some} of {launch.num_processes} not yet at {where}, by"
+        f" {' '.join(f'{name}={environ[name]}' for name in said)}; if no launcher runs, `unset {' '.join(said)}`"
+    )
+
+
 def option(command: Sequence[str], name: str) -> str:
     """The value of an option of a launcher, as `--a_b=1`, `--a-b=1` or `--a_b 1`; empty if it is missing."""
     found = re.search(rf"--{name.replace('_', '[-_]')}[=\0]([^\0]+)", "\0".join(command))
@@ -524,8 +536,8 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 def _local_processes(environ: Mapping[str, str], num_processes: int) -> int:
     """The number of processes on this machine; all processes if the launcher does not tell it."""
-    counts = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    for name in ("LOCAL_WORLD_SIZE", *counts):
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    for name in names:
         if name in environ:
             return _integer(environ, name)
     if "SLURM_STEP_TASKS_PER_NODE" in environ:

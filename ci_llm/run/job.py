@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from ci_llm.core.durable import read_object, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
-from ci_llm.distributed.processes import Processes, ends_if_stopped
-from ci_llm.errors import DamagedCheckpoint, ProgressLost
+from ci_llm.distributed.processes import MEETING_GRACE_S, Patience, Processes, ends_if_stopped
+from ci_llm.errors import DamagedCheckpoint, ProgressLost, StoppedBeforeMeeting, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.profile import profiled
@@ -33,10 +33,17 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.context import Resources, Run
 from ci_llm.run.crowd_changes import return_to
-from ci_llm.run.end.emergency_save import EmergencySave
+from ci_llm.run.end.emergency_save import MARGIN_S, EmergencySave
 from ci_llm.run.end.mirroring import RunMirror, require_store
 from ci_llm.run.end.result import Result, final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.end.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
+from ci_llm.run.end.shutdown import (
+    Attempt,
+    command_line,
+    end_at_once,
+    expected_kill,
+    require_written,
+    watch_walltime,
+)
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
@@ -99,7 +106,12 @@ def run_job(
     """
     checked = Callbacks(callbacks)  # refuses what is not a callback, before anything is loaded
     require_no_sweep(config.run_folder)
-    processes = meet(config, launch, interrupts)
+    try:
+        processes = meet(config, launch, interrupts)
+    except StoppedBeforeMeeting as stop:
+        logger.warning(str(stop))
+        step = _record_stop(config, launch, stop.reason, CheckpointManager(config.run_folder))
+        return Result("interrupted", step, config.run_folder, reason=stop.reason)
     result: Result | None = None
     try:
         result = run_among(processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet)
@@ -115,8 +127,23 @@ def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     require_store(config)
-    with ends_if_stopped(interrupts):
-        return Processes(config, launch=launch)
+    with ends_if_stopped(interrupts, Patience(), config.interrupted_exit_code):
+        return Processes(config, launch=launch, interrupts=interrupts)
+
+
+def _record_stop(config: Config, launch: Launch, reason: str, manager: CheckpointManager) -> int:
+    """Record an attempt that was interrupted before it began, unless another has the folder; the last step saved."""
+    step, last = max(manager.all_steps(), default=0), readable_status(config.run_folder)
+    if launch.is_main_process and (last is None or last.status != "completed"):
+        with suppress(WriterBusy):
+            number = manager.acquire_lease()
+            keep_status(config.run_folder)
+            record_attempt(config.run_folder, number, step, beginning.place_of_attempt())
+            status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
+            status.update(step=step)
+            status.finish("interrupted", reason, command_line(launch))
+    manager.close()
+    return step
 
 
 def run_among(
@@ -148,18 +175,20 @@ def run_among(
         logger.info(note)
     result: Result | None = None
     run: Run | None = None
+    processes.patience = Patience(record=lambda reason: _record_stop(config, processes.launch, reason, manager))
     try:
-        try:
-            start, requests = beginning.find_beginning(config, processes, manager, mirror)
-        except ProgressLost as error:
-            _record_refusal(resources, error)
-            raise
-        before = None if start.source is None else start.source.config
-        config = settle_precision(config.settled_as(before), processes, before)
-        run = build(replace(resources, config=config), loaded, before, given)
-        run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
-        result = _run_to_end(run, start, requests)
-        return result
+        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
+            try:
+                start, requests = beginning.find_beginning(config, processes, manager, mirror)
+            except ProgressLost as error:
+                _record_refusal(resources, error)
+                raise
+            before = None if start.source is None else start.source.config
+            config = settle_precision(config.settled_as(before), processes, before)
+            run = build(replace(resources, config=config), loaded, before, given)
+            run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
+            result = _run_to_end(run, start, requests)
+            return result
     finally:
         ended_by = sys.exc_info()[1]
         with ExitStack() as ending:  # runs these from the last to the first, all of them, whatever one of them raises
@@ -416,6 +445,12 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         kept = evaluation.kept_steps(run.config, run.state.validation)
         run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
+    @cache
+    def killed_at() -> float:
+        return expected_kill(run.interrupts, run.config.grace_s, run.processes.launch, walltime.deadline)
+
+    patience = run.processes.patience
+    patience.record = lambda reason: attempt.interrupted(reason)()
     monitors = run.config.monitor_gpu and run.processes.is_main_process
     with (
         monitored(run.config.run_folder, run.manager.holds_lease, wanted=monitors),
@@ -432,6 +467,8 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         ),
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
     ):
+        # In a step the emergency save comes first.
+        patience.until = lambda since: max(killed_at() - MARGIN_S, since + MEETING_GRACE_S)
         yield
 
 
