@@ -112,15 +112,7 @@ class WriterBusy(CheckpointError):
 
 
 class StoppedBeforeMeeting(CiLlmError):
-    """The run was asked to stop before its processes had met: nothing has begun.
-
-    Attributes:
-        reason: "signal:SIGTERM", ...
-    """
-
-    def __init__(self, reason: str, missing: str) -> None:
-        super().__init__(f"asked to stop ({reason}) before the processes had met", where=missing)
-        self.reason = reason
+    """The run was asked to stop before its processes had met: nothing has begun."""
 
 
 class PeerLost(CiLlmError):

@@ -113,33 +113,22 @@ _PLAIN: Final = "--multi_gpu, or torchrun; base_sharding=layers spreads a base t
 _REFUSED: Final = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed owns backward, step and checkpoint, as this program does", _PLAIN),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM brings a training loop of its own", _PLAIN),
-    **dict.fromkeys(
-        ("PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"),
-        ("each process computes whole layers for whole rows", f"a smaller max_seq_length or batch_size, and {_PLAIN}"),
-    ),
+    "PARALLELISM_CONFIG_TP_SIZE": ("each process computes whole layers", _PLAIN),
+    "PARALLELISM_CONFIG_CP_SIZE": ("each process computes whole rows", f"a smaller max_seq_length, and {_PLAIN}"),
+    "PARALLELISM_CONFIG_SP_SIZE": ("each process computes whole rows", f"a smaller max_seq_length, and {_PLAIN}"),
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": ("SageMaker's own way to share work is not supported", _PLAIN),
-    **dict.fromkeys(
-        ("ACCELERATE_IN_TPU_POD", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"),
-        ("this package runs on CUDA or on a CPU, and not on a TPU", "a machine with an NVIDIA GPU"),
-    ),
+    **dict.fromkeys(("ACCELERATE_IN_TPU_POD", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"), ("no TPU is supported", "a GPU")),
 }
 #: What Accelerate would act on, and is hidden from it: the value that hides it, and what becomes of it.
 _HIDDEN: Final = {
     "ACCELERATE_USE_FSDP": (
         "false",
-        "is taken as base_sharding=layers (but for NO_SHARD), where the configuration does not decide; of the settings"
-        " of FSDP only FSDP_ACTIVATION_CHECKPOINTING is taken too, as use_gradient_checkpointing",
+        "means base_sharding=layers (not NO_SHARD); of its other settings recomputation counts",
     ),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        "false",
-        "is taken as base_sharding=layers for PARALLELISM_CONFIG_DP_SHARD_SIZE; each process has rows of its own",
-    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("false", "is taken as base_sharding=layers if DP_SHARD_SIZE is not 1"),
     "ACCELERATE_USE_SAGEMAKER": ("false", "is taken as a machine like others"),
     "ACCELERATE_FP8_BACKEND": ("NO", "is not used: mixed_precision takes no fp8"),
-    "ACCELERATE_DYNAMO_BACKEND": (
-        "no",
-        "is not used: packed rows differ in length from step to step, and are no faster compiled",
-    ),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "is not used: rows differ in length from step to step, and gain nothing by it"),
 }
 _STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _ACCELERATE_LAUNCH: Final = frozenset({"launch", "accelerate-launch", "accelerate.commands.launch"})
@@ -390,14 +379,11 @@ def step_notes(environ: Mapping[str, str]) -> list[str]:
 
 def who_is_missing(launch: Launch, missing: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
     """Which processes have not come, which variables say that there are more than this one, and what to do."""
-    names = [name for one in _LAUNCHERS if one.launcher == launch.launcher for name in list(vars(one).values())[1:]]
-    said = [name for name in names if name in environ]
-    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    names = [name for one in _LAUNCHERS if one.launcher == launch.launcher for name in [*vars(one).values()][1:]]
+    said = {name: f"{name}={environ[name]}" for name in names if name in environ}
+    who = f"process{'' if len(missing) == 1 else 'es'} {', '.join(map(str, missing))} of {launch.num_processes}"
     where = ":".join(launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return (
-        f"process{'' if len(missing) == 1 else 'es'} {some} of {launch.num_processes} not yet at {where}, by"
-        f" {' '.join(f'{name}={environ[name]}' for name in said)}; if no launcher runs, `unset {' '.join(said)}`"
-    )
+    return f"{who} not yet at {where}, by {' '.join(said.values())}; if no launcher runs, `unset {' '.join(said)}`"
 
 
 def option(command: Sequence[str], name: str) -> str:

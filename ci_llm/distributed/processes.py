@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -436,68 +436,60 @@ def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
 def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> None:
     """Join under names of this run alone: what an earlier run of these processes has left in the store stays apart.
 
-    torch would wait for the others in calls that no signal ends, and say nothing. So this waits first, in short looks.
+    torch would wait for the others in calls that no signal ends, and say nothing. So this waits for them first.
 
     Raises:
         StoppedBeforeMeeting: the run is asked to stop meanwhile.
     """
-    index, count = launch.process_index, launch.num_processes
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    looks = _Looks(launch, interrupts)
-    if (address, port) not in _meeting_points:
-        leads = index == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # the agent's store is there
-        while not (leads or _listens(address, port)):
-            looks.wait_for([0])
-        own = TCPStore(address, port, None, leads, COLLECTIVE_TIMEOUT, wait_for_workers=False, multi_tenant=True)
-        _meeting_points[address, port] = own
-    store: Store = PrefixStore(f"{names_of_round()}ci_llm run {next(_RUNS)}", _meeting_points[address, port])
-    store.set(f"here {index}", "")
-    while missing := [other for other in range(count) if not store.check([f"here {other}"])]:
-        looks.wait_for(missing)
+    name, place = f"{names_of_round()}ci_llm run {next(_RUNS)}", (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    tell_at, until = (time.monotonic() + s for s in (MISSING_S, COLLECTIVE_TIMEOUT.total_seconds()))
+    while missing := _missing(launch, name, place):
+        who = who_is_missing(launch, missing)
+        if interrupts is not None and interrupts.stop_reason is not None:
+            raise StoppedBeforeMeeting("asked to stop before the processes had met", where=who)
+        if time.monotonic() > until:
+            raise RuntimeError(who)
+        if time.monotonic() > tell_at:
+            tell_at = math.inf
+            if launch.is_main_process or 0 in missing:  # else the main process tells
+                print(f"waiting   {who}", file=sys.stderr, flush=True)
+        (time.sleep if interrupts is None else interrupts.wait)(_LOOK_S)
+    store, index, count = PrefixStore(name, _meeting_points[place]), launch.process_index, launch.num_processes
     dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=COLLECTIVE_TIMEOUT)
 
 
 #: The store at each address. It is kept for the next run: a peer may be there first and need it.
-_meeting_points: dict[tuple[str, int], Store] = {}
+_meeting_points: dict[tuple[str, str], Store] = {}
 
 
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=MISSING_S).close()
-    except OSError:
-        return False
-    return True
+def _missing(launch: Launch, name: str, place: tuple[str, str]) -> list[int]:
+    """The processes that are not at the store yet; this one is there from now on."""
+    if place not in _meeting_points:
+        leads = launch.is_main_process and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else it is there
+        if not leads and not _listens(place):
+            return [0]
+        address, port, when = place[0], int(place[1]), COLLECTIVE_TIMEOUT
+        store: Store = TCPStore(address, port, None, leads, when, wait_for_workers=False, multi_tenant=True)
+        _meeting_points[place] = store
+    store = PrefixStore(name, _meeting_points[place])
+    store.set(f"here {launch.process_index}", "")
+    return [index for index in range(launch.num_processes) if not store.check([f"here {index}"])]
 
 
-class _Looks:
-    """Short waits for processes that are missing. After a while a line says which ones, and how this one knows them."""
-
-    def __init__(self, launch: Launch, interrupts: Interrupts | None) -> None:
-        self._launch, self._interrupts = launch, interrupts
-        self._tell_at, self._until = (time.monotonic() + s for s in (MISSING_S, COLLECTIVE_TIMEOUT.total_seconds()))
-
-    def wait_for(self, missing: Sequence[int]) -> None:
-        """Wait a moment."""
-        if self._interrupts is None:
-            time.sleep(_LOOK_S)
-        elif self._interrupts.wait(_LOOK_S):
-            raise StoppedBeforeMeeting(self._interrupts.stop_reason or "", who_is_missing(self._launch, missing))
-        if time.monotonic() > self._until:
-            raise RuntimeError(who_is_missing(self._launch, missing))
-        if time.monotonic() > self._tell_at:
-            self._tell_at = math.inf
-            if self._launch.is_main_process or 0 in missing:  # else the main process tells
-                print(f"waiting   {who_is_missing(self._launch, missing)}", file=sys.stderr, flush=True)
+def _listens(place: tuple[str, str]) -> bool:
+    with suppress(OSError), socket.create_connection(place, timeout=_IDLE_LOOK_S):
+        return True
+    return False
 
 
 @contextmanager
 def rendezvous_errors(launch: Launch) -> Iterator[None]:
     """Processes that cannot meet are a LaunchError with the way; not so an error of this process's own device."""
     address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    _waiting.append(time.monotonic())
     try:
         socket.getaddrinfo(address, port)  # fails at once; torch would try an unknown name for half an hour
-        with _meeting.waits():
-            yield
+        yield
     except (RuntimeError, OSError) as error:
         if _is_of_own_device(error):
             raise
@@ -506,6 +498,8 @@ def rendezvous_errors(launch: Launch) -> Iterator[None]:
             where=f"{address}:{port}",
             hint="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
         ) from error
+    finally:
+        _waiting.pop()
 
 
 @dataclass
@@ -513,11 +507,11 @@ class Patience:
     """How long a process that is asked to stop waits in a meeting for the others, and what it does then.
 
     Attributes:
-        until: a time by `time.monotonic()`; it gets that from which this process waits and is asked to stop.
+        until: the time, by `time.monotonic()`, before which it waits in any case.
         record: called with the reason before the process ends.
     """
 
-    until: Callable[[float], float] = lambda since: since + MEETING_GRACE_S
+    until: Callable[[], float] = lambda: 0.0
     record: Callable[[str], object] = lambda reason: None
 
 
@@ -534,20 +528,17 @@ def ends_if_stopped(interrupts: Interrupts, patience: Patience, interrupted_exit
         while not (over.is_set() or interrupts.wait(_IDLE_LOOK_S)):
             pass
         while not over.wait(_LOOK_S):
-            since = max(interrupts.stop_requested_at or 0.0, _meeting.since)
-            if since < math.inf and time.monotonic() > patience.until(since):
+            since = max([interrupts.stop_requested_at or 0.0, *_waiting])
+            if _waiting and time.monotonic() > max(since + MEETING_GRACE_S, patience.until()):
                 end(interrupts.stop_reason or "")
 
     def end(reason: str) -> None:
-        code = exit_code_told(exit_code_after_stop(reason, interrupted_exit_code))
         os.write(sys.stderr.fileno(), b"asked to stop, and the other processes have not come: leaving\n")
-        at_the_latest = threading.Timer(SHUTDOWN_BOUND_S, os._exit, [code])
-        at_the_latest.daemon = True
-        at_the_latest.start()
-        try:
-            patience.record(reason)
-        finally:
-            os._exit(code)
+        # In a thread that can be abandoned: it may wait for a save, and that for the silent process.
+        recorder = threading.Thread(target=patience.record, args=[reason], daemon=True)
+        recorder.start()
+        recorder.join(SHUTDOWN_BOUND_S)
+        os._exit(exit_code_told(exit_code_after_stop(reason, interrupted_exit_code)))
 
     watcher = threading.Thread(target=watch, name="ci_llm meeting", daemon=True)
     watcher.start()
@@ -558,21 +549,8 @@ def ends_if_stopped(interrupts: Interrupts, patience: Patience, interrupted_exit
         watcher.join()
 
 
-class _Meeting:
-    """Since when the main thread waits for other processes, by `time.monotonic()`; infinite while it does not."""
-
-    since = math.inf
-
-    @contextmanager
-    def waits(self) -> Iterator[None]:
-        before, self.since = self.since, time.monotonic()
-        try:
-            yield
-        finally:
-            self.since = before
-
-
-_meeting: Final = _Meeting()
+#: Since when the main thread waits for other processes, by `time.monotonic()`; empty while it does not.
+_waiting: list[float] = []
 
 
 def leave() -> None:
@@ -587,9 +565,9 @@ def peer_errors() -> Iterator[None]:
 
     Not so an error of this process's own device: the first collective after it is where CUDA reports it.
     """
+    _waiting.append(time.monotonic())
     try:
-        with _meeting.waits():
-            yield
+        yield
     except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
         if _is_of_own_device(error):
             raise
@@ -598,6 +576,8 @@ def peer_errors() -> Iterator[None]:
             where=first_line(error),
             hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
         ) from error
+    finally:
+        _waiting.pop()
 
 
 def reduce_within_bound(tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ci_llm.core.durable import read_object, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
-from ci_llm.distributed.processes import MEETING_GRACE_S, Patience, Processes, ends_if_stopped
+from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
 from ci_llm.errors import DamagedCheckpoint, ProgressLost, StoppedBeforeMeeting, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
@@ -33,17 +33,10 @@ from ci_llm.logs.trackers import require_installed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.context import Resources, Run
 from ci_llm.run.crowd_changes import return_to
-from ci_llm.run.end.emergency_save import MARGIN_S, EmergencySave
+from ci_llm.run.end.emergency_save import EmergencySave
 from ci_llm.run.end.mirroring import RunMirror, require_store
 from ci_llm.run.end.result import Result, final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.end.shutdown import (
-    Attempt,
-    command_line,
-    end_at_once,
-    expected_kill,
-    require_written,
-    watch_walltime,
-)
+from ci_llm.run.end.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
@@ -110,8 +103,9 @@ def run_job(
         processes = meet(config, launch, interrupts)
     except StoppedBeforeMeeting as stop:
         logger.warning(str(stop))
-        step = _record_stop(config, launch, stop.reason, CheckpointManager(config.run_folder))
-        return Result("interrupted", step, config.run_folder, reason=stop.reason)
+        reason = interrupts.stop_reason or ""
+        step = _record_stop(config, launch, reason, CheckpointManager(config.run_folder))
+        return Result("interrupted", step, config.run_folder, reason=reason)
     result: Result | None = None
     try:
         result = run_among(processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet)
@@ -136,14 +130,19 @@ def _record_stop(config: Config, launch: Launch, reason: str, manager: Checkpoin
     step, last = max(manager.all_steps(), default=0), readable_status(config.run_folder)
     if launch.is_main_process and (last is None or last.status != "completed"):
         with suppress(WriterBusy):
-            number = manager.acquire_lease()
-            keep_status(config.run_folder)
-            record_attempt(config.run_folder, number, step, beginning.place_of_attempt())
-            status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
-            status.update(step=step)
-            status.finish("interrupted", reason, command_line(launch))
+            _status_of_refused(config, manager, step).finish("interrupted", reason, command_line(launch))
     manager.close()
     return step
+
+
+def _status_of_refused(config: Config, manager: CheckpointManager, step: int) -> RunStatus:
+    """The status of a new attempt that does not begin."""
+    number = manager.acquire_lease()
+    keep_status(config.run_folder)
+    record_attempt(config.run_folder, number, step, beginning.place_of_attempt())
+    status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
+    status.update(step=step)
+    return status
 
 
 def run_among(
@@ -220,11 +219,8 @@ def _record_refusal(found: Resources, error: ProgressLost) -> None:
     """Record a failed attempt where the folder has no step to resume from: else readers would call the run vanished."""
     config, processes, manager, log = found.config, found.processes, found.manager, found.log
     if processes.is_main_process:
-        number = manager.acquire_lease()
-        keep_status(config.run_folder)
-        record_attempt(config.run_folder, number, 0, beginning.place_of_attempt())
-        log.open(number, still_held=manager.holds_lease)
-        status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
+        status = _status_of_refused(config, manager, 0)
+        log.open(number := status.current.attempt, still_held=manager.holds_lease)
         Attempt(number, 0, config, processes, manager, status, log).failed(0, error)
 
 
@@ -445,12 +441,6 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         kept = evaluation.kept_steps(run.config, run.state.validation)
         run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
-    @cache
-    def killed_at() -> float:
-        return expected_kill(run.interrupts, run.config.grace_s, run.processes.launch, walltime.deadline)
-
-    patience = run.processes.patience
-    patience.record = lambda reason: attempt.interrupted(reason)()
     monitors = run.config.monitor_gpu and run.processes.is_main_process
     with (
         monitored(run.config.run_folder, run.manager.holds_lease, wanted=monitors),
@@ -467,8 +457,6 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         ),
         Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
     ):
-        # In a step the emergency save comes first.
-        patience.until = lambda since: max(killed_at() - MARGIN_S, since + MEETING_GRACE_S)
         yield
 
 
