@@ -1,4 +1,4 @@
-# The verbs of this project. `make train` and `make test` work on a bare machine with Python 3.10 or newer.
+# The verbs of this project. `make train` and `make test` work on a bare machine with Python 3.11 or newer.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,6 +18,11 @@ MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/d
 # Where `make test` notes what is skipped.
 SKIPPED := build/skipped.jsonl
 
+# Before pip fails with a page of its own; in words that a Python of any age understands.
+LEAST := 3, 11
+require = @$(1) -c 'import sys; least = ($(LEAST)); found = sys.version_info[:2]; sys.exit(found < least and \
+	"Python %d.%d or newer is needed, and $(1) is %d.%d: $(2)" % (least + found))'
+
 .PHONY: install install-dev train real proof test nodeless campaign test-slurm check fast lint docs coverage mutation bench
 .PHONY: clean release-check
 
@@ -26,9 +31,11 @@ install-dev: $(VENV)/.installed-dev
 
 # pip and not python: where a system lacks its package for venv, the first try leaves a python without pip behind.
 $(BIN)/pip:
+	$(call require,$(PYTHON),make PYTHON=python3.12 $(or $(MAKECMDGOALS),install))
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call require,$(BIN)/python,rm -r $(VENV); make PYTHON=python3.12 $(or $(MAKECMDGOALS),install))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@

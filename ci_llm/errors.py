@@ -111,6 +111,10 @@ class WriterBusy(CheckpointError):
     exit_code = 2
 
 
+class StoppedBeforeMeeting(CiLlmError):
+    """The run was asked to stop before its processes had met: nothing has begun."""
+
+
 class PeerLost(CiLlmError):
     """Another process of this run is gone or silent: no collective is possible any more."""
 

@@ -8,11 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-from tools.release import lowest
+from tools.release import dependencies, lowest, to_raise
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -43,6 +50,100 @@ def test_the_package_brings_every_configuration_along() -> None:
     brought = {file.name: file.read_bytes() for pattern in patterns for file in (ROOT / "ci_llm").glob(pattern)}
     for file in (ROOT / "configs.yaml", *(ROOT / "configs").glob("*.yaml")):
         assert brought[file.name] == file.read_bytes()
+
+
+#: The oldest Python that pyproject.toml promises.
+LEAST = re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]  # type: ignore[index]
+#: Packages whose private names are used: only minor releases that were tried are let in.
+PRIVATE = ("accelerate", "peft", "torch")
+
+
+OLDEST = {**default_environment(), "python_version": LEAST, "python_full_version": f"{LEAST}.0", "extra": ""}
+
+
+def pins() -> dict[str, str]:
+    """The version of every package in constraints.txt, as the oldest Python reads them."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pinned = [Requirement(line) for line in lines if line]
+    return {
+        canonicalize_name(one.name): str(one.specifier).removeprefix("==")
+        for one in pinned
+        if one.marker is None or one.marker.evaluate(OLDEST)
+    }
+
+
+def test_the_pins_can_be_installed_on_the_oldest_python_promised() -> None:
+    """Each one as its own metadata say, and everything that it needs there is a pin that it takes."""
+    pinned, wrong, seen = pins(), list[str](), set[str]()
+    for found in metadata.distributions():
+        name = canonicalize_name(found.metadata["Name"])
+        if pinned.get(name) != found.version.partition("+")[0] or name in seen:
+            continue
+        seen.add(name)
+        needed = found.metadata["Requires-Python"] or ""
+        if f"{LEAST}.0" not in SpecifierSet(needed):
+            wrong.append(f"{name}: Python {needed}")
+        needs = [one for one in map(Requirement, found.requires or []) if not one.marker or one.marker.evaluate(OLDEST)]
+        versions = [(one, pinned.get(canonicalize_name(one.name))) for one in needs]
+        wrong += [f"{name}: {one}" for one, pin in versions if pin and not one.specifier.contains(pin, True)]
+    assert seen >= {canonicalize_name(each.name) for each in dependencies(PYPROJECT)}, "the pins are installed here"
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_pip_resolves_the_pins_on_the_oldest_python_promised(tmp_path: Path) -> None:
+    """Of what the package cannot do without there are wheels for it, which fit together."""
+    options = ["--dry-run", "--ignore-installed", "--no-cache-dir", "--target", str(tmp_path), "--quiet"]
+    where = ["--python-version", LEAST, "--only-binary=:all:", "-c", str(ROOT / "constraints.txt")]
+    command = [sys.executable, "-m", "pip", "install", "--retries=0", *options, *where]
+    done = subprocess.run([*command, *map(str, dependencies(PYPROJECT))], capture_output=True, text=True)
+    if "Failed to establish a new connection" in done.stderr or "NameResolutionError" in done.stderr:
+        pytest.skip("the package index cannot be reached; it needs a network")
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_that_name_the_oldest_python_agree() -> None:
+    minor = LEAST.replace(".", "")
+    assert tomllib.loads(PYPROJECT)["tool"]["ruff"]["target-version"] == f"py{minor}"
+    for file in ("README.md", "docs/install.md", "Makefile"):
+        assert set(re.findall(r"Python (\d\.\d+) or newer", (ROOT / file).read_text())) == {LEAST}, file
+
+
+@pytest.mark.parametrize("has_environment", [False, True])
+def test_make_says_at_once_that_a_python_is_too_old(has_environment: bool, tmp_path: Path) -> None:
+    """Before it makes an environment, and where one was made by an older release."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / (".venv/bin/python" if has_environment else "python3.10")
+    old.parent.mkdir(parents=True, exist_ok=True)
+    program = "import sys; sys.version_info = (3, 10, 13); exec(sys.argv[2])"
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{program}' \"$@\"\n")
+    old.chmod(0o755)
+    if has_environment:
+        (old.parent / "pip").touch()
+    given = [] if has_environment else [f"PYTHON={old}"]
+    said = subprocess.run(["make", "train", *given], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 2
+    shown = ".venv/bin/python" if has_environment else str(old)
+    way = "rm -r .venv; " if has_environment else ""
+    wanted = f"Python {LEAST} or newer is needed, and {shown} is 3.10: {way}make PYTHON=python3.12 train"
+    assert (said.stdout + said.stderr).splitlines()[0] == wanted
+
+
+def test_packages_whose_private_names_are_used_have_an_upper_end_after_what_was_tried() -> None:
+    pinned = pins()
+    for each in dependencies(PYPROJECT):
+        if each.name in PRIVATE:
+            tried = Version(pinned[each.name])
+            assert f"<{tried.major}.{tried.minor + 1}" in str(each.specifier), each
+        if each.name in ("datasets", "transformers"):
+            assert f"<{Version(pinned[each.name]).major + 1}" in str(each.specifier), each
+
+
+def test_a_release_beyond_an_upper_end_is_named() -> None:
+    newest = {"peft": "0.22.0", "torch": "2.13.1"}
+    [line] = to_raise(PYPROJECT, lambda name: newest.get(name, pins()[name]))
+    assert line.startswith("peft 0.22.0 is released, and pyproject.toml has peft<0.22,>=0.19: ")
 
 
 @pytest.mark.slow

@@ -2,22 +2,26 @@
 
     python -m tools.release [--end lowest|newest] [--folder build/release] [--keep]
 
-`lowest` pins every dependency of pyproject.toml at the lower end of its range, `newest` pins none. An environment has
-its own torch, of up to 7 GB where only builds for CUDA can be had, and is deleted after its tests.
+`lowest` pins every dependency of pyproject.toml at the lower end of its range, `newest` pins none. At the end it says
+which upper ends to raise, because a newer release exists. An environment has its own torch, of up to 7 GB where only
+builds for CUDA can be had, and is deleted after its tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
+import tomllib
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 ENDS = ("lowest", "newest")
@@ -34,8 +38,36 @@ FIRST_HOUR = (
 
 def lowest(pyproject: str) -> list[str]:
     """The lower end of the range of every dependency, as pins for pip; from the text of pyproject.toml."""
-    dependencies = pyproject.partition("\ndependencies = [\n")[2].partition("\n]")[0]
-    return [f"{name}=={least}" for name, least in re.findall(r'"([\w-]+)>=([\w.]+)', dependencies)]
+    ranges = [(each.name, {one.operator: one.version for one in each.specifier}) for each in dependencies(pyproject)]
+    return [f"{name}=={ends['>=']}" for name, ends in ranges]
+
+
+def dependencies(pyproject: str) -> list[Requirement]:
+    """What the package cannot do without; from the text of pyproject.toml."""
+    return [Requirement(each) for each in tomllib.loads(pyproject)["project"]["dependencies"]]
+
+
+def to_raise(pyproject: str, newest: Callable[[str], str]) -> list[str]:
+    """A line for every dependency whose newest release lies beyond the upper end of its range.
+
+    Args:
+        newest: the version of the newest release of a package.
+    """
+    bounded = [each for each in dependencies(pyproject) if "<" in str(each.specifier)]
+    found = [(each, newest(each.name)) for each in bounded]
+    return [
+        f"{each.name} {version} is released, and pyproject.toml has {each}: let it in, call this again, and keep it if"
+        " the tests pass"
+        for each, version in found
+        if version not in each.specifier
+    ]
+
+
+def newest_release(name: str) -> str:
+    """The newest release of a package, as the index has it for this Python."""
+    command = [sys.executable, "-m", "pip", "index", "versions", name, "--disable-pip-version-check"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return said.partition("(")[2].partition(")")[0]
 
 
 def call(*words: object, cwd: Path = ROOT, **environment: str) -> None:
@@ -113,6 +145,8 @@ def main() -> None:
         rehearse(end, wheel, folder, given.tests)
         if not given.keep:
             shutil.rmtree(folder / end)
+    for line in to_raise((ROOT / "pyproject.toml").read_text(), newest_release):
+        print(f"\n{line}")
     print(f"\n{wheel.name} and {source.name} are in {folder / 'dist'}")
 
 

@@ -103,19 +103,34 @@ _LAUNCHERS: Final = (
     _Variables("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     _Variables("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    _Variables("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    _Variables("mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 )
-#: What Accelerate's launcher may ask for and this program does not support: the variable, its "no", and the reason.
-_UNSUPPORTED: Final = (
-    ("ACCELERATE_USE_DEEPSPEED", "false", "it owns backward, step and checkpoint, which are this program's business"),
-    ("ACCELERATE_USE_FSDP", "false", "it would reduce inside backward; base_sharding=layers shards the frozen base"),
-    ("ACCELERATE_USE_MEGATRON_LM", "false", "it brings a training loop of its own"),
-    (
-        "ACCELERATE_USE_PARALLELISM_CONFIG",
+#: Words by which a flag of Accelerate asks for nothing.
+_NO: Final = ("", "0", "n", "no", "f", "false", "off", "none")
+_PLAIN: Final = "--multi_gpu, or torchrun; base_sharding=layers spreads a base that one process does not hold"
+#: What Accelerate's launcher may ask for and this program refuses: why, and what to use.
+_REFUSED: Final = {
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed owns backward, step and checkpoint, as this program does", _PLAIN),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM brings a training loop of its own", _PLAIN),
+    "PARALLELISM_CONFIG_TP_SIZE": ("each process computes whole layers", _PLAIN),
+    "PARALLELISM_CONFIG_CP_SIZE": ("each process computes whole rows", f"a smaller max_seq_length, and {_PLAIN}"),
+    "PARALLELISM_CONFIG_SP_SIZE": ("each process computes whole rows", f"a smaller max_seq_length, and {_PLAIN}"),
+    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": ("SageMaker's own way to share work is not supported", _PLAIN),
+    **dict.fromkeys(("ACCELERATE_IN_TPU_POD", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"), ("no TPU is supported", "a GPU")),
+}
+#: What Accelerate would act on, and is hidden from it: the value that hides it, and what becomes of it.
+_HIDDEN: Final = {
+    "ACCELERATE_USE_FSDP": (
         "false",
-        "each process trains on its own rows; base_sharding=layers shards the base",
+        "means base_sharding=layers (not NO_SHARD); of its other settings recomputation counts",
     ),
-    ("ACCELERATE_DYNAMO_BACKEND", "no", "packed rows differ in length from step to step, and are no faster compiled"),
-)
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("false", "is taken as base_sharding=layers if DP_SHARD_SIZE is not 1"),
+    "ACCELERATE_USE_SAGEMAKER": ("false", "is taken as a machine like others"),
+    "ACCELERATE_FP8_BACKEND": ("NO", "is not used: mixed_precision takes no fp8"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "is not used: rows differ in length from step to step, and gain nothing by it"),
+}
+_STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _ACCELERATE_LAUNCH: Final = frozenset({"launch", "accelerate-launch", "accelerate.commands.launch"})
 _MPIRUNS: Final = frozenset({"mpirun", "mpiexec", "orterun", "prterun"})
 _TORCHRUNS: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
@@ -246,33 +261,72 @@ def own_process_index() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def require_supported(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse an Accelerate configuration that asks for another way of training.
+
+    Raises:
+        LaunchError: with what to use.
+    """
+    for name, (why, instead) in _REFUSED.items():
+        if _asks(environ, name):
+            raise LaunchError(why, where=f"accelerate launch: {name}={environ[name]}", hint=f"use {instead}")
+
+
 def disable_unsupported(environ: MutableMapping[str, str]) -> list[str]:
-    """Disable in `environ` what an Accelerate configuration asks for and this program does not support.
+    """Hide in `environ` what an Accelerate configuration asks for and this program does in another way or not at all.
 
     Returns:
-        a line for people per setting, with the reason.
+        a line for people per setting, with what becomes of it.
+
+    Raises:
+        LaunchError: see `require_supported`.
     """
+    require_supported(environ)
     lines = []
-    for name, no, reason in _UNSUPPORTED:
-        if environ.get(name, no).lower() not in (no, "", "0"):
-            environ[name] = no
-            lines.append(f"{name} is not used: {reason}")
+    for name, (hidden, what) in _HIDDEN.items():
+        lines += [f"{name} {what}"] if _asks(environ, name) else []
+        environ.update({name: hidden} if name in environ else {})  # also "", on which Accelerate would end
+    if not (steps := environ.get(_STEPS, "1")).isdecimal():  # "auto" of DeepSpeed, on which it would end as well
+        lines.append(f"{_STEPS}={steps} is not used: gradient_accumulation_steps=N says it")
+        environ[_STEPS] = "1"
     return lines
+
+
+def _asks(environ: Mapping[str, str], name: str) -> bool:
+    if name.endswith("_SIZE"):  # of a group of processes
+        return _asks(environ, "ACCELERATE_USE_PARALLELISM_CONFIG") and environ.get(name, "") not in ("", "0", "1")
+    return environ.get(name, "").lower() not in _NO
+
+
+def _shards(environ: Mapping[str, str]) -> bool:
+    """Whether an Accelerate configuration says that one process does not hold a copy of the model."""
+    whole = environ.get("FSDP_VERSION") != "2" and environ.get("FSDP_SHARDING_STRATEGY", "").upper() in (
+        "NO_SHARD",
+        "3",
+    )
+    return _asks(environ, "PARALLELISM_CONFIG_DP_SHARD_SIZE") or (_asks(environ, "ACCELERATE_USE_FSDP") and not whole)
 
 
 def accelerate_settings(environ: Mapping[str, str], parent_command: Sequence[str] | None = None) -> dict[str, str]:
     """Values of configuration keys from `accelerate launch` or `accelerate config`. The configuration wins over them.
 
     The launcher exports the gradient accumulation only with DeepSpeed, so its command line is read as well.
+
+    Raises:
+        LaunchError: see `require_supported`.
     """
+    require_supported(environ)
     parent = _parent_command(environ) if parent_command is None else parent_command
     # "no" and "1" are the defaults of Accelerate: they cannot be told from a user's choice, so they count as no choice.
-    steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    steps = environ.get(_STEPS, "")
     if not steps and _is_accelerate(parent):
         steps = option(parent, "gradient_accumulation_steps")
+    recomputes = _asks(environ, "ACCELERATE_USE_FSDP") and _asks(environ, "FSDP_ACTIVATION_CHECKPOINTING")
     values = {
-        "mixed_precision": environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
+        "mixed_precision": environ.get("ACCELERATE_MIXED_PRECISION", "").lower() or "no",
         "gradient_accumulation_steps": steps if steps.isdecimal() else "1",
+        "base_sharding": "layers" if _shards(environ) else "no",
+        "use_gradient_checkpointing": "true" if recomputes else "no",
     }
     return {key: value for key, value in values.items() if value not in ("no", "1")}
 
@@ -323,6 +377,15 @@ def step_notes(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def who_is_missing(launch: Launch, missing: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
+    """Which processes have not come, which variables say that there are more than this one, and what to do."""
+    names = [name for one in _LAUNCHERS if one.launcher == launch.launcher for name in [*vars(one).values()][1:]]
+    said = {name: f"{name}={environ[name]}" for name in names if name in environ}
+    who = f"process{'' if len(missing) == 1 else 'es'} {', '.join(map(str, missing))} of {launch.num_processes}"
+    where = ":".join(launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return f"{who} not yet at {where}, by {' '.join(said.values())}; if no launcher runs, `unset {' '.join(said)}`"
+
+
 def option(command: Sequence[str], name: str) -> str:
     """The value of an option of a launcher, as `--a_b=1`, `--a-b=1` or `--a_b 1`; empty if it is missing."""
     found = re.search(rf"--{name.replace('_', '[-_]')}[=\0]([^\0]+)", "\0".join(command))
@@ -331,8 +394,7 @@ def option(command: Sequence[str], name: str) -> str:
 
 def is_cpu_wanted(environ: Mapping[str, str]) -> bool:
     """Whether the environment says that processes compute on the CPU, in the words of Accelerate."""
-    wanted = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    return wanted or environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cpu")
+    return _asks(environ, "ACCELERATE_USE_CPU") or environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cpu")
 
 
 def shell_line(command: Sequence[str]) -> str:
@@ -460,7 +522,8 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 def _local_processes(environ: Mapping[str, str], num_processes: int) -> int:
     """The number of processes on this machine; all processes if the launcher does not tell it."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    for name in names:
         if name in environ:
             return _integer(environ, name)
     if "SLURM_STEP_TASKS_PER_NODE" in environ:

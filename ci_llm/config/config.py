@@ -243,7 +243,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         for key, field in Config.model_fields.items():
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
             unnamed = key == "objective" and {old, new} == {"auto", "sft"}  # of a release without the key
-            if old != new and key != "agents" and not unnamed:
+            alike = key == "data_seed" and self.seed == other.seed and {str(old), str(new)} == {"None", str(self.seed)}
+            if old != new and key != "agents" and not (unnamed or alike):
                 meaning = meaning_of(field)
                 changes.append(Change(key, old, new, meaning["kind"], meaning["keeps_bits"]))
         return changes

@@ -12,16 +12,13 @@ free        logging, saving, paths: allowed, and not worth a line
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from ci_llm.core.imports import plugin_names
 from ci_llm.core.scores import METRICS
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 

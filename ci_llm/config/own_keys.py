@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Self
 
 from pydantic import PrivateAttr
 
 from ci_llm.config import schema
 from ci_llm.config.parsing import STRONGER
 from ci_llm.config.run_keys import EvaluationKeys
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: The keys for which an agent may have a value of its own, beside `name`.
 OWN_KEYS: Final = tuple(key for key, _ in sorted(schema.with_trait("own").items(), key=lambda own: own[1]))

@@ -472,7 +472,8 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():
         for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):
-            if (by := given.get(decides)) is not None and not by.is_null and by.text != entry.text:
+            by = given.get(decides)
+            if by is not None and (decides == key or not by.is_null) and by.text != entry.text:
                 yield f"{_one(key, entry)} ({entry.where}) has no effect: {_one(decides, by)} decides ({by.where})"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from ci_llm.lora.adapters import peft_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from typing_extensions import Unpack
 
 
 class Crowd(CrowdModel):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import platform
 import secrets
@@ -19,9 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -31,9 +32,18 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ci_llm.cluster.launch import Launch, disable_unsupported, has_rounds, launch_notes, names_of_round, read_launch
+from ci_llm.cluster.launch import (
+    Launch,
+    disable_unsupported,
+    exit_code_after_stop,
+    launch_notes,
+    names_of_round,
+    read_launch,
+    who_is_missing,
+)
+from ci_llm.cluster.starter import exit_code_told
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.durable import make_folders, read_object, write_json
@@ -42,7 +52,7 @@ from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed import precision
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
-from ci_llm.errors import CiLlmError, LaunchError, PeerLost, first_line
+from ci_llm.errors import CiLlmError, LaunchError, PeerLost, StoppedBeforeMeeting, first_line
 from ci_llm.interrupts import Interrupts
 
 T = TypeVar("T")
@@ -56,7 +66,10 @@ REDUCE_BOUND_S: Final = 60.0
 _REDUCE_LOOK_S: Final = 1e-4
 #: A process that is asked to stop waits so long for the others that it has not met yet.
 MEETING_GRACE_S: Final = 5.0
+#: After so long a process says which others it still waits for.
+MISSING_S: Final = 10.0
 _LOOK_S: Final = 0.1
+_IDLE_LOOK_S: Final = 1.0  # a request to stop wakes the thread at once; this is for a run that ends without one
 _RUNS: Final = itertools.count()  # of this process
 SHUTDOWN_BOUND_S: Final = 10.0
 
@@ -67,18 +80,20 @@ class Processes:
     Args:
         config: for `mixed_precision` and `model_dtype`, and for the size of the batch in the notes.
         launch: how this process was started; read from the environment by default.
+        interrupts: a request to stop ends the wait for processes that have not come.
 
     Attributes:
         accelerator: Accelerate's own, for the device, autocast and the trackers.
         follow: called before every ballot: serves processes whose passes through a sharded base are not over.
         notes: lines for people about the way the run was started.
+        patience: how long a process that is asked to stop waits for the others.
 
     Raises:
         LaunchError: the processes cannot join one process group, or there are more of them than GPUs.
         ModelError: the device does not support the precision.
     """
 
-    def __init__(self, config: Config, *, launch: Launch | None = None) -> None:
+    def __init__(self, config: Config, *, launch: Launch | None = None, interrupts: Interrupts | None = None) -> None:
         self.launch = read_launch() if launch is None else launch
         precision.require_known_device()
         on_cpu = precision.runs_on_cpu()
@@ -90,7 +105,7 @@ class Processes:
         _set_environment(self.launch, on_cpu)
         with rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
             if self.launch.num_processes > 1 and not (dist.is_initialized() or is_initialized()):
-                join(self.launch, _backend(on_cpu))
+                join(self.launch, _backend(on_cpu), interrupts)
             self.accelerator = Accelerator(
                 cpu=on_cpu,
                 mixed_precision="no" if config.mixed_precision == AUTO else config.mixed_precision,
@@ -109,6 +124,7 @@ class Processes:
             )
         self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
         self.follow: Callable[[], None] = lambda: None
+        self.patience = Patience()
         self._tokens: list[Path] = []
         self._autocast = precision.autocast_dtype(config.mixed_precision)
         logger.debug("process %d of %d on %s; %s", self.process_index, self.num_processes, self.device, self.launch)
@@ -417,25 +433,60 @@ def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
     return bool(other["parent"] == own["parent"] and other["pid"] != own["pid"])
 
 
-def join(launch: Launch, backend: str) -> None:
-    """Join under names of this run alone: what an earlier run of these processes has left in the store stays apart."""
-    place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    store = PrefixStore(f"{names_of_round()}ci_llm run {next(_RUNS)}", _meeting_point(*place))
-    index, count = launch.process_index, launch.num_processes
+def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> None:
+    """Join under names of this run alone: what an earlier run of these processes has left in the store stays apart.
+
+    torch would wait for the others in calls that no signal ends, and say nothing. So this waits for them first.
+
+    Raises:
+        StoppedBeforeMeeting: the run is asked to stop meanwhile.
+    """
+    name, place = f"{names_of_round()}ci_llm run {next(_RUNS)}", (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    tell_at, until = (time.monotonic() + s for s in (MISSING_S, COLLECTIVE_TIMEOUT.total_seconds()))
+    while missing := _missing(launch, name, place):
+        who = who_is_missing(launch, missing)
+        if interrupts is not None and interrupts.stop_reason is not None:
+            raise StoppedBeforeMeeting("asked to stop before the processes had met", where=who)
+        if time.monotonic() > until:
+            raise RuntimeError(who)
+        if time.monotonic() > tell_at:
+            tell_at = math.inf
+            if launch.is_main_process or 0 in missing:  # else the main process tells
+                print(f"waiting   {who}", file=sys.stderr, flush=True)
+        (time.sleep if interrupts is None else interrupts.wait)(_LOOK_S)
+    store, index, count = PrefixStore(name, _meeting_points[place]), launch.process_index, launch.num_processes
     dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=COLLECTIVE_TIMEOUT)
 
 
-@cache
-def _meeting_point(_address: str, _port: str) -> Store:
-    """The store where the environment says. It is kept for the next run: a peer may be there first and need it."""
-    store: Store = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))[0]
-    return store
+#: The store at each address. It is kept for the next run: a peer may be there first and need it.
+_meeting_points: dict[tuple[str, str], Store] = {}
+
+
+def _missing(launch: Launch, name: str, place: tuple[str, str]) -> list[int]:
+    """The processes that are not at the store yet; this one is there from now on."""
+    if place not in _meeting_points:
+        leads = launch.is_main_process and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else it is there
+        if not leads and not _listens(place):
+            return [0]
+        address, port, when = place[0], int(place[1]), COLLECTIVE_TIMEOUT
+        store: Store = TCPStore(address, port, None, leads, when, wait_for_workers=False, multi_tenant=True)
+        _meeting_points[place] = store
+    store = PrefixStore(name, _meeting_points[place])
+    store.set(f"here {launch.process_index}", "")
+    return [index for index in range(launch.num_processes) if not store.check([f"here {index}"])]
+
+
+def _listens(place: tuple[str, str]) -> bool:
+    with suppress(OSError), socket.create_connection(place, timeout=_IDLE_LOOK_S):
+        return True
+    return False
 
 
 @contextmanager
 def rendezvous_errors(launch: Launch) -> Iterator[None]:
     """Processes that cannot meet are a LaunchError with the way; not so an error of this process's own device."""
     address, port = (launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    _waiting.append(time.monotonic())
     try:
         socket.getaddrinfo(address, port)  # fails at once; torch would try an unknown name for half an hour
         yield
@@ -447,33 +498,59 @@ def rendezvous_errors(launch: Launch) -> Iterator[None]:
             where=f"{address}:{port}",
             hint="export a free MASTER_PORT, and a MASTER_ADDR that every machine can reach",
         ) from error
+    finally:
+        _waiting.pop()
+
+
+@dataclass
+class Patience:
+    """How long a process that is asked to stop waits in a meeting for the others, and what it does then.
+
+    Attributes:
+        until: the time, by `time.monotonic()`, before which it waits in any case.
+        record: called with the reason before the process ends.
+    """
+
+    until: Callable[[], float] = lambda: 0.0
+    record: Callable[[str], object] = lambda reason: None
 
 
 @contextmanager
-def ends_if_stopped(interrupts: Interrupts) -> Iterator[None]:
-    """In an elastic round, a request to stop ends this process if the block, in which processes meet, outlasts it.
+def ends_if_stopped(interrupts: Interrupts, patience: Patience, interrupted_exit_code: int = 0) -> Iterator[None]:
+    """A request to stop ends this process where its main thread waits in a meeting that a peer does not come to.
 
-    A peer that has died will never come, and torch waits for it in calls that no signal interrupts, until the agent
-    kills. Nothing is lost, because before they have met, processes have nothing to save.
+    torch waits in calls that no signal interrupts. A peer that has died is an error at once; one that is silent, or has
+    died before it joined, would be waited for until the kill.
     """
-    if not has_rounds():
-        yield
-        return
-    met = threading.Event()
+    over = threading.Event()
 
     def watch() -> None:
-        while not met.is_set():
-            if interrupts.wait(_LOOK_S) and not met.wait(MEETING_GRACE_S):
-                os.write(sys.stderr.fileno(), b"asked to stop, and the other processes have not come: leaving\n")
-                os._exit(1)
+        while not (over.is_set() or interrupts.wait(_IDLE_LOOK_S)):
+            pass
+        while not over.wait(_LOOK_S):
+            since = max([interrupts.stop_requested_at or 0.0, *_waiting])
+            if _waiting and time.monotonic() > max(since + MEETING_GRACE_S, patience.until()):
+                end(interrupts.stop_reason or "")
+
+    def end(reason: str) -> None:
+        os.write(sys.stderr.fileno(), b"asked to stop, and the other processes have not come: leaving\n")
+        # In a thread that can be abandoned: it may wait for a save, and that for the silent process.
+        recorder = threading.Thread(target=patience.record, args=[reason], daemon=True)
+        recorder.start()
+        recorder.join(SHUTDOWN_BOUND_S)
+        os._exit(exit_code_told(exit_code_after_stop(reason, interrupted_exit_code)))
 
     watcher = threading.Thread(target=watch, name="ci_llm meeting", daemon=True)
     watcher.start()
     try:
         yield
     finally:
-        met.set()
+        over.set()
         watcher.join()
+
+
+#: Since when the main thread waits for other processes, by `time.monotonic()`; empty while it does not.
+_waiting: list[float] = []
 
 
 def leave() -> None:
@@ -488,6 +565,7 @@ def peer_errors() -> Iterator[None]:
 
     Not so an error of this process's own device: the first collective after it is where CUDA reports it.
     """
+    _waiting.append(time.monotonic())
     try:
         yield
     except RuntimeError as error:  # gloo and NCCL raise no narrower class for a broken connection
@@ -498,6 +576,8 @@ def peer_errors() -> Iterator[None]:
             where=first_line(error),
             hint="attempts/<n>/process_<i>.json has its reason; the run resumes from its last checkpoint",
         ) from error
+    finally:
+        _waiting.pop()
 
 
 def reduce_within_bound(tensor: Tensor) -> None:

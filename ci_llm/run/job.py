@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from ci_llm.core.durable import read_object, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
-from ci_llm.distributed.processes import Processes, ends_if_stopped
-from ci_llm.errors import DamagedCheckpoint, ProgressLost
+from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
+from ci_llm.errors import DamagedCheckpoint, ProgressLost, StoppedBeforeMeeting, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.profile import profiled
@@ -99,7 +99,13 @@ def run_job(
     """
     checked = Callbacks(callbacks)  # refuses what is not a callback, before anything is loaded
     require_no_sweep(config.run_folder)
-    processes = meet(config, launch, interrupts)
+    try:
+        processes = meet(config, launch, interrupts)
+    except StoppedBeforeMeeting as stop:
+        logger.warning(str(stop))
+        reason = interrupts.stop_reason or ""
+        step = _record_stop(config, launch, reason, CheckpointManager(config.run_folder))
+        return Result("interrupted", step, config.run_folder, reason=reason)
     result: Result | None = None
     try:
         result = run_among(processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet)
@@ -115,8 +121,28 @@ def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
     find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     require_store(config)
-    with ends_if_stopped(interrupts):
-        return Processes(config, launch=launch)
+    with ends_if_stopped(interrupts, Patience(), config.interrupted_exit_code):
+        return Processes(config, launch=launch, interrupts=interrupts)
+
+
+def _record_stop(config: Config, launch: Launch, reason: str, manager: CheckpointManager) -> int:
+    """Record an attempt that was interrupted before it began, unless another has the folder; the last step saved."""
+    step, last = max(manager.all_steps(), default=0), readable_status(config.run_folder)
+    if launch.is_main_process and (last is None or last.status != "completed"):
+        with suppress(WriterBusy):
+            _status_of_refused(config, manager, step).finish("interrupted", reason, command_line(launch))
+    manager.close()
+    return step
+
+
+def _status_of_refused(config: Config, manager: CheckpointManager, step: int) -> RunStatus:
+    """The status of a new attempt that does not begin."""
+    number = manager.acquire_lease()
+    keep_status(config.run_folder)
+    record_attempt(config.run_folder, number, step, beginning.place_of_attempt())
+    status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
+    status.update(step=step)
+    return status
 
 
 def run_among(
@@ -148,18 +174,20 @@ def run_among(
         logger.info(note)
     result: Result | None = None
     run: Run | None = None
+    processes.patience = Patience(record=lambda reason: _record_stop(config, processes.launch, reason, manager))
     try:
-        try:
-            start, requests = beginning.find_beginning(config, processes, manager, mirror)
-        except ProgressLost as error:
-            _record_refusal(resources, error)
-            raise
-        before = None if start.source is None else start.source.config
-        config = settle_precision(config.settled_as(before), processes, before)
-        run = build(replace(resources, config=config), loaded, before, given)
-        run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
-        result = _run_to_end(run, start, requests)
-        return result
+        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
+            try:
+                start, requests = beginning.find_beginning(config, processes, manager, mirror)
+            except ProgressLost as error:
+                _record_refusal(resources, error)
+                raise
+            before = None if start.source is None else start.source.config
+            config = settle_precision(config.settled_as(before), processes, before)
+            run = build(replace(resources, config=config), loaded, before, given)
+            run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
+            result = _run_to_end(run, start, requests)
+            return result
     finally:
         ended_by = sys.exc_info()[1]
         with ExitStack() as ending:  # runs these from the last to the first, all of them, whatever one of them raises
@@ -191,11 +219,8 @@ def _record_refusal(found: Resources, error: ProgressLost) -> None:
     """Record a failed attempt where the folder has no step to resume from: else readers would call the run vanished."""
     config, processes, manager, log = found.config, found.processes, found.manager, found.log
     if processes.is_main_process:
-        number = manager.acquire_lease()
-        keep_status(config.run_folder)
-        record_attempt(config.run_folder, number, 0, beginning.place_of_attempt())
-        log.open(number, still_held=manager.holds_lease)
-        status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
+        status = _status_of_refused(config, manager, 0)
+        log.open(number := status.current.attempt, still_held=manager.holds_lease)
         Attempt(number, 0, config, processes, manager, status, log).failed(0, error)
 
 

@@ -237,8 +237,8 @@ def _package(text: str, group: str) -> str:
 
 LEARNING_RATE_KEYS: Final = ("training.learning_rate", "learning_rate")
 BATCH_SIZE_KEYS: Final = ("training.meta_batch_size", "training.batch_size", "batch_size")
-#: Keys that shrink with the batch unless the user names others: "training.schedule.constant_product", for instance.
-_SCALED_KEY: Final = ("training.", ".constant_product")
+#: Keys of this name shrink with the batch, wherever they stand, unless the user names others.
+_SCALED_NAME: Final = "constant_product"
 _SWEEPER: Final = "hydra.sweeper.params"
 _ASSIGNMENT: Final = re.compile(r"(\+{0,2}|--)([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 _OPTION: Final = re.compile(r"--([A-Za-z_][\w./-]*)")
@@ -362,7 +362,7 @@ class Settings:
         if named:
             return [self._require(key, "--scale-with-batch") for key in named]
         known = dict.fromkeys([*self.in_files, *(one.key for one in overrides(self.line))])
-        return [key for key in known if key.startswith(_SCALED_KEY[0]) and key.endswith(_SCALED_KEY[1])]
+        return [key for key in known if key.rpartition(".")[2] == _SCALED_NAME and not key.startswith("hydra.")]
 
     def _require(self, key: str, option: str) -> str:
         if number(self.value(key)) is None:

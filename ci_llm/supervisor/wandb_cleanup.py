@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from ci_llm.supervisor.output_scan import Evidence, WandbRun
@@ -113,7 +113,7 @@ def delete(api: Any, path: str, since: float) -> str:
     run = api.run(path)
     created = datetime.fromisoformat(run.created_at.replace("Z", "+00:00"))
     if created.tzinfo is None:  # a time without a zone is UTC too
-        created = created.replace(tzinfo=timezone.utc)
+        created = created.replace(tzinfo=UTC)
     if created.timestamp() < since - _CLOCK_TOLERANCE_S:
         return "it is older than this supervision"
     run.delete()

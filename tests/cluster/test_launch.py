@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from ci_llm.cli.main import main
 from ci_llm.cluster.launch import (
     Launch,
     accelerate_settings,
@@ -16,7 +18,9 @@ from ci_llm.cluster.launch import (
     read_launch,
     step_notes,
 )
-from ci_llm.errors import LaunchError
+from ci_llm.config import read_config
+from ci_llm.errors import ConfigError, LaunchError
+from tests.support.accelerate_variables import NO, Row, cases, set_by_the_launcher
 
 TORCHRUN = {
     "RANK": "3",
@@ -310,26 +314,62 @@ def test_more_threads_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> N
     assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch) == remarked(launch, 1, OMP_NUM_THREADS="3") == []
 
 
-def test_unsupported_settings_of_accelerate_are_disabled() -> None:
-    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "false"}
-    (line,) = disable_unsupported(environ)
-    assert "ACCELERATE_USE_DEEPSPEED is not used" in line
-    assert environ["ACCELERATE_USE_DEEPSPEED"] == "false"
-    assert disable_unsupported(environ) == []
+# What `accelerate launch` may ask for
 
 
-@pytest.mark.parametrize(
-    ("name", "yes", "no"),
-    [
-        ("ACCELERATE_USE_FSDP", "true", "false"),
-        ("ACCELERATE_USE_MEGATRON_LM", "true", "false"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "false"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "no"),
-    ],
-)
-def test_each_unsupported_setting_is_disabled_with_a_note(name: str, yes: str, no: str) -> None:
+@pytest.mark.parametrize(("name", "value", "row"), cases(), ids=lambda part: part if isinstance(part, str) else "")
+def test_each_variable_of_accelerate_launch_is_taken_or_said_or_refused(name: str, value: str, row: Row) -> None:
     """With a compiler Accelerate's state allows TF32 on a GPU, which gives other bits."""
-    environ = {name: yes}
-    assert [line.partition(" is not used: ")[0] for line in disable_unsupported(environ)] == [name]
-    assert environ == {name: no}
-    assert disable_unsupported({name: no.upper()}) == []
+    environ = {**row.beside, name: value}
+    if row.refused:
+        for refused in (accelerate_settings, disable_unsupported):
+            with pytest.raises(LaunchError) as caught:
+                refused(dict(environ), []) if refused is accelerate_settings else refused(dict(environ))
+            assert caught.value.exit_code == 2
+            assert f"{name}={value}" in str(caught.value.where)
+            assert str(caught.value.hint).startswith("use ")
+        return
+    assert accelerate_settings(environ, []) == row.settings
+    said = disable_unsupported(environ)
+    assert [line.split()[0].partition("=")[0] for line in said] == ([row.hidden] if row.hidden else [])
+    assert row.settings or row.hidden or row.read_by
+    assert disable_unsupported(environ) == [], "said once"
+    for key in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        assert environ.get(key, "false").lower() in NO
+
+
+def test_the_table_knows_every_variable_that_the_installed_launcher_sets() -> None:
+    found = set_by_the_launcher()
+    assert found > {"ACCELERATE_USE_FSDP", "MEGATRON_LM_TP_DEGREE", "ACCELERATE_FP8_FORMAT", "ACCELERATE_IN_TPU_POD"}
+    assert len(found) > 100
+    assert found - {name for name, _, _ in cases()} == set()
+
+
+def test_a_launch_by_deepspeed_ends_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    for verb in ("train", "check", "sweep"):
+        assert main([verb, "learning_rate=[1e-3,2e-3]", "output_dir=run"]) == 2
+        told = capsys.readouterr()
+        assert "DeepSpeed owns backward, step and checkpoint" in told.err
+        assert "base_sharding=layers" in told.err
+        assert "loading..." not in told.out
+    assert not [*tmp_path.iterdir()]
+
+
+def test_sizes_that_the_launcher_left_behind_ask_for_nothing() -> None:
+    assert accelerate_settings({"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, []) == {}
+
+
+def test_the_configuration_wins_over_fsdp_and_what_no_key_takes_is_refused() -> None:
+    fsdp = accelerate_settings({"ACCELERATE_USE_FSDP": "true"}, [])
+    assert read_config(None, [], fsdp).config.base_sharding == "layers"
+    read = read_config(None, ["base_sharding=none"], fsdp)
+    assert read.config.base_sharding == "none"
+    assert any("base_sharding=layers (accelerate launch) has no effect" in line for line in read.lines)
+    with pytest.raises(ConfigError, match="accelerate launch") as caught:
+        read_config(None, [], accelerate_settings({"ACCELERATE_MIXED_PRECISION": "fp8"}, []))
+    assert caught.value.exit_code == 2

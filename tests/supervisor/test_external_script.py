@@ -18,6 +18,7 @@ from ci_llm.supervisor.attempt import Attempt
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
+from ci_llm.supervisor.policy import Decision
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
 from tests.support.campaign import first_fast
 
@@ -71,6 +72,32 @@ def test_out_of_memory_divides_the_batch_and_what_scales_with_it(folder: Path) -
     assert "training.meta_batch_size: 32 -> 21" in told
     assert "training.message_steps_schedule.constant_product: 500 -> 333" in told
     assert_clean(folder)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    ["constant_product: 500\n", "a: {constant_product: 500}\n", "a:\n  b:\n    c: {constant_product: 500}\n", "a.b"],
+)
+def test_every_constant_product_scales_with_the_batch_wherever_it_stands(
+    hidden: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the original. A value over which Hydra would sweep is none of them, and the second one scales as well."""
+    monkeypatch.chdir(folder)
+    config, words = folder / "configs/config.yaml", ["--train-script", str(SCRIPTS / "too_big.py")]
+    on_line = hidden.startswith("a.b")
+    config.write_text(CONFIG + ("" if on_line else hidden) + "hydra: {sweeper: {params: {constant_product: 7}}}\n")
+    script = ExternalScript(parse_options([*words, *(["--a.b.constant_product=500"] if on_line else [])]))
+    before = config.read_bytes()
+    lines = script.adjust(Decision("relaunch", "out of memory", batch_size=21), retry=1)
+    scaled = [line for line in lines if "constant_product" in line]
+    assert len(scaled) == 2
+    assert all(line.endswith("constant_product: 500 -> 333") for line in scaled)
+    command = " ".join(script.begin_attempt()[0])
+    [copy] = folder.glob("configs/config_retry_1_*.yaml")
+    assert f"{copy.read_text()} {command}".count("333") == 2
+    assert "params: {constant_product: 7}" in copy.read_text()
+    script.close()
+    assert config.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -51,7 +51,7 @@ class WandbServer:
         return {"project": {"run": self._run(path) if path in self.runs else None}}
 
     def _run(self, path: str) -> dict[str, Any]:
-        created = datetime.fromtimestamp(self.runs[path], timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        created = datetime.fromtimestamp(self.runs[path], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         texts = dict.fromkeys(("config", "systemMetrics", "summaryMetrics", "description", "notes", "group"), "{}")
         return texts | {
             "id": f"storage of {path}",

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -308,7 +308,7 @@ def _miss_only_the_lost() -> None:
 
     def sanitize_the_lost(one: Any) -> None:
         heartbeats = one.state.last_heartbeats
-        heartbeats.update({node: datetime.now(timezone.utc) for node in heartbeats if _runs(node.pid)})
+        heartbeats.update({node: datetime.now(UTC) for node in heartbeats if _runs(node.pid)})
         sanitize(one)
 
     holder._sanitize = sanitize_the_lost

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -118,6 +119,10 @@ class EmergencySave:
         self._hook = self._optimizer.register_step_pre_hook(self._begin_to_move)
         self._pace.at_boundary = self._reach_boundary
         self._thread.start()
+        # Between two steps, and on the other processes, a peer may be silent.
+        patience = self._processes.patience
+        patience.until = lambda: self._killed_at - MARGIN_S
+        patience.record = lambda reason: self._attempt.interrupted(reason)()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -130,6 +135,11 @@ class EmergencySave:
         in_a_step = self._pace.step_started is not None and not self._moving
         if isinstance(error, PeerLost) and in_a_step and has_rounds():
             self._save_without_peers()
+
+    @cached_property
+    def _killed_at(self) -> float:
+        launch, deadline = self._processes.launch, self._walltime.deadline
+        return expected_kill(self._interrupts, self._config.grace_s, launch, deadline)
 
     # In the training thread
 
@@ -177,8 +187,7 @@ class EmergencySave:
     def _watch(self) -> None:
         if not self._wait_for_stop():
             return
-        grace_s, launch = self._config.grace_s, self._processes.launch
-        killed_at = expected_kill(self._interrupts, grace_s, launch, self._walltime.deadline)
+        killed_at = self._killed_at
         while not self._over.wait(_POLL_S):
             if self._is_due(killed_at) and self._hold_back():
                 if self._is_due(killed_at):  # else the step ended while this thread waited for the lock

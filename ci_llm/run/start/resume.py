@@ -309,7 +309,7 @@ class RunCheckpoint:
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
         saved, where = source.checkpoint.state, str(source.folder)
-        changes = source.config.diff(self.config)
+        changes = self._changes(source)
         self._require_same_crowd(source, changes)
         self.require_same_settings(source)
         self._require_same_rows(source, changes)
@@ -342,7 +342,7 @@ class RunCheckpoint:
         if precision != precision_now:
             odd.append(f"precision of the base {precision} -> {precision_now}")
         odd += self._restore_generators(source.checkpoint.state["rng"], state.step, same_processes)
-        changes = _bits_changing(source.config.diff(self.config), self.config)
+        changes = _bits_changing(self._changes(source), self.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
@@ -403,7 +403,7 @@ class RunCheckpoint:
         Raises:
             BadInput: unless `allow_inexact_resume` is set.
         """
-        changes = source.config.diff(self.config)
+        changes = self._changes(source)
         breaking = [c for c in changes if c.kind == "sample-exact"]
         if breaking and not self.config.allow_inexact_resume:
             listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
@@ -413,6 +413,11 @@ class RunCheckpoint:
                 where=str(source.folder),
                 hint=f"{ways}; allow_inexact_resume=true continues with the new settings from this step",
             )
+
+    def _changes(self, source: Source) -> list[Change]:
+        """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
+        before, now = self._precisions(source)
+        return [c for c in source.config.diff(self.config) if c.key != "model_dtype" or before != now]
 
     def _is_same_base(self, source: Source) -> bool:
         """Whether the base has the weights of the checkpoint, bit by bit.
