@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,9 +66,7 @@ def choose_threads(
     return line
 
 
-def _tried(
-    counts: Sequence[int], once: Callable[[], object], processes: Processes, interrupts: Interrupts
-) -> dict[int, float]:
+def _tried(counts: list[int], once: Callable[[], object], processes: Processes, asked: Interrupts) -> dict[int, float]:
     """The shortest time of each number, on the slowest process; {} if memory ran out or a stop was requested."""
     shortest = dict.fromkeys(counts, math.inf)
     for _ in range(ROUNDS):
@@ -77,7 +75,7 @@ def _tried(
             begun = time.perf_counter()
             _, complaint = unless_out_of_memory(once)
             processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
-            own = time.perf_counter() - begun, complaint or interrupts.stop_reason
+            own = time.perf_counter() - begun, complaint or asked.stop_reason
             seconds, reasons = zip(*processes.gather_object(own), strict=True)
             if any(reasons):
                 return {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +16,13 @@ import torch
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from ci_llm.cluster import launch
+from ci_llm.core.run_status import read_status
 from ci_llm.run import thread_trial
 from ci_llm.run.thread_trial import choose_threads
 from tests.run.test_first_wave import digests
 from tests.support import small_run
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import train_watched
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 
@@ -251,3 +256,45 @@ def test_a_number_in_the_environment_is_taken_without_a_trial(
     assert train(tmp_path) == 0
     assert "threads   " not in capsys.readouterr().out
     assert (threads_of(tmp_path), clock.asked) == (2, 0)
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_trial_ends_the_run_before_its_first_step(
+    two_cores: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    class Struck(Favour):
+        def perf_counter(self) -> float:
+            if self.asked == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().perf_counter()
+
+    two_cores.setattr(thread_trial, "time", clock := Struck(1))
+    assert train(tmp_path) == 0
+    assert (clock.asked, cache.exists()) == (4, False), "the pass under way ended, and none followed"
+    status = read_status(tmp_path)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 0)
+    assert not [*tmp_path.glob("checkpoint_step_*")]
+
+
+def train_on_many_cores(folder: str, arguments: list[str], fate: None) -> int:
+    """A trial on a machine of eight cores, on whose clock each process is fastest with another number of threads."""
+    os.environ.pop("OMP_NUM_THREADS")
+    os.environ["CI_LLM_CACHE"] = str(Path(folder, "cache"))
+    launch._num_cores = lambda: 8
+    thread_trial.time = Favour(2 if os.environ["RANK"] == "0" else 4)  # type: ignore[assignment]
+    code = train_watched(folder, arguments, fate)
+    Path(folder, f"threads{os.environ['RANK']}").write_text(f"{torch.get_num_threads()}")
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "layers"])
+def test_all_processes_take_one_number(server: ForkServer, tmp_path: Path, sharding: str) -> None:
+    """The times differ, and each would choose another one: the smallest of those that are slow on one of them."""
+    arguments = [*small_run.WORDS, "max_train_steps=2", "output_dir=run", f"base_sharding={sharding}"]
+    log = tmp_path / "log"
+    codes = server.run(train_on_many_cores, log, ranks=2, folder=str(tmp_path), arguments=arguments, fate=None)
+    assert codes == [0, 0], log.read_text()
+    assert [(tmp_path / f"threads{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert log.read_text().count("threads   1 of 4 cores, by a trial of one layer (") == 1
+    assert threads_of(tmp_path / "run") == 1
