@@ -24,7 +24,7 @@ require = @$(1) -c 'import sys; least = ($(LEAST)); found = sys.version_info[:2]
 	"Python %d.%d or newer is needed, and $(1) is %d.%d: $(2)" % (least + found))'
 
 .PHONY: install install-dev train real proof test nodeless campaign test-slurm check fast lint docs coverage mutation bench
-.PHONY: clean release-check
+.PHONY: clean release-check processors
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -44,7 +44,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# The main job: K agents on the embedded base, offline, about a minute of training on two cores.
+# The main job: K agents on the embedded base, offline, 1 to 3 minutes of training on two cores.
 train: install
 	$(BIN)/python train.py
 
@@ -91,6 +91,11 @@ check: install-dev
 fast: install-dev
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow" -q
 
+# The fast tests under each processor that variables emulate, one after the other; about 20 minutes. Put the table that it
+# prints into CONTRIBUTING.md.
+processors: install-dev
+	JOBS=$(JOBS) $(BIN)/python -m tools.processors
+
 lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -110,7 +115,7 @@ bench: install-dev
 
 # Trials of a real base in one job that is killed about every minute, and the same bytes: docs/results.md. SMALL=1: its small form.
 proof: install-dev
-	$(BIN)/python -m benchmarks.proof $(if $(SMALL),--small) $(if $(BASE),--base $(BASE))
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.proof $(if $(SMALL),--small) $(if $(BASE),--base $(BASE))
 
 # Wheel and sdist, installed in empty environments at both ends of the ranges of pyproject.toml, and the fast tests there.
 # It downloads several GB; END=lowest or END=newest: one of them.

@@ -26,6 +26,7 @@ from tools.testbed.forkserver import ForkServer
 if TYPE_CHECKING:
     from tools.testbed.trials import Trials  # with torch, which most files do without
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # else a run would try how many are fastest, and bits follow the number
 set_library_defaults()  # before a test imports what reads them, as every command does
 
 # How long an example takes is the machine's affair; the first one of a fresh checkout reads all of Unicode.

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md work as they stand: each is added to a copy of the package, by one file, and used."""
+"""What CONTRIBUTING.md says is so: each recipe is added to a copy of the package, by one file, and used; tests wait."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import START
+from tools import processors
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -168,3 +169,42 @@ def test_every_recipe_is_used() -> None:
 @pytest.mark.parametrize("recipe", USES)
 def test_a_recipe_is_one_file(recipe: str, wrong: dict[str, str]) -> None:
     assert recipe not in wrong, wrong[recipe]
+
+
+#: Stands for the tests, of which one fails where the variable says so.
+STAND_IN = """
+import os, sys
+bad = os.environ.get("UNITS") == "few" and os.environ["OMP_NUM_THREADS"] == "1"
+print("FAILED tests/a.py::test_b" if bad else "all is well")
+print(f"{1 if bad else 0} failed, 7 passed, 2 skipped in 1.00s")
+sys.exit(bad)
+"""
+
+
+def test_the_tests_run_under_each_emulated_processor(capsys: pytest.CaptureFixture[str]) -> None:
+    fine = "| `A=b` | 7 | 2 | 0 |"
+    assert processors.main(["UNITS=many", "A=b"], ("-c", STAND_IN)) == 0
+    told = capsys.readouterr()
+    assert (told.out.splitlines()[2:], told.err) == (["| `UNITS=many` | 7 | 2 | 0 |", fine], "")
+    assert processors.main(["UNITS=few", "A=b"], ("-c", STAND_IN)) == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines()[2:] == ["| `UNITS=few` | 7 | 2 | 1 |", fine]
+    assert told.err == "UNITS=few: FAILED tests/a.py::test_b\n"
+
+
+def test_the_last_run_of_every_emulation_is_on_record() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+=\w+)` \| \d+ \| \d+ \| \d+ \|$", text, re.MULTILINE) == [*processors.EMULATIONS]
+
+
+#: A wait that ends after seconds which somebody has guessed.
+GUESSED = re.compile(r"(?:\btimeout=|\.wait\(|\.join\(|\bTIMEOUT_S(?:: Final)? = )[1-9]\d*\b")
+
+
+def test_no_test_waits_for_fixed_seconds() -> None:
+    """A busy machine takes longer than anybody guesses: what waits ends by an event, or by `DEADLINE_S`."""
+    assert GUESSED.search("process.wait(10)")
+    assert not GUESSED.search("event.wait(0.01), hang_timeout=3")
+    files = [path for folder in ("tests", "tools/testbed") for path in (ROOT / folder).rglob("*.py")]
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files if path != Path(__file__)}
+    assert {str(path): found for path, text in texts.items() if (found := GUESSED.findall(text))} == {}

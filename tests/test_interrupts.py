@@ -551,7 +551,7 @@ from ci_llm.interrupts import Interrupts, die_with_parent
 with Interrupts(announce=lambda line: None) as interrupts:
     die_with_parent()
     print("armed")
-    print("heard", interrupts.wait(300), interrupts.stop_reason)
+    print("heard", interrupts.wait(), interrupts.stop_reason)
 """
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', sys.argv[1]])"
     with Child.python(launcher, trainer) as child:

@@ -82,6 +82,13 @@ class BaseModelKeys(Keys):
         before="plain",
         recorded=True,
     )
+    cpu_threads: Count | Literal["auto"] = rounding(
+        "auto",
+        "CPU threads of each process; auto: OMP_NUM_THREADS where it is set, else the fastest of a few numbers, by a"
+        " trial of one layer whose result the user's cache keeps, and a run keeps what it began with",
+        if_set=True,
+        recorded=True,
+    )
     shared_prompts: bool | Literal["auto"] = rounding(
         "auto",
         "compute what the two answers of a pair begin with once, where a trial at the start finds the base's states"

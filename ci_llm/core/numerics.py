@@ -48,7 +48,7 @@ def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
     Args:
         kernels: the kernels of the run, as its checkpoints record them.
     """
-    machine = _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": _units()}
+    machine = _gpu(device) if device.type == "cuda" else {"processor": processor(), "instruction set": units()}
     settings = {key: value for key, value in sorted(os.environ.items()) if SETTINGS.fullmatch(key)}
     numerics = str(NUMERICS[kernels.split()[0]])
     if device.type == "cuda":
@@ -129,7 +129,7 @@ def _told_by(path: Path) -> str:
         return ""
 
 
-def _units() -> str:
+def units() -> str:
     """Architecture, the vector units that torch uses, and what else the processor has."""
     units = sorted({word for word in _told_by(Path("/proc/cpuinfo")).split() if UNITS.fullmatch(word)})
     return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *units])

@@ -87,6 +87,7 @@ class Processes:
         follow: called before every ballot: serves processes whose passes through a sharded base are not over.
         notes: lines for people about the way the run was started.
         patience: how long a process that is asked to stop waits for the others.
+        chooses_threads: whether this process computes on the CPU, and OMP_NUM_THREADS does not say by how many threads.
 
     Raises:
         LaunchError: the processes cannot join one process group, or there are more of them than GPUs.
@@ -102,6 +103,7 @@ class Processes:
         # The order matters: Accelerate reads the environment in its constructor, and a process must refuse before the
         # rendezvous, in which the others would wait for it.
         self.notes = disable_unsupported(os.environ)
+        self.chooses_threads = on_cpu and "OMP_NUM_THREADS" not in os.environ
         _set_environment(self.launch, on_cpu)
         with rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
             if self.launch.num_processes > 1 and not (dist.is_initialized() or is_initialized()):
@@ -114,6 +116,8 @@ class Processes:
             if self.device.type == "cuda":  # ACCELERATE_TORCH_DEVICE may name another one than torch's current one
                 torch.cuda.set_device(self.device)
             self._meet_on_devices()
+        if self.chooses_threads:  # else the next run of this process would take our number for a given one
+            os.environ.pop("OMP_NUM_THREADS", None)
         # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
         if self.accelerator.num_processes != self.launch.num_processes:
             raise LaunchError(

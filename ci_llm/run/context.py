@@ -18,6 +18,7 @@ from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
 from ci_llm.config import Config
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import PLAIN, names, names_of_all
 from ci_llm.core.quantities import count
@@ -47,6 +48,7 @@ from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 from ci_llm.run.step.whole_step import WholeStep
+from ci_llm.run.thread_trial import TARGETS, choose_threads
 
 
 @dataclass
@@ -163,6 +165,30 @@ class Run(Resources):
         train_alike = partial(train, self._measured(), NOT_A_STEP)
         parts = parts_of(recorded)
         return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows, parts=parts)
+
+    def choose_threads(
+        self, train: Callable[[Run, int, list[MicroBatch]], Any], recorded: Mapping[str, Any]
+    ) -> str | None:
+        """Set the CPU threads: the number given, that of the checkpoint, or by a trial. A collective.
+
+        Args:
+            train, recorded: as for `choose_kernels`.
+
+        Returns:
+            a line for people about a trial.
+        """
+        config, crowd, threads = self.config, self.crowd, self.config.cpu_threads
+        if crowd.device.type == "cpu" and threads == AUTO and recorded.get("processes") == self.processes.num_processes:
+            threads = recorded["threads"]
+        if threads != AUTO:
+            torch.set_num_threads(threads)
+            return None
+        lengths, own_rows = longest_lengths(self.rows, self.micro_batch_size), isinstance(self.rows, AgentRows)
+        how = [kernels_of(config, crowd), crowd.agents.pass_per_agent, lengths, crowd.agents.sizes]
+        like = {**names(crowd.device)["machine"], "base": [self.base.fingerprint, config.mixed_precision], "how": how}
+        batch = fixed_batch(crowd, lengths, own_rows=own_rows, most_targets=TARGETS)
+        once = partial(layer_digest, crowd, batch, partial(train, self._measured(), NOT_A_STEP))
+        return choose_threads(once, like, self.processes, self.interrupts)
 
     def _measured(self) -> Run:
         """The run with parts that do not depend on the step, to compute fixed rows."""

@@ -308,6 +308,8 @@ def _resume(
     )
     recorded: Any = start.source.checkpoint.manifest.info["surroundings"] if start.source else {}
     _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients, recorded))
+    if line := run.choose_threads(compute_gradients, recorded):
+        logger.info(f"threads   {line}")
     measure = partial(run.measure, compute_gradients)
     if start.source is None:
         measure()

@@ -16,8 +16,7 @@ import pytest
 
 from tests.support.small_run import WORDS
 from tools.testbed.accelerator import library
-
-TIMEOUT_S = 300
+from tools.testbed.events import DEADLINE_S
 
 
 @dataclass
@@ -102,7 +101,7 @@ class Simulated:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=DEADLINE_S,
             check=False,
         )
 

@@ -274,7 +274,7 @@ last_line = threading.Event()
 
 class Slow(Filesystem):
     def write(self, handle, data):
-        assert threading.current_thread() is threading.main_thread() or last_line.wait(600)
+        assert threading.current_thread() is threading.main_thread() or last_line.wait(DEADLINE_S)
         return super().write(handle, data)
 
 folder = Path(sys.argv[1])

@@ -102,11 +102,14 @@ def test_a_run_keeps_the_precision_that_auto_chose_where_it_began(
     said = capsys.readouterr().out
     assert "precision mixed_precision=bf16, model_dtype=bf16: said by the test" in said
     assert "torch.bfloat16" in said
+    assert "ten times" not in said
     saved = (tmp_path / "run/checkpoint_step_2/config.yaml").read_text()
     assert 'mixed_precision: "bf16"' in saved
     assert train_here(4, *auto, fast=False) == 0
     said = capsys.readouterr().out
     assert "precision mixed_precision=bf16, model_dtype=bf16: auto keeps what the run began with" in said
+    assert "warning: precision bf16 takes about ten times as long as fp32 here" in said
+    assert said.count("is faster") == 1
     assert "exactness: bitwise" in said
     assert train_here(6, "mixed_precision=no", "model_dtype=auto", fast=False) == 2
     assert "mixed_precision was bf16, is no" in capsys.readouterr().err

@@ -17,20 +17,12 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.run_status import read_status
 from tests.run.test_first_wave import digests
 from tests.support.campaign import sampled, size
+from tools.processors import EMULATIONS
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import train_watched
 
 pytestmark = pytest.mark.slow
 
-EMULATIONS = (
-    "MKL_CBWR=COMPATIBLE",
-    "MKL_CBWR=AVX2",
-    "ATEN_CPU_CAPABILITY=default",
-    "ATEN_CPU_CAPABILITY=avx2",
-    "ONEDNN_MAX_CPU_ISA=AVX2",
-    "ONEDNN_MAX_CPU_ISA=SSE41",
-    "MKL_ENABLE_INSTRUCTIONS=SSE4_2",
-)
 SETTINGS = (
     "mixed_precision=no",
     "mixed_precision=bf16 lora_dropout=0.1 dropconnect_p=0.05",

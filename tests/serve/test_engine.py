@@ -18,6 +18,7 @@ from ci_llm.errors import BadInput, CiLlmError, ModelError
 from ci_llm.serve.options import Options
 from ci_llm.serve.remote import of_engine
 from tests.serve.listening import Listening, chat
+from tools.testbed.events import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -162,9 +163,9 @@ def test_failed_and_abandoned_texts_are_counted(
         failed, given_up = (voting.metric("request_success_total", finished_reason=why) for why in ("error", "abort"))
         assert failed + given_up == 2
         engine.status, held, choice = 200, threading.Event(), engine.choice
-        monkeypatch.setattr(engine, "choice", lambda *given: (held.wait(10), choice(*given))[1])
+        monkeypatch.setattr(engine, "choice", lambda *given: (held.wait(DEADLINE_S), choice(*given))[1])
         with pytest.raises(httpx.ReadTimeout):
-            voting.http.post("/v1/chat/completions", json=body, timeout=0.5)
+            voting.http.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.5))
         voting.wait_for((0, 0))
         held.set()
         assert voting.metric("request_success_total", finished_reason="abort") == given_up + 2
@@ -176,7 +177,7 @@ def test_a_malformed_answer_of_an_engine_becomes_an_error(stand_in: tuple[str, t
         engine.choices = 1  # of three texts to be scored
 
         def is_refused() -> bool:
-            answer = voting.http.post("/v1/chat/completions", json=chat(), timeout=10)
+            answer = voting.http.post("/v1/chat/completions", json=chat())
             return (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
 
         assert is_refused()

@@ -143,7 +143,7 @@ def test_a_client_killed_during_a_stream_does_not_affect_others(served: Listenin
     source = f"""
 import httpx
 with httpx.stream("POST", {served.url!r} + "/v1/chat/completions", json={chat(stream=True, **LONG)!r},
-                  headers={served.headers!r}, timeout=60, trust_env=False) as answer:
+                  headers={served.headers!r}, timeout={DEADLINE_S}, trust_env=False) as answer:
     for number, line in enumerate(answer.iter_lines()):
         print("line", number)
 """

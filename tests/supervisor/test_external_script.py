@@ -388,7 +388,7 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
     (folder / "leaves.py").write_text(
         "import os, psutil, subprocess, time\n"
         "for _ in range(3):\n    subprocess.run(['sh', '-c', 'sleep 0.1 &'])\n"
-        "shim, until = psutil.Process().parent(), time.monotonic() + 60\n"
+        f"shim, until = psutil.Process().parent(), time.monotonic() + {DEADLINE_S}\n"
         "while len(shim.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
         "print('children of the shim:', len(shim.children()))\n"
     )

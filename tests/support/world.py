@@ -122,7 +122,7 @@ def main(folder: Path, then: str) -> None:
             told |= lose_a_peer(processes)
         if then == "wait":
             print("waiting", flush=True)
-            told["heard"] = interrupts.wait(300) and interrupts.stop_reason
+            told["heard"] = interrupts.wait() and interrupts.stop_reason
         told["left"] = processes.shutdown()
         told["tokens left"] = [path.name for path in folder.rglob(".launch-*")] if then != "die" else []
         (folder / f"process_{launch.process_index}.json").write_text(json.dumps(told))

@@ -37,6 +37,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.data.agent_rows import TrainingRows
+from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.lora.layer import SHAPE, LoraSettings
@@ -175,6 +176,8 @@ def settle_precision(config: Config, processes: Processes, before: Config | None
     config, line = processes.settle_precision(config, before)
     if line:
         logger.info(f"precision {line}")
+    if slow := slow_bf16(config):
+        logger.warning(f"precision {slow}")
     return config
 
 
@@ -324,15 +327,13 @@ class RunCheckpoint:
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
 
     def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
-        """Set threads and generators as they were; returns the grade, and what lowers it, for people. A collective.
+        """Set the generators as they were; returns the grade, and what lowers it, for people. A collective.
 
         Args:
             measure: `Run.measure` for rows of these lengths; it fills `bits`.
         """
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
-        if self.crowd.device.type == "cpu" and same_processes:
-            torch.set_num_threads(before["threads"])
         measure(before.get("layer", {}).get("lengths", ()))
         now = self.environment(state)
         if self.crowd.device.type != "cpu":

@@ -71,7 +71,7 @@ def fail(fault: str, attempt: int, step: int, store: CheckpointStore, status: Ru
     if fault == "interrupted":
         supervisor = psutil.Process().parent().parent()  # type: ignore[union-attr]
         supervisor.terminate()  # type: ignore[union-attr]
-        assert interrupts.wait(300)
+        assert interrupts.wait()
         status.finish("interrupted", interrupts.stop_reason)
         return 0
     if fault == "damaged":
