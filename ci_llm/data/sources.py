@@ -290,7 +290,7 @@ def recognised(
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
     lines = (f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description)
-    return Rows(data.select_columns(list(form.columns.values())), form, where, lines, numbers)
+    return Rows(data.select_columns([*form.all_columns]), form, where, lines, numbers)
 
 
 def _training_rows(config: Config, name: str) -> Rows:
