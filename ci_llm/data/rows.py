@@ -450,6 +450,22 @@ _NO_MARKS: Final = ("prefix", "partial", "redacted", "toxic")
 _READ: Final = {"role", "from", "content", "value", "tool_calls", "function_call", *_MARKS}
 
 
+#: Keys of a message that belong to what is said, and that no template is given.
+_OF_TURNS: Final = frozenset(
+    f"{name}{many}"
+    for name in ("image", "audio", "video", "document", "file", "attachment", "tool")
+    for many in ("", "s")
+)
+
+
+def unread_fields(cell: Any) -> Iterator[str]:
+    """The keys of messages in a cell that hold text and are not read here."""
+    messages = _from_json(cell)
+    for message in messages if isinstance(messages, list) else [messages]:
+        if isinstance(message, Mapping):
+            yield from (key for key, part in message.items() if key not in _READ and any(_texts(part)))
+
+
 def text_of(value: Any) -> str:
     """A cell as text: numbers as they print, the text parts of a list of parts, and "" for nothing."""
     if value is None:
@@ -472,6 +488,15 @@ def _text_of_part(part: RawRow) -> str:
             f'expected one text in a part, as in {{"type": "text", "text": "..."}}, found {str(part)[:60]}'
         )
     return texts.pop()
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether all text of a value can be written: JSON may hold half a character, a lone surrogate."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def numbers_of(value: Any) -> list[int] | None:
@@ -511,6 +536,8 @@ def _message(raw: Any) -> Message:
         calls, content = content, None
     kind = ROLES.get(role.lower(), role)
     others = sorted(set(raw) - _READ)  # sorted: the same row in another file has the same fingerprint
+    if odd := [key for key in others if key in _OF_TURNS and raw[key] and not isinstance(raw[key], str | int | float)]:
+        raise ValueError(f"a message has {odd[0]}, and only its text is read here; write it into the content")
     more = {key: raw[key] for key in others if isinstance(raw[key], str | int | float)}
     learned = kind != "assistant" or _is_learned(raw, others)
     return Message(kind, text_of(content), _calls(calls), more, learned)

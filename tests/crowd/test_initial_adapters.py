@@ -190,7 +190,13 @@ def test_auto_takes_the_shape_of_the_adapters(tmp_path: Path) -> None:
     save_adapter(base(), tmp_path / "one", r=8, lora_alpha=16, use_rslora=True, layers_to_transform=[1])
     for keys in ({}, {"lora_rank": "auto", "lora_alpha": "auto"}):
         config = Config(model_name="own/base", init_from=str(tmp_path / "one"), num_agents=2, **keys)
-        shape = (config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules, config.agent_layers)
+        shape = (
+            config.lora_rank,
+            config.lora_alpha,
+            config.use_rslora,
+            config.lora_target_modules,
+            config.agent_layers,
+        )
         assert shape == (8, 16, True, TARGETS, (1,))
         assert any("lora_rank 8" in line and "init_from" in line for line in config.told_auto())
         made = Crowd(base(), lora_settings(config), "toy")
@@ -207,7 +213,9 @@ def test_only_what_was_typed_disagrees_with_the_adapters(tmp_path: Path) -> None
     with pytest.raises(ModelError, match="lora_alpha is 16 there and 32 here; use_rslora is True there and False here"):
         load_initial_adapters(Crowd(base(), lora_settings(typed), "toy"), tmp_path)
     shipped = load_config(Path("configs.yaml"), [f"init_from={tmp_path}", "model_name=own/base", "num_agents=2"])
-    assert "every" not in load_initial_adapters(Crowd(base(), lora_settings(shipped), "toy"), tmp_path).partition(":")[0]
+    assert (
+        "every" not in load_initial_adapters(Crowd(base(), lora_settings(shipped), "toy"), tmp_path).partition(":")[0]
+    )
     save_adapter(base(), tmp_path / "agent1", r=4)
     other = Config(model_name="own/base", init_from=str(tmp_path))
     assert (other.lora_rank, other.lora_target_modules) == (16, "all-linear"), "adapters of two shapes say nothing"
