@@ -207,12 +207,10 @@ def _read_rated(row: RawRow) -> Row | None:
 
 
 def _read_labelled(row: RawRow) -> Row | None:
-    text, label = row["text"], row["label"]
-    found: Chat | Completion = (
-        Chat(messages_of(text), tools=tools_of(row.get("tools")))
-        if isinstance(text, list)
-        else Completion(None, text_of(text))
-    )
+    text, label, tools = row["text"], row["label"], tools_of(row.get("tools"))
+    if tools and not isinstance(text, list):
+        raise ValueError("tools stand beside a text, which no chat template touches; give it as messages")
+    found = Chat(messages_of(text), tools=tools) if isinstance(text, list) else Completion(None, text_of(text))
     said = found.messages if isinstance(found, Chat) else found.completion.strip()
     if not said or label is None or label == "" or label != label:
         return None
