@@ -9,11 +9,12 @@ question + answer       two strings, under the names that people use;    Chat
 instruction + output    input, history and system may be missing         Chat
 SQuAD                   context, question, answers.text                  Chat of two messages
 text                    a string                                         Completion of nothing
-prompt + chosen +       two answers, strings or lists of messages; the    Pair
-rejected                prompt may be the turns that both begin with;
-                        margin: a number
-prompt + completion +   as prompt + completion; label: good or not        Rated
-label
+prompt + chosen +       two answers, strings or messages; the prompt      Pair
+rejected                may be a question, instruction or conversation
+                        with what stands beside it, or the turns that
+                        both begin with; margin: a number
+prompt + completion +   as prompt + completion, or messages whose last    Rated
+label, or kto_tag       answer is meant; label: good or not
 text + label            a text or a chat; label: a class, or a number     Labelled
 
 The forms of `_EXACT` come first, by these very names; then names in any case, with spaces around them, and the other
@@ -269,29 +270,33 @@ _PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input", "u
 _ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 _TEXTS = ("text", "content", "completion", "document", "story")
 _MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+_LABELLED_TEXTS = ("text", "sentence", "messages")
 _RATINGS = ("kto_tag", "label")
-_WITH_CHAT = {"tools": ("tools",), "system": ("system", "system_prompt")}
-_WITH_TOKENS = {"labels": ("labels",), "attention_mask": ("attention_mask",)}
-_WITH_PAIR = {"history": ("history",), **_WITH_CHAT}
-_WITH_PARTS = {"input": ("input",), "context": ("context",), **_WITH_PAIR}
+
+
+def _names(*parts: str) -> dict[str, Sequence[str]]:
+    """Parts whose columns have their names."""
+    return {part: (part,) for part in parts}
+
+
+_WITH_CHAT: Final = _names("tools") | {"system": ("system", "system_prompt")}
+_WITH_TOKENS: Final = _names("labels", "attention_mask")
+_WITH_PAIR: Final = _names("history") | _WITH_CHAT
+_WITH_PARTS: Final = _names("input", "context") | _WITH_PAIR
 #: Parts of a prompt that only a chat can hold beside it.
 _OF_CHATS: Final = {"input", "context", "history", "system"}
 #: Columns that belong to what is asked: text in one of them that is not read is missing from the prompt.
-_OF_PROMPTS: Final = frozenset(
-    (
-        "prompt",
-        "question",
-        "query",
-        "instruction",
-        "problem",
-        "input",
-        "context",
-        "history",
-        "system",
-        "system_prompt",
-        "tools",
-    )
-)
+_OF_PROMPTS: Final = {
+    "prompt",
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "input",
+    "context",
+    "history",
+    "tools",
+} | {*_WITH_CHAT["system"]}
 
 
 @dataclass(frozen=True)
@@ -323,23 +328,15 @@ class _Pattern:
 
 _TOKENS_FORM = _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS)
 _EXACT_PAIRS: Final = (
+    _Pattern("prompt + completion", _read_completion, _names("prompt", "completion"), _WITH_CHAT),
     _Pattern(
-        "prompt + completion",
-        _read_completion,
-        {"prompt": ("prompt",), "completion": ("completion",)},
-        _WITH_CHAT,
-    ),
-    _Pattern(
-        "question + answer",
-        _read_pair,
-        {"prompt": ("question",), "answer": ("answer",)},
-        {"context": ("context",), **_WITH_PAIR},
+        "question + answer", _read_pair, {"prompt": ("question",), **_names("answer")}, _names("context") | _WITH_PAIR
     ),
     _Pattern(
         "instruction + output",
         _read_pair,
         {"prompt": ("instruction",), "answer": ("output",)},
-        {"input": ("input",), **_WITH_PAIR},
+        _names("input") | _WITH_PAIR,
     ),
     _Pattern("SQuAD", _read_squad, {"context": ("context",), "prompt": ("question",), "answers": ("answers",)}),
 )
@@ -363,31 +360,23 @@ _ANY_CASE: Final = (
 
 #: LLaMA-Factory's, Axolotl's and OpenAI's pairs among them.
 _TWO: Final[Names] = {"chosen": ("chosen", "preferred_output"), "rejected": ("rejected", "non_preferred_output")}
-_WITH_TWO: Final[Names] = {"margin": ("margin",), **_WITH_CHAT}
+_WITH_TWO: Final = _names("margin") | _WITH_CHAT
 _OF_CONVERSATIONS: Final = _Pattern("", _read_preference, {"prompt": ("conversations",), **_TWO}, _WITH_TWO, "pairs")
 _PAIRS: Final = (
-    _Pattern("", _read_preference, {"prompt": ("prompt",), **_TWO}, _WITH_TWO, "pairs"),
+    _Pattern("", _read_preference, {**_names("prompt"), **_TWO}, _WITH_TWO, "pairs"),
     _OF_CONVERSATIONS,
     _Pattern("", _read_preference, {"prompt": _MESSAGES, **_TWO}, _WITH_TWO, "pairs"),
     _Pattern("", _read_preference, {"prompt": _PROMPTS, **_TWO}, {**_WITH_TWO, **_WITH_PARTS}, "pairs"),
     _Pattern("", _read_preference, _TWO, _WITH_TWO, "pairs"),
 )
 _RATED: Final = (
-    _Pattern(
-        "", _read_rated, {"prompt": ("prompt",), "completion": ("completion",), "label": _RATINGS}, _WITH_CHAT, "rated"
-    ),
+    _Pattern("", _read_rated, _names("prompt", "completion") | {"label": _RATINGS}, _WITH_CHAT, "rated"),
     _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("kto_tag",)}, _WITH_CHAT, "rated"),
     _Pattern("", _read_rated, {"prompt": _PROMPTS, "answer": _ANSWERS, "label": ("kto_tag",)}, _WITH_PARTS, "rated"),
     _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("label",)}, _WITH_CHAT, "rated"),
 )
 _LABELLED: Final = (
-    _Pattern(
-        "",
-        _read_labelled,
-        {"text": ("text", "sentence", "messages"), "label": ("label", "labels")},
-        {"tools": ("tools",)},
-        "labelled",
-    ),
+    _Pattern("", _read_labelled, {"text": _LABELLED_TEXTS, "label": ("label", "labels")}, _names("tools"), "labelled"),
 )
 
 #: The forms of rows that are not answers to learn, the columns that each takes, and the keys that name others.

@@ -358,6 +358,20 @@ class Rows:
         except UnicodeDecodeError as error:
             raise DataError(f"the text is not UTF-8: {error}", where=self.where, hint="save it as UTF-8") from error
 
+    @property
+    def unread_fields(self) -> list[str]:
+        """The fields of messages that hold text and are not read here, in the first rows."""
+        with self._text_as_utf8():
+            cells = [_from_json(cell) for number in range(min(20, len(self))) for cell in self.raw[number].values()]
+        fields = (
+            (key, part)
+            for cell in cells
+            for turn in (cell if isinstance(cell, list) else ())
+            if isinstance(turn, Mapping) and {"role", "from"} & turn.keys()
+            for key, part in turn.items()
+        )
+        return [*dict.fromkeys(key for key, part in fields if key not in _READ and any(_texts(part)))]
+
     def evaluated_although_trained_on(self, count: int) -> Rows:
         """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""
         note = f"{count} of the {len(self)} rows to evaluate on are rows to train on: scores show what is remembered"
@@ -456,14 +470,6 @@ _OF_TURNS: Final = frozenset(
     for name in ("image", "audio", "video", "document", "file", "attachment", "tool")
     for many in ("", "s")
 )
-
-
-def unread_fields(cell: Any) -> Iterator[str]:
-    """The keys of messages in a cell that hold text and are not read here."""
-    messages = _from_json(cell)
-    for message in messages if isinstance(messages, list) else [messages]:
-        if isinstance(message, Mapping):
-            yield from (key for key, part in message.items() if key not in _READ and any(_texts(part)))
 
 
 def text_of(value: Any) -> str:

@@ -20,7 +20,7 @@ from ci_llm.core.quantities import count
 from ci_llm.core.remote import may_be_on_hub
 from ci_llm.data.columns import form_of_columns, shown
 from ci_llm.data.order import permute
-from ci_llm.data.rows import EVAL_SPLITS, ListedRows, Row, Rows, empty, unread_fields
+from ci_llm.data.rows import EVAL_SPLITS, ListedRows, Row, Rows, empty
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:
@@ -258,11 +258,6 @@ def _joined(parts: Sequence[Rows], config: Config) -> Rows:
     return parts[0] if len(parts) == 1 else mix(parts, None, config.seed)
 
 
-#: Parts of a form that may be messages, and in how many rows their fields are looked at.
-_OF_MESSAGES: Final = ("messages", "prompt", "completion", "answer", "chosen", "rejected", "text")
-_LOOKED_AT: Final = 20
-
-
 def recognised(
     data: Any,
     where: str,
@@ -294,12 +289,10 @@ def recognised(
     form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
-    parts = [form.columns[part] for part in _OF_MESSAGES if part in form.columns]
-    first = (data[number][name] for name in parts for number in range(min(len(data), _LOOKED_AT)))
-    if fields := dict.fromkeys(chain.from_iterable(map(unread_fields, first))):
-        left.append(f"fields of messages that only a chat template may read: {shown([*fields])}")
-    lines = (f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description)
-    return Rows(data.select_columns([*form.all_columns]), form, where, lines, numbers)
+    rows = Rows(data.select_columns([*form.all_columns]), form, where, (), numbers)
+    if fields := rows.unread_fields:
+        left.append(f"fields of messages that only a chat template may read: {shown(fields)}")
+    return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))
 
 
 def _training_rows(config: Config, name: str) -> Rows:
