@@ -68,10 +68,9 @@ class Arguments(dict[str, Any]):
 
 
 def _for_templates(call: dict[str, Any]) -> dict[str, Any]:
-    given = call["function"]["arguments"]
-    return (
-        {**call, "function": {**call["function"], "arguments": Arguments(given)}} if isinstance(given, dict) else call
-    )
+    function = call["function"]
+    given = function["arguments"]
+    return {**call, "function": {**function, "arguments": Arguments(given) if isinstance(given, dict) else given}}
 
 
 @dataclass(frozen=True)
@@ -363,13 +362,8 @@ class Rows:
         """The fields of messages that hold text and are not read here, in the first rows."""
         with self._text_as_utf8():
             cells = [_from_json(cell) for number in range(min(20, len(self))) for cell in self.raw[number].values()]
-        fields = (
-            (key, part)
-            for cell in cells
-            for turn in (cell if isinstance(cell, list) else ())
-            if isinstance(turn, Mapping) and {"role", "from"} & turn.keys()
-            for key, part in turn.items()
-        )
+        turns = (turn for cell in cells if isinstance(cell, list) for turn in cell if isinstance(turn, Mapping))
+        fields = (each for turn in turns if {"role", "from"} & turn.keys() for each in turn.items())
         return [*dict.fromkeys(key for key, part in fields if key not in _READ and any(_texts(part)))]
 
     def evaluated_although_trained_on(self, count: int) -> Rows:
@@ -453,9 +447,9 @@ _CALLERS: Final = ("function_call", "tool_call")
 #: LLaMA-Factory's.
 _MARKS: Final = ("weight", "train", "training", "loss", "loss_weight")
 #: What a mark says; a column of Arrow or CSV may hold nothing but text.
-_SAYS: Final[Mapping[Any, bool]] = {1: True, 0: False} | {
-    text: text in ("1", "1.0", "true") for text in ("1", "1.0", "true", "0", "0.0", "false")
-}
+_SAYS: Final[Mapping[Any, bool]] = dict.fromkeys((1, "1", "1.0", "true"), True) | dict.fromkeys(
+    (0, "0", "0.0", "false"), False
+)
 #: Names of what may be a mark as well, of parts of an answer perhaps.
 _LIKE_MARKS: Final = re.compile("train|loss|learn|weight|mask|ignore", re.IGNORECASE)
 #: Keys of an answer that may be false, and mark nothing: of prompts that an API continues, and of WildChat.
@@ -465,11 +459,7 @@ _READ: Final = {"role", "from", "content", "value", "tool_calls", "function_call
 
 
 #: Keys of a message that belong to what is said, and that no template is given.
-_OF_TURNS: Final = frozenset(
-    f"{name}{many}"
-    for name in ("image", "audio", "video", "document", "file", "attachment", "tool")
-    for many in ("", "s")
-)
+_OF_TURNS: Final = re.compile("(image|audio|video|document|file|attachment|tool)s?")
 
 
 def text_of(value: Any) -> str:
@@ -542,9 +532,9 @@ def _message(raw: Any) -> Message:
         calls, content = content, None
     kind = ROLES.get(role.lower(), role)
     others = sorted(set(raw) - _READ)  # sorted: the same row in another file has the same fingerprint
-    if odd := [key for key in others if key in _OF_TURNS and raw[key] and not isinstance(raw[key], str | int | float)]:
-        raise ValueError(f"a message has {odd[0]}, and only its text is read here; write it into the content")
     more = {key: raw[key] for key in others if isinstance(raw[key], str | int | float)}
+    if odd := [key for key in others if _OF_TURNS.fullmatch(key) and raw[key] and key not in more]:
+        raise ValueError(f"a message has {odd[0]}, and only its text is read here; write it into the content")
     learned = kind != "assistant" or _is_learned(raw, others)
     return Message(kind, text_of(content), _calls(calls), more, learned)
 
