@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import shutil
 import sys
@@ -244,10 +245,15 @@ def lines_of(stream: TextIO) -> Iterator[str]:
     Raises:
         BadInput: its bytes are not text.
     """
-    try:
-        yield from stream
-    except UnicodeDecodeError as error:
-        raise BadInput("this is not UTF-8 text", where="standard input", hint="give lines of text") from error
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="surrogateescape")  # else a whole block fails, and the line is not known
+    for number, line in enumerate(stream, 1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            where = f"standard input, line {number}"
+            raise BadInput("this is not UTF-8 text", where=where, hint="give lines of text") from error
+        yield line
 
 
 def note(line: str | None) -> None:

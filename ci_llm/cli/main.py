@@ -86,6 +86,8 @@ def _dispatch(words: list[str]) -> int:
     if words[0] == "--version":
         print(__version__)
         return 0
+    if words[0] != "supervise":  # the words of another program are its own
+        _require_text(words)
     if words[0] not in COMMANDS:
         from ci_llm.config.parsing import nearest
 
@@ -93,6 +95,14 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean {near}?" if near else f"one of: {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {words[0]!r}", hint=hint)
     return _command(words[0])(words[1:])
+
+
+def _require_text(words: Sequence[str]) -> None:
+    """Refuse bytes of a command line that no text has: Python keeps each of them as half a character."""
+    for number, word in enumerate(words, 1):
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            what = f"word {number} is not UTF-8 text: {word!r}"
+            raise ConfigError(what, where="command line", hint="type text, or give a file by --file")
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

@@ -1,17 +1,22 @@
 """The values that `auto` stands for, and why: rates, ranks and lengths follow the base, rows and epochs the data.
 
+The shape of an adapter to start from comes before that.
+
 What can be said only of loaded rows is left `auto` here: `run/start/loading.py` decides it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config.own_keys import AUTO, KeysOfEach
 
 #: The keys that decide what auto stands for.
 FOLLOWED: Final = ("model_name", "dataset_name", "optimizer")
+_LISTS: Final = (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform"))
 _EMBEDDED: Final = "embedded"
 #: Objectives with a head, which is new and has to be learned.
 _HEADS: Final = ("reward", "classification", "regression")
@@ -24,6 +29,7 @@ def settled(config: KeysOfEach) -> tuple[dict[str, Any], dict[str, str]]:
     A reason that is empty need not be told.
     """
     open_keys = {key: found for key, *found in _rules(config) if getattr(config, key) == AUTO}
+    open_keys |= {key: found for key, *found in _of_adapters(config) if key in open_keys or _is_unset(config, key)}
     values = {key: value for key, (value, _) in open_keys.items()}
     if any(AUTO in own.values() for own in config.agents):
         values["agents"] = tuple(_own(config, k) for k in range(len(config.agents)))
@@ -31,8 +37,44 @@ def settled(config: KeysOfEach) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _own(config: KeysOfEach, agent: int) -> dict[str, Any]:
-    rules = {key: value for key, value, _ in _rules(config.of_agent(agent))}
+    rules = {key: value for key, value, _ in (*_rules(config.of_agent(agent)), *_of_adapters(config))}
     return {key: rules[key] if value == AUTO else value for key, value in config.agents[agent].items()}
+
+
+def _is_unset(config: KeysOfEach, key: str) -> bool:
+    return key not in config.model_fields_set and not any(key in own for own in config.agents)
+
+
+def _of_adapters(config: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, why) of the shape that the adapters of `init_from` have in common; nothing without a plain one."""
+    folder = Path(config.init_from or "")
+    files = [folder / "adapter_config.json"] if config.init_from else []
+    files = files if not files or files[0].is_file() else sorted(folder.glob("agent*/adapter_config.json"))
+    shapes = [*map(_shape_of, files)]
+    for key, value in shapes[0].items() if shapes and all(shape == shapes[0] for shape in shapes) else ():
+        if key in ("lora_rank", "lora_alpha") or _is_unset(config, key):
+            yield key, value, "of the adapters in init_from"
+
+
+def _shape_of(file: Path) -> dict[str, Any]:
+    """The keys of a shape that an adapter says in the words of a configuration; one that cannot be is refused later."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # who loads the adapters says so, with the place
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    numbers = {key: said.get(name) for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))}
+    lists = {key: said.get(name) for key, name in _LISTS if said.get(name)}
+    return {
+        **{
+            key: int(number)
+            for key, number in numbers.items()
+            if isinstance(number, int | float) and number == int(number)
+        },
+        "use_rslora": bool(said.get("use_rslora")),
+        **{key: tuple(sorted(each)) for key, each in lists.items() if isinstance(each, list)},
+    }
 
 
 def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:

@@ -108,10 +108,13 @@ class AgentKeys(Keys):
         no_sweep=("a sweep has as many agents as trials", "write agents_per_pass=N for those of one pass"),
     )
     lora_rank: AutoCount = exact(
-        "auto", "rank of each adapter; auto: 8 on the embedded base, else 16", own=7, shape=True
+        "auto", "rank of each adapter; auto: that of init_from, else 8 on the embedded base or 16", own=7, shape=True
     )
     lora_alpha: AutoCount = exact(
-        "auto", "an adapter is scaled by alpha / rank; auto: 16 on the embedded base, else 32", own=8, shape=True
+        "auto",
+        "an adapter is scaled by alpha / rank; auto: that of init_from, else 16 on the embedded base or 32",
+        own=8,
+        shape=True,
     )
     lora_dropout: Dropout = exact(
         0.0, "probability of dropping an input of an adapter; 0: off, which is faster", own=12

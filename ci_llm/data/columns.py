@@ -9,11 +9,12 @@ question + answer       two strings, under the names that people use;    Chat
 instruction + output    input, history and system may be missing         Chat
 SQuAD                   context, question, answers.text                  Chat of two messages
 text                    a string                                         Completion of nothing
-prompt + chosen +       two answers, strings or lists of messages; the    Pair
-rejected                prompt may be the turns that both begin with;
-                        margin: a number
-prompt + completion +   as prompt + completion; label: good or not        Rated
-label
+prompt + chosen +       two answers, strings or messages; the prompt      Pair
+rejected                may be a question, instruction or conversation
+                        with what stands beside it, or the turns that
+                        both begin with; margin: a number
+prompt + completion +   as prompt + completion, or messages whose last    Rated
+label, or kto_tag       answer is meant; label: good or not
 text + label            a text or a chat; label: a class, or a number     Labelled
 
 The forms of `_EXACT` come first, by these very names; then names in any case, with spaces around them, and the other
@@ -81,27 +82,60 @@ def _read_messages(row: RawRow) -> Row | None:
 
 def _read_completion(row: RawRow) -> Row | None:
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list):
-        given = messages_of(prompt)
-        return _chat((*given, *messages_of(completion)), len(given), tools_of(row.get("tools")))
+    if not _is_text(row, completion):
+        return _read_pair({**row, "answer": completion})
     return Completion(text_of(prompt), text_of(completion)) if text_of(completion).strip() else None
+
+
+def _is_text(row: RawRow, *answers: Any) -> bool:
+    """Whether prompt and answers are text that no chat template touches; a column beside the prompt makes it a chat."""
+    if any(map(_are_turns, (row.get("prompt"), *answers))) or _OF_CHATS & row.keys():
+        return False
+    if tools_of(row.get("tools")):
+        raise ValueError("tools stand beside a prompt of text, which no chat template touches; give it as messages")
+    return True
+
+
+def _are_turns(value: Any) -> bool:
+    """Whether a cell holds messages, or a single one, and no text."""
+    turns = value if isinstance(value, list) else [value]
+    return any(isinstance(turn, Mapping) and {"role", "from", "messages"} & turn.keys() for turn in turns)
 
 
 def _read_pair(row: RawRow) -> Row | None:
     """A prompt, with its context and input, and its answer; both may be messages."""
-    prompt, answer = row["prompt"], row["answer"]
-    if isinstance(prompt, list):
-        given = messages_of(prompt)
-        last = messages_of(answer) if isinstance(answer, list) else (Message("assistant", text_of(answer)),)
-        return _chat((*given, *last), len(given))
-    parts = (text_of(row.get("context")), text_of(prompt), text_of(row.get("input")))
-    asked = "\n\n".join(part for part in parts if part)
-    if not asked.strip():
-        return None
-    last = (Message("user", asked), Message("assistant", text_of(answer)))
-    if not last[1].content.strip():
-        return None
-    return _chat((*_system(row), *_history(row.get("history")), *last))
+    given, answer = _asked(row), _said(row["answer"])
+    begin = len(given) if _are_turns(row["prompt"]) else 0
+    return _chat((*given, *answer), begin, _tools(row)) if given and answer else None
+
+
+def _asked(row: RawRow) -> tuple[Message, ...]:
+    """What is asked: system text, earlier turns and the prompt, with its context and its input; empty without one."""
+    prompt = _turns(row.get("prompt"))
+    if _are_turns(prompt):
+        if beside := [part for part in ("context", "input", "history") if row.get(part)]:
+            raise ValueError(f"{beside[0]} stands beside a prompt of messages; write it into one of them")
+        turns = messages_of(prompt)
+    else:
+        asked = "\n\n".join(filter(None, map(text_of, (row.get("context"), prompt, row.get("input")))))
+        turns = (*_history(row.get("history")), Message("user", asked)) if asked.strip() else ()
+    return turns if not turns or turns[0].role == "system" else (*_system(row), *turns)
+
+
+def _turns(prompt: Any) -> Any:
+    """A prompt, of which OpenAI's pairs have messages and tools in an object."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if odd := {key for key, value in prompt.items() if value} - {"messages", "tools", "parallel_tool_calls"}:
+        raise ValueError(
+            f"a prompt that is an object has messages and tools, and this one has {', '.join(sorted(odd))}"
+        )
+    return prompt.get("messages") or []
+
+
+def _tools(row: RawRow) -> tuple[Any, ...]:
+    prompt = row.get("prompt")
+    return tools_of(row.get("tools") or (prompt.get("tools") if isinstance(prompt, Mapping) else None))
 
 
 def _history(value: Any) -> tuple[Message, ...]:
@@ -117,7 +151,7 @@ def _history(value: Any) -> tuple[Message, ...]:
 def _read_preference(row: RawRow) -> Row | None:
     """Two answers to what is asked. Where they are messages, the turns that both begin with belong to the prompt."""
     prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
-    if not any(isinstance(part, list) for part in (prompt, *answers)):
+    if _is_text(row, *answers):
         chosen, rejected = map(text_of, answers)
         if not chosen.strip() or not rejected.strip() or chosen == rejected:
             return None
@@ -127,18 +161,18 @@ def _read_preference(row: RawRow) -> Row | None:
                 " text_column=chosen learns the better texts as they are"
             )
         return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected), _margin(row))
-    said = [messages_of(each) if isinstance(each, list) else _said(each) for each in answers]
+    said, given = [*map(_said, answers)], _asked(row)
     if not all(said) or said[0] == said[1]:
         return None
-    if said[0][0].role == "assistant" and prompt is not None:
-        given = messages_of(prompt) if isinstance(prompt, list) else (Message("user", text_of(prompt)),)
+    if said[0][0].role == "assistant" and given:
+        if given[-1].role == "assistant":
+            raise ValueError("the prompt ends with an answer, and chosen and rejected are others to the turn before")
         begin, said = len(given), [(*given, *each) for each in said]
     else:
         differ = [first != second for first, second in zip(*said, strict=False)]
         begin = differ.index(True) if True in differ else len(differ)
     system = () if said[0][0].role == "system" else _system(row)
-    tools = tools_of(row.get("tools"))
-    better, worse = (_chat((*system, *each), len(system) + begin, tools) for each in said)
+    better, worse = (_chat((*system, *each), len(system) + begin, _tools(row)) for each in said)
     return Pair(better, worse, _margin(row)) if better and worse else None
 
 
@@ -151,28 +185,33 @@ def _margin(row: RawRow) -> float | None:
     return float(margin)
 
 
-def _said(text: Any) -> tuple[Message, ...]:
-    """An answer in text, as the message that it is."""
-    return (Message("assistant", text_of(text)),) if text_of(text).strip() else ()
+def _said(answer: Any) -> tuple[Message, ...]:
+    """An answer in text or as messages, of which a single one may stand without a list."""
+    if _are_turns(answer):
+        return messages_of([answer] if isinstance(answer, Mapping) else answer)
+    return (Message("assistant", text_of(answer)),) if text_of(answer).strip() else ()
 
 
 def _read_rated(row: RawRow) -> Row | None:
-    found, label = _read_completion(row), row["label"]
+    read = _read_pair if "answer" in row else _read_completion if "completion" in row else _read_messages
+    found, label = read(row), row["label"]
     label = label.strip().lower() if isinstance(label, str) else label
     if found is None or label is None or label == "":
         return None
-    if label not in _GOOD:
+    if not isinstance(label, str | int | float) or label not in _GOOD:
         raise ValueError(f"expected a label that is true or false, found {str(label)[:60]!r}")
+    if isinstance(found, Chat) and not found.trained_from:
+        if found.messages[-1].role != "assistant":
+            raise ValueError("the label is of the last answer, and the last message is not of the assistant")
+        found = replace(found, trained_from=len(found.messages) - 1)
     return Rated(found, _GOOD[label])  # type: ignore[arg-type]
 
 
 def _read_labelled(row: RawRow) -> Row | None:
-    text, label = row["text"], row["label"]
-    found: Chat | Completion = (
-        Chat(messages_of(text), tools=tools_of(row.get("tools")))
-        if isinstance(text, list)
-        else Completion(None, text_of(text))
-    )
+    text, label, tools = row["text"], row["label"], tools_of(row.get("tools"))
+    if tools and not isinstance(text, list):
+        raise ValueError("tools stand beside a text, which no chat template touches; give it as messages")
+    found = Chat(messages_of(text), tools=tools) if isinstance(text, list) else Completion(None, text_of(text))
     said = found.messages if isinstance(found, Chat) else found.completion.strip()
     if not said or label is None or label == "" or label != label:
         return None
@@ -231,9 +270,33 @@ _PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input", "u
 _ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 _TEXTS = ("text", "content", "completion", "document", "story")
 _MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
-_WITH_CHAT = {"tools": ("tools",), "system": ("system", "system_prompt")}
-_WITH_TOKENS = {"labels": ("labels",), "attention_mask": ("attention_mask",)}
-_WITH_PAIR = {"history": ("history",), "system": ("system", "system_prompt")}
+_LABELLED_TEXTS = ("text", "sentence", "messages")
+_RATINGS = ("kto_tag", "label")
+
+
+def _names(*parts: str) -> dict[str, Sequence[str]]:
+    """Parts whose columns have their names."""
+    return {part: (part,) for part in parts}
+
+
+_WITH_CHAT: Final = _names("tools") | {"system": ("system", "system_prompt")}
+_WITH_TOKENS: Final = _names("labels", "attention_mask")
+_WITH_PAIR: Final = _names("history") | _WITH_CHAT
+_WITH_PARTS: Final = _names("input", "context") | _WITH_PAIR
+#: Parts of a prompt that only a chat can hold beside it.
+_OF_CHATS: Final = {"input", "context", "history", "system"}
+#: Columns that belong to what is asked: text in one of them that is not read is missing from the prompt.
+_OF_PROMPTS: Final = {
+    "prompt",
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "input",
+    "context",
+    "history",
+    "tools",
+} | {*_WITH_CHAT["system"]}
 
 
 @dataclass(frozen=True)
@@ -245,6 +308,10 @@ class _Pattern:
     needs: Names
     may_have: Names = field(default_factory=dict)
     kind: RowKind = "single"
+
+    def with_names(self, known: Names) -> _Pattern:
+        """The form whose parts have these columns."""
+        return replace(self, needs={**self.needs, **known})
 
     def found_in(self, columns: Sequence[str], *, any_case: bool) -> Form | None:
         """The form with the columns that are there, if every part that it needs is."""
@@ -261,23 +328,15 @@ class _Pattern:
 
 _TOKENS_FORM = _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS)
 _EXACT_PAIRS: Final = (
+    _Pattern("prompt + completion", _read_completion, _names("prompt", "completion"), _WITH_CHAT),
     _Pattern(
-        "prompt + completion",
-        _read_completion,
-        {"prompt": ("prompt",), "completion": ("completion",)},
-        {"tools": ("tools",)},
-    ),
-    _Pattern(
-        "question + answer",
-        _read_pair,
-        {"prompt": ("question",), "answer": ("answer",)},
-        {"context": ("context",), **_WITH_PAIR},
+        "question + answer", _read_pair, {"prompt": ("question",), **_names("answer")}, _names("context") | _WITH_PAIR
     ),
     _Pattern(
         "instruction + output",
         _read_pair,
         {"prompt": ("instruction",), "answer": ("output",)},
-        {"input": ("input",), **_WITH_PAIR},
+        _names("input") | _WITH_PAIR,
     ),
     _Pattern("SQuAD", _read_squad, {"context": ("context",), "prompt": ("question",), "answers": ("answers",)}),
 )
@@ -294,44 +353,37 @@ _ANY_CASE: Final = (
     _Pattern(
         "", _read_pair, {"prompt": ("instruction",), "answer": _ANSWERS}, {"input": ("input", "context"), **_WITH_PAIR}
     ),
-    _Pattern(
-        "",
-        _read_pair,
-        {"prompt": _PROMPTS, "answer": _ANSWERS},
-        {"input": ("input",), "context": ("context",), **_WITH_PAIR},
-    ),
+    _Pattern("", _read_pair, {"prompt": _PROMPTS, "answer": _ANSWERS}, _WITH_PARTS),
     _TOKENS_FORM,
     _Pattern("text", _read_text, {"text": _TEXTS}),
 )
 
-_PAIRS_FORM: Final = _Pattern(
-    "",
-    _read_preference,
-    {"chosen": ("chosen",), "rejected": ("rejected",)},
-    {"prompt": _PROMPTS, "margin": ("margin",), **_WITH_CHAT},
-    "pairs",
+#: LLaMA-Factory's, Axolotl's and OpenAI's pairs among them.
+_TWO: Final[Names] = {"chosen": ("chosen", "preferred_output"), "rejected": ("rejected", "non_preferred_output")}
+_WITH_TWO: Final = _names("margin") | _WITH_CHAT
+_OF_CONVERSATIONS: Final = _Pattern("", _read_preference, {"prompt": ("conversations",), **_TWO}, _WITH_TWO, "pairs")
+_PAIRS: Final = (
+    _Pattern("", _read_preference, {**_names("prompt"), **_TWO}, _WITH_TWO, "pairs"),
+    _OF_CONVERSATIONS,
+    _Pattern("", _read_preference, {"prompt": _MESSAGES, **_TWO}, _WITH_TWO, "pairs"),
+    _Pattern("", _read_preference, {"prompt": _PROMPTS, **_TWO}, {**_WITH_TWO, **_WITH_PARTS}, "pairs"),
+    _Pattern("", _read_preference, _TWO, _WITH_TWO, "pairs"),
 )
-_RATED_FORM: Final = _Pattern(
-    "",
-    _read_rated,
-    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label",)},
-    {"tools": ("tools",)},
-    "rated",
+_RATED: Final = (
+    _Pattern("", _read_rated, _names("prompt", "completion") | {"label": _RATINGS}, _WITH_CHAT, "rated"),
+    _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("kto_tag",)}, _WITH_CHAT, "rated"),
+    _Pattern("", _read_rated, {"prompt": _PROMPTS, "answer": _ANSWERS, "label": ("kto_tag",)}, _WITH_PARTS, "rated"),
+    _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("label",)}, _WITH_CHAT, "rated"),
 )
-
-_LABELLED_FORM: Final = _Pattern(
-    "",
-    _read_labelled,
-    {"text": ("text", "sentence", "messages"), "label": ("label", "labels")},
-    {"tools": ("tools",)},
-    "labelled",
+_LABELLED: Final = (
+    _Pattern("", _read_labelled, {"text": _LABELLED_TEXTS, "label": ("label", "labels")}, _names("tools"), "labelled"),
 )
 
 #: The forms of rows that are not answers to learn, the columns that each takes, and the keys that name others.
-_JUDGED: Final[Mapping[RowKind, tuple[_Pattern, str, str]]] = {
-    "pairs": (_PAIRS_FORM, "prompt, chosen and rejected", "prompt_column= names another prompt"),
-    "rated": (_RATED_FORM, "prompt, completion and label", "prompt_column= and label_column= name others"),
-    "labelled": (_LABELLED_FORM, "text and label", "text_column= (or messages_column=) and label_column= name others"),
+_JUDGED: Final[Mapping[RowKind, tuple[Sequence[_Pattern], str, str]]] = {
+    "pairs": (_PAIRS, "prompt, chosen and rejected", "prompt_column= names another prompt"),
+    "rated": (_RATED, "prompt, completion and label", "prompt_column= and label_column= name others"),
+    "labelled": (_LABELLED, "text and label", "text_column= (or messages_column=) and label_column= name others"),
 }
 
 #: What the error lists when nothing fits.
@@ -347,17 +399,30 @@ def find_form(columns: Sequence[str]) -> Form | None:
     Raises:
         ValueError: the columns are preference pairs.
     """
-    exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
-    if (form := next(filter(None, exact), None)) is not None:
+    if (form := _first(_EXACT, columns, any_case=False)) is not None:
         return form
-    if _PAIRS_FORM.found_in(columns, any_case=True):
+    if _first(_PAIRS, columns):
         raise ValueError("the columns chosen and rejected are preference pairs, and objective sft learns answers")
-    return next(filter(None, (pattern.found_in(columns, any_case=True) for pattern in _ANY_CASE)), None)
+    return _first(_ANY_CASE, columns)
 
 
+def _first(patterns: Sequence[_Pattern], columns: Sequence[str], *, any_case: bool = True) -> Form | None:
+    return next(filter(None, (pattern.found_in(columns, any_case=any_case) for pattern in patterns)), None)
+
+
+_RATINGS_BESIDE: Final = (
+    {"prompt", "completion", "label"},
+    {"messages", "label"},
+    {"conversations", "label"},
+    {"kto_tag"},
+)
+_SWIFTS: Final = ("rejected_response", "rejected_messages")  # ms-swift has the better answer at the end of messages
 #: Columns, in lower case, by which rows are told that are not made for learning their answers, and what they are.
 _NOT_ANSWERS: Final = (
-    ({"prompt", "completion", "label"}, "answers with a label each, right or wrong, which objective=kto takes"),
+    *((told, "answers with a label each, right or wrong, which objective=kto takes") for told in _RATINGS_BESIDE),
+    ({"conversations", "chosen", "rejected"}, "preference pairs, which objective=dpo takes"),
+    ({"preferred_output", "non_preferred_output"}, "preference pairs, which objective=dpo takes"),
+    *(({name}, "preference pairs, and objective=dpo takes prompt, chosen and rejected") for name in _SWIFTS),
     ({"question", "choices"}, "questions with choices"),
     ({"question", "options"}, "questions with choices"),
     ({"ctx", "endings"}, "beginnings with a choice of endings"),
@@ -372,7 +437,7 @@ def _require_answers(columns: Sequence[str], where: str) -> None:
     by_name = {plain(column): column for column in columns}
     for wanted, what in _NOT_ANSWERS:
         if wanted <= by_name.keys() and "input_ids" not in by_name:
-            dropped = by_name[(wanted - {"prompt", "completion", "question", "ctx", "text"}).pop()]
+            dropped = by_name[min(wanted - {"prompt", "completion", "question", "ctx", "text", *_MESSAGES})]
             raise DataError(
                 f"The data set looks like {what}, and {dropped} would not be read.",
                 where=where,
@@ -393,7 +458,14 @@ def form_of_columns(
     Raises:
         DataError: a named column is not there, no form fits, or the rows are meant for another objective.
     """
-    given = {**named}
+    form = _form_of(columns, {**named}, where, wanted)
+    if named or form.reader is _read_tokens:
+        return form
+    read = {*form.columns.values()} - ({form.columns.get("prompt")} if form.kind == "pairs" else set())
+    return replace(form, beside=tuple(name for name in columns if plain(name) in _OF_PROMPTS and name not in read))
+
+
+def _form_of(columns: Sequence[str], given: dict[str, str], where: str, wanted: RowKind | None) -> Form:
     if wanted is not None and wanted in _JUDGED:
         return _judged_form(columns, given, where, wanted)
     if "label" in given and wanted is None:
@@ -418,23 +490,21 @@ def form_of_columns(
 
 def _unless_answers(columns: Sequence[str]) -> Form | None:
     """The form of pairs, rated or labelled rows, where single rows would be refused."""
-    for pattern in (_RATED_FORM, _LABELLED_FORM):
-        if labelled := pattern.found_in(columns, any_case=True):
-            return None if "input_ids" in map(plain, columns) else labelled
-    exact = (pattern.found_in(columns, any_case=False) for pattern in _EXACT)
-    return None if any(exact) else _PAIRS_FORM.found_in(columns, any_case=True)
+    if "input_ids" in map(plain, columns):
+        return None
+    # Messages with a label are texts with a class, unless the objective says otherwise.
+    if judged := _first((*_RATED[:-1], *_LABELLED, _OF_CONVERSATIONS), columns):
+        return judged
+    return None if _first(_EXACT, columns, any_case=False) else _first(_PAIRS, columns)
 
 
 def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, wanted: RowKind) -> Form:
     """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
     _require_named(columns, given, where)
-    pattern, wants, way = _JUDGED[wanted]
+    patterns, wants, way = _JUDGED[wanted]
     parts = {"text" if part == "messages" and wanted == "labelled" else part: name for part, name in given.items()}
     known = {part: (plain(name),) for part, name in parts.items()}
-    others = {part: names for part, names in pattern.may_have.items() if part not in known}
-    form = None
-    if known.keys() <= {*pattern.needs, *pattern.may_have}:
-        form = replace(pattern, needs={**pattern.needs, **known}, may_have=others).found_in(columns, any_case=True)
+    form = _first([each.with_names(known) for each in patterns if known.keys() <= each.needs.keys()], columns)
     has_pictures = any(plain(name) in ("image", "images") for name in columns)
     if form is None or has_pictures:
         raise DataError(

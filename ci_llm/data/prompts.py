@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, RefusedRowError, chat_template
-from ci_llm.data.rows import Chat, Completion, Form, Message, RawRow, Row, Rows, messages_of
+from ci_llm.data.rows import Chat, Completion, Form, Message, RawRow, Row, Rows, is_unicode, kept, messages_of
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
 
@@ -259,7 +259,9 @@ def prompts_of_file(path: Path, of_rows: ReadRows | None = None) -> list[Any]:
 
     splits = open_splits(str(path), None, "train", "--file").values()
     read = of_rows or prompts_of_rows
-    return [prompt for rows in splits for prompt in read(list(rows), rows.column_names, str(path))]
+    return [
+        prompt for rows in splits for prompt in read([kept(rows, row) for row in rows], rows.column_names, str(path))
+    ]
 
 
 def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None = None) -> list[Any]:
@@ -284,6 +286,9 @@ def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None 
                 "a row is not a JSON object", where=f"{where}, row {number} (counted from 0)", hint="repair it"
             )
         return list(texts)
+    if (odd := next((number for number, row in enumerate(rows) if not is_unicode(row)), None)) is not None:
+        what = "a row holds half a character, a lone surrogate"
+        raise DataError(what, where=f"{where}, row {odd} (counted from 0)", hint="repair it")
     found: list[Mapping[str, Any]] = [row for row in rows if row is not None]
     read = of_rows or prompts_of_rows
     return list(read(found, list({column: None for row in found for column in row}), where))
@@ -398,5 +403,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = str(error.strerror) if isinstance(error, OSError) else "it is not UTF-8 text"
+        if isinstance(error, UnicodeDecodeError):
+            reason += f" in line {len(error.object[: error.start].splitlines()) or 1}"
         raise DataError(f"the file cannot be read: {reason}", where=str(path), hint="give a text file") from error

@@ -7,6 +7,7 @@ A cell may hold messages under OpenAI's or ShareGPT's keys, content in parts, JS
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,8 +50,27 @@ class Message:
 
     def as_turn(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+        calls = {"tool_calls": [*map(_for_templates, self.tool_calls)]} if self.tool_calls else {}
         return {"role": self.role, "content": self.content, **calls, **self.more}
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call: templates that want an object read it, and for those that want text it is its JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def _for_templates(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    given = function["arguments"]
+    return {**call, "function": {**function, "arguments": Arguments(given) if isinstance(given, dict) else given}}
 
 
 @dataclass(frozen=True)
@@ -232,15 +252,51 @@ class Form:
         columns: the column of the data for each part that `reader` knows.
         reader: makes the canonical row of the parts; returns None for a row in which there is nothing to learn,
             and raises ValueError for a bad one.
+        beside: columns of a prompt, whose text has to be in what is read of the others.
     """
 
     name: str
     columns: Mapping[str, str]
     reader: Callable[[RawRow], Row | None]
     kind: RowKind = "single"
+    beside: tuple[str, ...] = ()
+
+    @property
+    def all_columns(self) -> Iterable[str]:
+        """The columns that are looked at."""
+        return dict.fromkeys((*self.columns.values(), *self.beside))
 
     def read(self, raw: RawRow) -> Row | None:
-        return self.reader({part: raw.get(column) for part, column in self.columns.items()})
+        row = self.reader({part: raw.get(column) for part, column in self.columns.items()})
+        beside = [(name, text) for name in self.beside for text in _texts(raw.get(name))] if row is not None else []
+        if beside:
+            whole, *read = json.dumps(row, default=_attributes), *_texts([*map(raw.get, self.columns.values())])
+            for name, text in beside:
+                # Or it is the whole row in other words: Alpaca's `prompt` beside its instruction and its output.
+                if json.dumps(text)[1:-1] not in whole and not all(each in text for each in read):
+                    raise ValueError(
+                        f"{name} holds {text[:40]!r}, which belongs to the prompt and is in none of the columns that"
+                        f" are read, {', '.join(self.columns.values())}; write it into one of them, or remove it"
+                    )
+        return row
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a cell, without names of roles and types."""
+    value = _from_json(value)
+    if isinstance(value, str) and value.strip():
+        yield value.strip()
+    elif isinstance(value, Mapping):
+        yield from _texts([part for key, part in value.items() if key not in ("role", "from", "type")])
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+
+
+def kept(rows: RawRows, row: RawRow) -> RawRow:
+    """A row without what is NaN, or a key that Arrow adds because other rows have it; JSON is kept as it is."""
+    cleaned: RawRow = row if isinstance(rows, JsonRows | ListedRows) else _without_nothing(row)
+    return cleaned
 
 
 @dataclass(frozen=True)
@@ -301,6 +357,15 @@ class Rows:
         except UnicodeDecodeError as error:
             raise DataError(f"the text is not UTF-8: {error}", where=self.where, hint="save it as UTF-8") from error
 
+    @property
+    def unread_fields(self) -> list[str]:
+        """The fields of messages that hold text and are not read here, in the first rows."""
+        with self._text_as_utf8():
+            cells = [_from_json(cell) for number in range(min(20, len(self))) for cell in self.raw[number].values()]
+        turns = (turn for cell in cells if isinstance(cell, list) for turn in cell if isinstance(turn, Mapping))
+        fields = (each for turn in turns if {"role", "from"} & turn.keys() for each in turn.items())
+        return [*dict.fromkeys(key for key, part in fields if key not in _READ and any(_texts(part)))]
+
     def evaluated_although_trained_on(self, count: int) -> Rows:
         """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""
         note = f"{count} of the {len(self)} rows to evaluate on are rows to train on: scores show what is remembered"
@@ -328,7 +393,7 @@ class Rows:
 
     def _read(self, number: int, row: RawRow) -> Row | None:
         try:
-            return self.form.read(row)
+            return self.form.read(kept(self.raw, row))
         except ValueError as error:
             raise DataError(
                 f"A row of the data set cannot be read as {self.form.name}: {error}.",
@@ -378,10 +443,23 @@ ROLES: Final[Mapping[str, str]] = {
 #: Speakers of ShareGPT whose words are a call of a tool, as JSON.
 _CALLERS: Final = ("function_call", "tool_call")
 
-#: Keys by which an answer is marked as not to be learned, by 0 or false: OpenAI's, and Axolotl's.
-_MARKS: Final = ("weight", "train", "training")
+#: Keys by which an answer is marked as not to be learned, by 0 or false: OpenAI's, Axolotl's, ms-swift's and
+#: LLaMA-Factory's.
+_MARKS: Final = ("weight", "train", "training", "loss", "loss_weight")
+#: What a mark says; a column of Arrow or CSV may hold nothing but text.
+_SAYS: Final[Mapping[Any, bool]] = dict.fromkeys((1, "1", "1.0", "true"), True) | dict.fromkeys(
+    (0, "0", "0.0", "false"), False
+)
+#: Names of what may be a mark as well, of parts of an answer perhaps.
+_LIKE_MARKS: Final = re.compile("train|loss|learn|weight|mask|ignore", re.IGNORECASE)
+#: Keys of an answer that may be false, and mark nothing: of prompts that an API continues, and of WildChat.
+_NO_MARKS: Final = ("prefix", "partial", "redacted", "toxic")
 #: Keys that are read here; all others are for the chat template.
 _READ: Final = {"role", "from", "content", "value", "tool_calls", "function_call", *_MARKS}
+
+
+#: Keys of a message that belong to what is said, and that no template is given.
+_OF_TURNS: Final = re.compile("(image|audio|video|document|file|attachment|tool)s?")
 
 
 def text_of(value: Any) -> str:
@@ -390,14 +468,31 @@ def text_of(value: Any) -> str:
         return ""
     if isinstance(value, str | int | float):
         return str(value)
-    if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
-        return "".join(text_of(part.get("text")) for part in value)
-    parts = [part for part in value if isinstance(part, Mapping)] if isinstance(value, list) else []
-    if kinds := [part["type"] for part in parts if "type" in part]:
-        raise ValueError(
-            f"a message has parts of the types {', '.join(dict.fromkeys(kinds))}; only text is learned here"
-        )
+    parts = [part for part in value if isinstance(part, Mapping) and "type" in part] if isinstance(value, list) else []
+    kinds = dict.fromkeys(part["type"] for part in parts)
+    if kinds.keys() - {"text"}:
+        raise ValueError(f"a message has parts of the types {', '.join(kinds)}; only text is learned here")
+    if isinstance(value, list) and len(parts) == len(value):
+        return "".join(map(_text_of_part, parts))
     raise ValueError(f"expected text, found {type(value).__name__}: {str(value)[:60]}")
+
+
+def _text_of_part(part: RawRow) -> str:
+    texts = {text_of(part[key]) for key in ("text", "value") if part.get(key) is not None}
+    if len(texts) != 1:
+        raise ValueError(
+            f'expected one text in a part, as in {{"type": "text", "text": "..."}}, found {str(part)[:60]}'
+        )
+    return texts.pop()
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether all text of a value can be written: JSON may hold half a character, a lone surrogate."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def numbers_of(value: Any) -> list[int] | None:
@@ -427,38 +522,64 @@ def tools_of(value: Any) -> tuple[Any, ...]:
 def _message(raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise ValueError(f"expected a message with role and content, found {str(raw)[:60]!r}")
+    raw = _given(raw)  # Arrow adds keys of other rows
     role = text_of(raw.get("role") or raw.get("from"))
     if not role:
         raise ValueError(f"a message has no role; its keys are {', '.join(raw)}")
-    content = raw.get("value") if raw.get("content") is None else raw["content"]  # Arrow adds keys of other rows
+    content = raw.get("content", raw.get("value"))
     calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else [])
     if role in _CALLERS:
         calls, content = content, None
     kind = ROLES.get(role.lower(), role)
     others = sorted(set(raw) - _READ)  # sorted: the same row in another file has the same fingerprint
     more = {key: raw[key] for key in others if isinstance(raw[key], str | int | float)}
-    learned = kind != "assistant" or not any(_says_no(raw.get(key)) for key in _MARKS)
+    if odd := [key for key in others if _OF_TURNS.fullmatch(key) and raw[key] and key not in more]:
+        raise ValueError(f"a message has {odd[0]}, and only its text is read here; write it into the content")
+    learned = kind != "assistant" or _is_learned(raw, others)
     return Message(kind, text_of(content), _calls(calls), more, learned)
 
 
-def _says_no(mark: Any) -> bool:
-    """Whether a mark is 0 or false, also as text: a column of Arrow or CSV may hold nothing else."""
-    return mark.strip().lower() in ("0", "0.0", "false") if isinstance(mark, str) else mark == 0
+def _is_learned(raw: RawRow, others: Iterable[str]) -> bool:
+    """Whether no mark of an answer says no.
+
+    Args:
+        others: the keys that are not read.
+    """
+    for key in others:
+        if _LIKE_MARKS.search(key) or (raw[key] is False and key not in _NO_MARKS):
+            raise ValueError(
+                f"an answer has {key} {str(raw[key])[:40]!r}, which may mark it as not to be learned; the marks are"
+                f" {', '.join(_MARKS)}, by true or false: write one of them, or leave {key} out"
+            )
+    for key in (key for key in _MARKS if key in raw):
+        mark = raw[key].strip().lower() if isinstance(raw[key], str) else raw[key]
+        if not isinstance(mark, str | int | float) or mark not in _SAYS:
+            raise ValueError(f"an answer has {key} {str(raw[key])[:40]!r}; a mark is 1 or 0, true or false")
+        if not _SAYS[mark]:
+            return False
+    return True
 
 
 def _calls(value: Any) -> tuple[Any, ...]:
     """Calls of tools as chat templates want them: a function with a name and arguments that are not a JSON string."""
-    value = _without_nothing(_from_json(value)) or []
+    value = _from_json(value) or []
     return tuple(map(_call, value if isinstance(value, list) else [value]))
 
 
 def _call(raw: Any) -> dict[str, Any]:
-    raw = _from_json(raw)
-    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
-    if not isinstance(function, Mapping) or "name" not in function:
+    call = _given(_from_json(raw))
+    function = _given(call.get("function", call))
+    if "name" not in function:
         raise ValueError(f"expected a call of a tool with a name, found {str(raw)[:60]!r}")
-    called = {"name": function["name"], "arguments": _from_json(function.get("arguments", {}))}
-    return {**({"id": raw["id"]} if "id" in raw else {}), "type": "function", "function": called}
+    given = _from_json(function.get("arguments"))
+    empty = given is None or (isinstance(given, str) and given.strip() in ("", "null"))
+    called = {"name": function["name"], "arguments": {} if empty else given}
+    return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": called}
+
+
+def _given(value: Any) -> RawRow:
+    """An object without its keys that hold nothing; an empty one for anything else."""
+    return {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else {}
 
 
 def _from_json(value: Any) -> Any:
@@ -472,10 +593,12 @@ def _from_json(value: Any) -> Any:
 
 
 def _without_nothing(value: Any) -> Any:
-    """Without the keys that Arrow adds as null, because other rows have them."""
+    """Without the keys that Arrow adds as null, because other rows have them, and without what is NaN."""
     if isinstance(value, Mapping):
-        return {key: _without_nothing(part) for key, part in value.items() if part is not None}
-    return [_without_nothing(part) for part in value] if isinstance(value, list) else value
+        return {key: _without_nothing(part) for key, part in value.items() if part is not None and part == part}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping | list):  # not each of many token ids
+        return [_without_nothing(part) for part in value]
+    return value
 
 
 #: Names of splits to evaluate on, the first that exists is taken: whatever a run chooses by them, it leaves the test

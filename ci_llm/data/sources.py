@@ -289,8 +289,10 @@ def recognised(
     form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
-    lines = (f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description)
-    return Rows(data.select_columns(list(form.columns.values())), form, where, lines, numbers)
+    rows = Rows(data.select_columns([*form.all_columns]), form, where, (), numbers)
+    if fields := rows.unread_fields:
+        left.append(f"fields of messages that only a chat template may read: {shown(fields)}")
+    return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))
 
 
 def _training_rows(config: Config, name: str) -> Rows:

@@ -37,7 +37,7 @@ from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_MARKED = "marked by weight 0, train false or training false"
+_MARKED = "marked by weight or loss_weight 0, or by train, training or loss false"
 
 
 #: Why a row is left out.

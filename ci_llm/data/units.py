@@ -113,6 +113,8 @@ def without_end(example: Example, token: int | None) -> Example:
 
 
 Label = str | float
+#: More whole numbers than this are rather scores than classes, which a line says.
+FEW_CLASSES: Final = 100
 #: More classes than this are taken for numbers, or for texts in the wrong column.
 MOST_CLASSES: Final = 1000
 
@@ -124,8 +126,15 @@ def labels_of(each: Iterable[Rows]) -> Iterator[Label]:
 
 
 def are_numbers(labels: Iterable[Label]) -> bool:
-    """Whether some label is a number and not a whole one: it is then to be predicted, and is not a class."""
-    return any(isinstance(label, float) and not label.is_integer() for label in labels)
+    """Whether some label is a number and not a whole one: it is then to be predicted, and is not a class.
+
+    CSV has numbers as text: texts count as numbers if all of them are.
+    """
+    given = [*labels]
+    if all(isinstance(label, str) for label in given):
+        with contextlib.suppress(ValueError):
+            given = [float(label) for label in given]
+    return any(isinstance(label, float) and math.isfinite(label) and not label.is_integer() for label in given)
 
 
 def class_names(labels: Iterable[Label], num_labels: int | None, where: str) -> tuple[str, ...]:

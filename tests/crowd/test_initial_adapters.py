@@ -10,11 +10,13 @@ import peft
 import pytest
 import torch
 
+from ci_llm.config import Config, load_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import LoraSettings
+from ci_llm.run.start.agent_settings import lora_settings
 from tools.testbed.tiny import base, batch
 
 TARGETS = ("q_proj", "v_proj")
@@ -182,3 +184,38 @@ def test_adapters_of_a_run_that_stopped_its_first_agent_are_read(tmp_path: Path)
     load_initial_adapters(made, tmp_path)
     load_initial_adapters(alone, tmp_path / "agent10")
     assert torch.equal(made.agents.weights[1], alone.agents.weights[0])
+
+
+def test_auto_takes_the_shape_of_the_adapters(tmp_path: Path) -> None:
+    save_adapter(base(), tmp_path / "one", r=8, lora_alpha=16, use_rslora=True, layers_to_transform=[1])
+    for keys in ({}, {"lora_rank": "auto", "lora_alpha": "auto"}):
+        config = Config(model_name="own/base", init_from=str(tmp_path / "one"), num_agents=2, **keys)
+        shape = (
+            config.lora_rank,
+            config.lora_alpha,
+            config.use_rslora,
+            config.lora_target_modules,
+            config.agent_layers,
+        )
+        assert shape == (8, 16, True, TARGETS, (1,))
+        assert any("lora_rank 8" in line and "init_from" in line for line in config.told_auto())
+        made = Crowd(base(), lora_settings(config), "toy")
+        assert "every agent" in load_initial_adapters(made, tmp_path / "one")
+        (tmp_path / "kept.yaml").write_text(config.dump())
+        assert load_config(tmp_path / "kept.yaml") == config, "as it was chosen"
+
+
+def test_only_what_was_typed_disagrees_with_the_adapters(tmp_path: Path) -> None:
+    for k in range(2):
+        save_adapter(base(), tmp_path / f"agent{k}", seed=k, r=8, lora_alpha=16, use_rslora=True)
+    typed = Config(model_name="own/base", init_from=str(tmp_path), num_agents=2, use_rslora=False, lora_alpha=32)
+    assert (typed.lora_rank, typed.lora_alpha, typed.use_rslora) == (8, 32, False)
+    with pytest.raises(ModelError, match="lora_alpha is 16 there and 32 here; use_rslora is True there and False here"):
+        load_initial_adapters(Crowd(base(), lora_settings(typed), "toy"), tmp_path)
+    shipped = load_config(Path("configs.yaml"), [f"init_from={tmp_path}", "model_name=own/base", "num_agents=2"])
+    assert (
+        "every" not in load_initial_adapters(Crowd(base(), lora_settings(shipped), "toy"), tmp_path).partition(":")[0]
+    )
+    save_adapter(base(), tmp_path / "agent1", r=4)
+    other = Config(model_name="own/base", init_from=str(tmp_path))
+    assert (other.lora_rank, other.lora_target_modules) == (16, "all-linear"), "adapters of two shapes say nothing"

@@ -269,8 +269,11 @@ def test_marked_answers_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path
     asked, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
     chats = [[asked, answer | {"weight": 0}, asked, answer | {"weight": 1}], [asked, answer | {"weight": 0}]]
     found = tokenize(rows([{"messages": chat} for chat in chats]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    assert "1 answers are not learned: they are marked by weight 0, train false or training false" in found.description
-    all_marked = "whose answers are all marked by weight 0, train false or training false"
+    assert (
+        "1 answers are not learned: they are marked by weight or loss_weight 0, or by train, training or loss false"
+        in found.description
+    )
+    all_marked = "whose answers are all marked by weight or loss_weight 0, or by train, training or loss false"
     assert f"left out: 1 of 2 rows: 1 {all_marked}" in found.description
 
 

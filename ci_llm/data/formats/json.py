@@ -20,7 +20,7 @@ from datasets import ArrowBasedBuilder, BuilderConfig, DatasetInfo, Features, Sp
 from datasets.builder import Key
 
 from ci_llm.data.formats import FileFormat
-from ci_llm.data.rows import DECODER, JsonRows
+from ci_llm.data.rows import DECODER, JsonRows, is_unicode
 
 #: Raise it when the same files give other rows than before: what is kept of them is then not found.
 _VERSION: Final = 1
@@ -153,10 +153,8 @@ def _checked(row: Any, text: str, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with columns, found {text[:60]}: {place}")
     escaped = "\\ud" in text or "\\uD" in text  # perhaps one half of a character without the other
-    try:
-        (json.dumps(row, ensure_ascii=False) if escaped else text).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"the text holds half a character, a lone surrogate: {place}") from None
+    if not is_unicode(row if escaped else text):
+        raise ValueError(f"the text holds half a character, a lone surrogate: {place}")
     return row
 
 

@@ -25,7 +25,7 @@ from ci_llm.data.prompts import PromptForm, form_of
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.data.units import Label, are_numbers, class_names, labels_of
+from ci_llm.data.units import FEW_CLASSES, Label, are_numbers, class_names, labels_of, name_of
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, ConfigError, DataError
@@ -139,6 +139,11 @@ def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) 
         return settled
     if settled:
         logger.info(f"data      objective {config.objective}, by the columns; objective=sft would refuse them")
+        if len(names := {*map(name_of, labels)}) > FEW_CLASSES and all(name.lstrip("-").isdecimal() for name in names):
+            logger.warning(
+                f"data      the labels are {len(names)} different whole numbers, each a class of its own here;"
+                " objective=regression predicts them as numbers"
+            )
     needs = objective_of(config.objective, config.each_agent).needs
     if needs.mismatched and rows_per_step == 1:
         raise ConfigError(
