@@ -143,14 +143,14 @@ class Encoder:
 
     Args:
         train_on_prompt: learn every token of a row but answers that are marked, and not only what the assistant says.
-        date: what the clock of a chat template says; None: the time of the call.
+        chat_date: what the clock of a chat template says, as YYYY-MM-DD; None: the time of the call.
 
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False, date: datetime | None = None
+        self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False, chat_date: str | None = None
     ) -> None:
         if not tokenizer.is_fast:
             what = "The tokenizer does not say which characters a token stands for: answers cannot be found."
@@ -158,7 +158,8 @@ class Encoder:
         self._tokenizer = tokenizer
         self.train_on_prompt = train_on_prompt
         self.template = chat_template(tokenizer)
-        self.turns = Turns(tokenizer, self.template, date)
+        self.has_clock = "strftime_now" in self.template
+        self.turns = Turns(tokenizer, self.template, datetime.fromisoformat(chat_date) if chat_date else None)
         added = tokenizer.added_tokens_decoder.items()
         self._special_ids = {number for number, token in added if token.special} | {tokenizer.eos_token_id}
 
@@ -186,6 +187,10 @@ class Encoder:
             return self._tokenized(self.turns.text(row), [])
         ids = self._tokenizer(row.completion, verbose=False)["input_ids"]
         return _example(ids, [False] * len(ids))
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text that begins as it says itself."""
+        return self._ids(text)[0]
 
     def describe(self, row: Row | None) -> str:
         """Which template makes this row, in words."""

@@ -283,10 +283,10 @@ TOOLS = [
 def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(TOOLS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert found.row_numbers == [1]
-    assert any("left out: 1 of 2 rows" in line and "1 whose tools" in line for line in found.description)
-    with pytest.raises(DataError, match="1 whose tools the chat template cannot show") as caught:
+    assert any("left out: 1 of 2 rows: 1 that the chat template cannot show (1: it leaves out" in line for line in found.description)
+    with pytest.raises(DataError, match="1 that the chat template cannot show .1: it leaves out the calls of tools") as caught:
         tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    assert "chat_template that shows calls of tools" in str(caught.value.hint)
+    assert "chat_template that shows such chats" in str(caught.value.hint)
 
 
 def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
