@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,15 +72,14 @@ class Prompter:
         """
         if self.form == "text":
             return self.ends_of([])
-        call = Message("assistant", "", (_CALL, _CALL))
-        examples = [self._encoder.encode(Chat((Message("user", _QUESTION), Message("assistant", "A"))))]
+        asked = Message("user", _QUESTION)
+        examples = [self._encoder.encode(Chat((asked, Message("assistant", "A"))))]
         for calls in (2, 1):
             with suppress(RefusedRowError):  # the template shows no calls, or only one
-                called = self._encoder.encode(
-                    Chat((Message("user", _QUESTION), replace(call, tool_calls=(_CALL,) * calls)))
-                )
-                last = called.input_ids[last_answer(called).stop - 1]
-                examples += [called] * (np.count_nonzero(called.input_ids[last_answer(called)] == last) == 1)
+                called = self._encoder.encode(Chat((asked, Message("assistant", "", (_CALL,) * calls))))
+                written = called.input_ids[last_answer(called)].tolist()
+                if written.count(written[-1]) == 1:  # else it ends each call, and not the turn
+                    examples.append(called)
                 break
         return self.ends_of(examples)
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Template, nodes
@@ -72,6 +73,17 @@ class Rendering:
         return self.text[max((run.end for run in self.runs if run.message is not None), default=0) :]
 
 
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> tuple[Template, bool]:
+    """The template with its notes, and whether it marks what is generated."""
+    environment = _compile_jinja_template(template).environment  # the sandbox of Transformers, with its filters
+    tree, noting = environment.parse(template), _Noting()
+    noting.mark(tree)
+    tree.set_environment(environment)
+    code = environment.compile(tree)
+    return Template.from_code(environment, code, environment.make_globals(None)), noting.generations > 0
+
+
 class ChatTemplate:
     """A template that says which message wrote what.
 
@@ -81,14 +93,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, date: datetime | None) -> None:
         self._tokenizer = tokenizer
-        plain = _compile_jinja_template(template)  # in the sandbox of Transformers, with its filters
-        environment, tree = plain.environment, plain.environment.parse(template)
-        noted = _Noting()
-        noted.mark(tree)
-        self.marks_answers = noted.generations > 0
-        tree.set_environment(environment)
-        clock = {"strftime_now": lambda form: (date or datetime.now()).strftime(form)}
-        self._template = Template.from_code(environment, environment.compile(tree), environment.make_globals(clock))
+        self._template, self.marks_answers = _compiled(template)
+        self._now = lambda form: (date or datetime.now()).strftime(form)
 
     def view(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> dict[str, Any]:
         """The messages and tools as Transformers gives them to a template."""
@@ -107,6 +113,7 @@ class ChatTemplate:
         notes = _Notes()
         noted = self._template.render(
             **self._tokenizer.special_tokens_map,
+            strftime_now=self._now,
             _note_taken=notes.taken,
             _note_set=notes.set,
             _note_left=notes.left,
