@@ -291,7 +291,7 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
         for line in found.description
     )
     with pytest.raises(
-        DataError, match="1 that the chat template cannot show [(]1: it leaves out the calls of tools"
+        DataError, match=r"1 that the chat template cannot show \(1: it leaves out the calls of tools"
     ) as caught:
         tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert "chat_template that shows such chats" in str(caught.value.hint)

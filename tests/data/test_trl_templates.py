@@ -1,4 +1,4 @@
-"""Every chat template that TRL ships: what is learned is what its training version masks, but the two ends of a turn."""
+"""Every chat template that TRL ships: what is learned is what its training version masks, but the two ends of turns."""
 
 from __future__ import annotations
 
