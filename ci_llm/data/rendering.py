@@ -16,12 +16,14 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import Template, nodes
+from jinja2 import Template, TemplateError, nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: What a template may raise: it is a program that comes with the tokenizer.
+FAILURES: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 #: Stands around a note: no text has it, as Unicode gives it no character.
 _NOTE: Final = "\ufdd0"
 #: In place of each letter and figure of what is masked: the kinds of words that a template may leave out.

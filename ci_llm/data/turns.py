@@ -10,10 +10,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from jinja2 import TemplateError
-
 from ci_llm.data import rendering
-from ci_llm.data.rendering import ChatTemplate, Rendering, mask_of_call, masked
+from ci_llm.data.rendering import FAILURES, ChatTemplate, Rendering, mask_of_call, masked
 from ci_llm.data.rows import Chat, Message
 
 if TYPE_CHECKING:
@@ -25,8 +23,6 @@ Span = tuple[int, int]
 Remark = Literal["without thoughts", "with thoughts", "thoughts", "system message", "descriptions of tools"]
 View = Mapping[str, Any]
 
-#: What a template may raise: it is a program that comes with the tokenizer.
-_TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 #: Tags, words and single spaces: what a template writes it writes whole.
 _PIECE: Final = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
 
@@ -67,6 +63,7 @@ class Turns:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, date: datetime | None = None) -> None:
         self._tokenizer, self._text, self._date = tokenizer, template, date
         self._usual = dict[bool, str]()
+        self._known = dict[int, tuple[Remark, ...]]()
         self._closing = dict[bool, str]()
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         ends = "|".join(map(re.escape, sorted(special, reverse=True))) or "(?!)"  # the longer of two that begin alike
@@ -199,8 +196,17 @@ class Turns:
         )
 
     def _require_shown(self, view: View) -> tuple[Remark, ...]:
-        """Without this a template would teach answers to what it leaves out, or empty ones."""
-        hidden = masked(view)
+        """What the template leaves out of chats like this one; they are looked at once.
+
+        Raises:
+            RefusedRowError: an answer, a call or a result: it would teach answers to what it leaves out, or empty ones.
+        """
+        kind = hash((bool(view["tools"]), *map(_kind, view["messages"])))
+        if kind not in self._known:
+            self._known[kind] = self._left_out(masked(view))
+        return self._known[kind]
+
+    def _left_out(self, hidden: View) -> tuple[Remark, ...]:
         proof = self._render(hidden)
         for number, message in enumerate(hidden["messages"]):
             said, calls = proof.said_by(number), message.get("tool_calls") or []
@@ -221,13 +227,13 @@ class Turns:
     def _template(self) -> ChatTemplate:
         try:
             return ChatTemplate(self._tokenizer, self._text, self._date)
-        except _TEMPLATE_FAILURES as error:
+        except FAILURES as error:
             raise RefusedRowError(f"it fails: {error}") from error
 
     def _render(self, view: View, *, add_generation_prompt: bool = False) -> Rendering:
         try:
             return self._template.render(view, add_generation_prompt=add_generation_prompt)
-        except _TEMPLATE_FAILURES as error:
+        except FAILURES as error:
             raise RefusedRowError(f"it fails: {error}") from error
 
     def _view(self, chat: Chat) -> View:
@@ -243,7 +249,7 @@ class Turns:
                 turn["tool_calls"] = [*map(_with_text, turn["tool_calls"])]
         try:
             return self._template.view(turns, chat.tools)
-        except _TEMPLATE_FAILURES as error:
+        except FAILURES as error:
             raise RefusedRowError(f"it fails: {error}") from error
 
     @cached_property
@@ -273,6 +279,13 @@ _PARTS: Final[Mapping[str, Remark | None]] = {
     rendering.SYSTEM: "system message",
     rendering.TOOLS: "descriptions of tools",
 }
+
+
+def _kind(message: Mapping[str, Any]) -> tuple[object, ...]:
+    """What a template may look at to decide whether it shows a message."""
+    said = str(message.get("content") or "")
+    calls = len(message.get("tool_calls") or ())
+    return message["role"], bool(said.strip()), "<" in said, calls, *(key for key, part in message.items() if part)
 
 
 def _start(whole: Rendering, number: int) -> int:
