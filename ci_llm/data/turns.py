@@ -183,10 +183,10 @@ class Turns:
         Templates such as that of gpt-oss show the thoughts before a call until an answer follows.
         """
         before = view["messages"][:-1]
-        bare = [{key: part for key, part in message.items() if key not in _hidden_in(message)} for message in before]
         if not before:
             return ""
-        for messages in (before, bare):
+        for find in (list, _bare):
+            messages = find(before)
             asked = self._render({**view, "messages": messages}, add_generation_prompt=True)
             if asked.text.removesuffix(asked.after) == whole.text[:start]:
                 return asked.after
@@ -295,11 +295,15 @@ def _start(whole: Rendering, number: int) -> int:
     return runs[0].begin
 
 
-def _hidden_in(message: Mapping[str, Any]) -> set[str]:
-    """The keys of an answer that a template may show until another answer follows."""
-    if message["role"] != "assistant":
-        return set()
-    return {*message} - {"role", "tool_calls", *([] if message.get("tool_calls") else ["content"])}
+def _bare(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages without what a template may show of an answer until another answer follows."""
+    answers = ("role", "content"), ("role", "tool_calls")
+    return [
+        {key: message[key] for key in answers["tool_calls" in message] if key in message}
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
 
 
 def _shared(asked: str, written: str) -> int:
