@@ -51,7 +51,8 @@ def _encoded(row: Row | None, encoder: Encoder) -> Encoded:
 
 def _others(rows: Rows, encoder: Encoder, first: int, seconds: float) -> Any:
     """The rows from `first` on as several processes encode them; None if one is as good."""
-    count = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    count = min(cores - 1, MOST)  # one reads and writes: on two cores, two more processes are no faster
     is_long = seconds / first * (len(rows) - first) > LONG
     return _from_processes(rows, encoder, first, count) if is_long and count > 1 and _may_fork() else None
 

@@ -300,7 +300,7 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
 def in_three_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "LONG", 0.0)
     monkeypatch.setattr(encoding, "LOOKED_AT", 2)
-    monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
 def test_several_processes_write_the_same_file(
