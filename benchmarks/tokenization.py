@@ -4,6 +4,9 @@
 or the same rows as token ids (`--form tokens`, without the time of a tokenizer), from a JSON-lines file, on one thread.
 Each size runs in a process of its own. The resident set counts the pages of mapped files, which the system takes back
 when it needs them: so the memory that is the program's alone (anonymous) stands beside it.
+
+`--chats TEMPLATE` takes a chat template by name or file: the time of tokenising 2,000 chats of 12 turns, and 50 of
+400 messages with calls of tools, over that of rendering and tokenising each of them once.
 """
 
 from __future__ import annotations
@@ -29,10 +32,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes of the data sets")
     parser.add_argument("--form", choices=["chat", "tokens"], default="chat", help="what a row is")
     parser.add_argument("--folder", type=Path, help="where data and tokens lie meanwhile; a temporary one by default")
+    parser.add_argument("--chats", metavar="TEMPLATE", help="chats under this template, and nothing else")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:
         print(json.dumps(measure(options.measure)))
+        return
+    if options.chats is not None:
+        for count, messages, with_tools in ((2000, 12, False), (50, 400, True)):
+            once, ours = seconds_of_chats(options.chats, count, messages, with_tools=with_tools)
+            print(f"{count} chats of {messages} messages: {ours:.2f} s / {once:.2f} s = {ours / once:.2f}", flush=True)
         return
     print("     rows   MB of data   MB of tokens   peak MB: imports   loading   tokenising   anonymous   rows/s")
     for rows in options.rows:
@@ -44,6 +53,43 @@ def main() -> None:
             )
             sizes = f"{data.stat().st_size / 1e6:10.1f}   {found['tokens_bytes'] / 1e6:12.1f}"
             print(f"{rows:9,d}   {sizes}   {peaks}   {rows / found['seconds']:9.0f}", flush=True)
+
+
+def seconds_of_chats(template: str, count: int, messages: int, *, with_tools: bool) -> tuple[float, float]:
+    """Seconds of rendering and tokenising each chat once, and of `tokenize`, which reads, marks and writes them too."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from ci_llm import embedded
+    from ci_llm.data.encoder import use_chat_template
+    from ci_llm.data.sources import recognised
+    from ci_llm.data.tokens import tokenize
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    use_chat_template(tokenizer, template)
+    known = itertools.cycle(embedded.rows("train"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chats = []
+    for _ in range(count):
+        turns = list[dict[str, Any]]()
+        while len(turns) < messages:
+            row = next(known)
+            turns.append({"role": "user", "content": row["question"]})
+            if with_tools:
+                turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                turns.append({"role": "tool", "name": "add", "content": row["answer"]})
+            turns.append({"role": "assistant", "content": row["answer"]})
+        chats.append(turns)
+    start = time.perf_counter()
+    for turns in chats:
+        tokenizer.apply_chat_template(turns)
+    once = time.perf_counter() - start
+    rows = recognised(Dataset.from_list([{"messages": json.dumps(turns)} for turns in chats]), "chats")
+    assert rows.fingerprint  # that the rows are read once for their fingerprint is no part of tokenising
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        tokenize(rows, tokenizer, max_seq_length=10**6, cache_folder=Path(folder))
+        return once, time.perf_counter() - start
 
 
 def write(path: Path, rows: int, *, as_tokens: bool) -> Path:

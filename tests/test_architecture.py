@@ -46,7 +46,7 @@ OWNERS = {
     "subprocess": {"cluster/slurm.py", "cluster/starter.py", "supervisor/shim.py"},
     "pickle": {"base/load.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
-    "jinja2": {"report/page.py", "crowd/card.py", "data/encoder.py"},  # the last for the name of an error
+    "jinja2": {"report/page.py", "crowd/card.py", "data/rendering.py"},
 }
 
 

@@ -22,6 +22,7 @@ from ci_llm.config.key import (
     AutoLimit,
     AutoRate,
     Count,
+    Day,
     Diversity,
     Dropout,
     Keys,
@@ -299,6 +300,9 @@ class DataKeys(Keys):
     )
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
+    )
+    chat_date: Day | None = exact(
+        None, "date that a chat template with a clock shows; null: that of the run's first start", if_set=True
     )
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
     held_out: Literal["auto", "drawn", "spread"] = exact(

@@ -114,7 +114,8 @@ def _start(saved: Pretrained, how: Distillation) -> int:
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
     rows, length = replace(load_rows(config, "train"), are_answers=True), config.max_seq_length
-    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, long_rows=config.long_rows)
+    date = config.chat_date
+    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, long_rows=config.long_rows, chat_date=date)
     examples = [given[number] for number in range(len(given))]
     end = _end(examples, given.whole_below(length))
     crowd = Crowd.of(saved)

@@ -1,21 +1,21 @@
 """The token ids of one row, marked where they are learned, by the chat template in force.
 
-In a chat the answers of the assistant are learned. Their spans are found in the text that the template renders.
+In a chat the answers of the assistant are learned; `turns` says where they are in the text that the template renders.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from jinja2 import TemplateError
 
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Message, Row, SingleRow, Tokens
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Row, SingleRow, Tokens
+from ci_llm.data.turns import RefusedRowError, Remark, Span, Turns
 from ci_llm.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -119,17 +119,8 @@ def _written(wanted: str) -> str:
         ) from error
 
 
-#: Takes the place of an answer, to find where a template puts it. No text contains these private-use characters.
-_PROBE = "\ue000\ue001\ue000"
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-#: What a template may raise: it is a program that comes with the tokenizer.
-_TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
 #: How many tokens behind an answer are shown when its end is not learned.
 _SHOWN_TOKENS = 8
-
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -139,14 +130,12 @@ class Example:
     Attributes:
         input_ids: int32 [n].
         supervised: bool [n], True where the token is a target; never at 0, where nothing comes before it.
+        remarks: what the chat template does to this chat.
     """
 
     input_ids: np.ndarray[Any, Any]
     supervised: np.ndarray[Any, Any]
-
-
-class RefusedRowError(Exception):
-    """The row cannot be encoded: the chat template fails on it or hides its answers; the text says why."""
+    remarks: tuple[Remark, ...] = field(default=(), kw_only=True)
 
 
 class Encoder:
@@ -154,23 +143,24 @@ class Encoder:
 
     Args:
         train_on_prompt: learn every token of a row but answers that are marked, and not only what the assistant says.
+        chat_date: what the clock of a chat template says, as YYYY-MM-DD; None: the time of the call.
 
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False, chat_date: str | None = None
+    ) -> None:
         if not tokenizer.is_fast:
             what = "The tokenizer does not say which characters a token stands for: answers cannot be found."
             raise ModelError(what, where=tokenizer.name_or_path, hint="use a fast tokenizer: one with a tokenizer.json")
         self._tokenizer = tokenizer
         self.train_on_prompt = train_on_prompt
         self.template = chat_template(tokenizer)
-        self._marks_answers = _GENERATION_TAG.search(self.template) is not None
+        self.has_clock = "strftime_now" in self.template
+        self.turns = Turns(tokenizer, self.template, datetime.fromisoformat(chat_date) if chat_date else None)
         added = tokenizer.added_tokens_decoder.items()
-        special = {token.content for _, token in added if token.special}
-        ends = "|".join(map(re.escape, sorted(special, reverse=True)))  # the longer of two that begin alike
-        self._end_of_turn = re.compile(rf"\s*(?:{ends})") if ends else None
         self._special_ids = {number for number, token in added if token.special} | {tokenizer.eos_token_id}
 
     def encode(self, row: SingleRow) -> Example:
@@ -180,12 +170,11 @@ class Encoder:
             RefusedRowError: the chat template fails on it, or does not show where the answers are; or its token
                 ids are not those of the tokenizer.
         """
-        example = self._encode(row)
+        if isinstance(row, Chat):
+            return self._chat(row)
+        example = self._given(row) if isinstance(row, Tokens) else self._completion(row)
         if self.train_on_prompt and example.supervised.any():
-            learned = np.ones(len(example.input_ids), bool)
-            if isinstance(row, Chat) and row.marked:
-                learned = ~self._located(row, row.marked).supervised
-            return _example(example.input_ids, learned)
+            return _example(example.input_ids, np.ones(len(example.input_ids), bool))
         return example
 
     def text(self, row: Chat | Completion) -> Example:
@@ -195,9 +184,13 @@ class Encoder:
             RefusedRowError: the chat template fails on it.
         """
         if isinstance(row, Chat):
-            return self._tokenized(self._render(row), [])
+            return self._tokenized(self.turns.text(row), [])
         ids = self._tokenizer(row.completion, verbose=False)["input_ids"]
         return _example(ids, [False] * len(ids))
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text that begins as it says itself."""
+        return self._ids(text)[0]
 
     def describe(self, row: Row | None) -> str:
         """Which template makes this row, in words."""
@@ -233,18 +226,6 @@ class Encoder:
             return None
         return self.decode(example.input_ids[last + 1 : last + 1 + _SHOWN_TOKENS])
 
-    def _encode(self, row: SingleRow) -> Example:
-        if isinstance(row, Tokens):
-            return self._given(row)
-        if isinstance(row, Completion):
-            return self._completion(row)
-        if row.uses_tools:
-            self._require_tools_shown(row)
-        if self._marks_answers and not row.trained_from and not row.marked:
-            return self._marked(row)
-        answers = [n for n, m in enumerate(row.messages) if m.role == "assistant" and m.learned]
-        return self._located(row, [number for number in answers if number >= row.trained_from])
-
     def _given(self, row: Tokens) -> Example:
         """A row that was tokenised elsewhere."""
         size = len(self._tokenizer)
@@ -260,85 +241,41 @@ class Encoder:
         learned = learned if learned.endswith(end) else learned + end
         return self._tokenized(given + learned, [(len(given), len(given) + len(learned))])
 
-    def _marked(self, chat: Chat) -> Example:
-        """The row by a template that marks what the assistant generates."""
-        encoded = self._apply(chat, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
-        return _example(encoded["input_ids"], encoded["assistant_masks"])
+    def _chat(self, row: Chat) -> Example:
+        placed = self.turns.place(row)
+        learned = [n for n, message in enumerate(row.messages) if message.learned and n >= row.trained_from]
+        marked = [span for number in row.marked for span in placed.answers.get(number, ())]
+        spans = [span for number in learned for span in placed.answers.get(number, ())]
+        if self.train_on_prompt and spans:
+            edges = [0, *(edge for span in marked for edge in span), len(placed.text)]
+            spans = [*zip(edges[::2], edges[1::2], strict=True)]
+        return replace(self._tokenized(placed.text, spans, placed.prompt), remarks=placed.remarks)
 
-    def _located(self, chat: Chat, answers: Sequence[int]) -> Example:
-        """The row, and of it the answers with these numbers."""
-        whole = self._render(chat)
-        return self._tokenized(whole, [self._answer(chat, number, whole) for number in answers])
+    def _tokenized(self, text: str, learned: Sequence[Span], prompt: int | None = None) -> Example:
+        """A text, of which some spans are learned.
 
-    def _answer(self, chat: Chat, number: int, whole: str) -> Span:
-        """Where answer `number` is in the rendered chat.
-
-        It begins where the prompt for it ends: the messages before it, rendered as for generation, must be
-        what the chat begins with. It ends where another answer in its place would have ended, its end-of-turn
-        token included; rendering up to it would not do, as some templates write a last answer in another way.
+        Args:
+            prompt: where a prompt ends, which generation has as it is: no token goes across.
         """
-        before, after = chat.messages[:number], chat.messages[number + 1 :]
-        prompt = self._render(replace(chat, messages=before), add_generation_prompt=True) if number else ""
-        if not whole.startswith(prompt):  # templates may show the thoughts before an answer until the answer follows
-            bare = tuple(replace(message, more={}) if message.role == "assistant" else message for message in before)
-            prompt = self._render(replace(chat, messages=bare), add_generation_prompt=True)
-        if not whole.startswith(prompt):
-            raise RefusedRowError(
-                "the prompt it makes for an answer is not what precedes the answer in the whole chat "
-                f"(prompt ends {prompt[-40:]!r})"
-            )
-        other = self._render(replace(chat, messages=(*before, Message("assistant", _PROBE), *after)))
-        if other == whole:
-            raise RefusedRowError("it leaves out what the assistant says")
-        begin = _common(whole, other)
-        end = len(whole) - _common(whole[begin:][::-1], other[begin:][::-1])
-        closing = self._end_of_turn.match(whole, end) if self._end_of_turn else None
-        return len(prompt) or begin, closing.end() if closing else end
-
-    def _require_tools_shown(self, chat: Chat) -> None:
-        """Without this a template that knows no tools would teach empty answers."""
-        whole = self._render(chat)
-        for number, message in enumerate(chat.messages):
-            bare = replace(message, tool_calls=())
-            others = (*chat.messages[:number], bare, *chat.messages[number + 1 :])
-            if message.tool_calls and self._render(replace(chat, messages=others)) == whole:
-                raise RefusedRowError("it leaves out the calls of tools")
-
-    def _tokenized(self, text: str, learned: Sequence[Span]) -> Example:
-        encoded = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        ids, (starts, ends) = self._ids(text)
+        if prompt is not None and ((starts < prompt) & (ends > prompt)).any():
+            parts = [self._ids(text[:prompt]), self._ids(text[prompt:])]
+            ids = parts[0][0] + parts[1][0]
+            starts, ends = np.concatenate([parts[0][1], parts[1][1] + prompt], axis=1)
         mask = np.zeros(len(starts), bool)
         for begin, end in learned:
             mask |= (starts < end) & (ends > begin)
-        return _example(encoded["input_ids"], mask)
+        return _example(ids, mask)
 
-    def _render(self, chat: Chat, **options: Any) -> str:
-        return str(self._apply(chat, tokenize=False, **options))
-
-    def _apply(self, chat: Chat, **options: Any) -> Any:
-        turns = [message.as_turn() for message in chat.messages]
-        tools = list(chat.tools) or None
-        try:
-            return self._tokenizer.apply_chat_template(turns, tools=tools, chat_template=self.template, **options)
-        except _TEMPLATE_FAILURES as error:
-            raise RefusedRowError(f"it fails: {error}") from error
+    def _ids(self, text: str) -> tuple[list[int], Any]:
+        """Token ids, and the first characters of the tokens and those behind them."""
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+        )
+        return encoded["input_ids"], np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
 
 
 def _example(input_ids: Any, mask: Any) -> Example:
     supervised = np.array(mask, bool)
     supervised[:1] = False
     return Example(np.array(input_ids, np.int32), supervised)
-
-
-def _common(one: str, other: str) -> int:
-    """Characters that both begin with. By bisection: a long chat has many answers, and a loop over them is slow."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

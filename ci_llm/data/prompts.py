@@ -9,33 +9,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, RefusedRowError, chat_template
-from ci_llm.data.rows import Chat, Completion, Form, Message, RawRow, Row, Rows, is_unicode, kept, messages_of
+from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, chat_template
+from ci_llm.data.rows import (
+    Chat,
+    Completion,
+    Form,
+    Message,
+    PromptForm,
+    RawRow,
+    Row,
+    Rows,
+    is_unicode,
+    kept,
+    messages_of,
+)
+from ci_llm.data.turns import RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PromptForm = Literal["chat", "text"]
 Turns = Sequence[Mapping[str, Any]]
 Prompt = str | Turns
 
 #: Keys of a turn, of which it has one.
 _SAID = {"content", "value", "tool_calls", "function_call"}
 
-#: Placeholders for the answer: the tokens before one are the prompt. The prompt tokenised alone can have other ids.
-#: The second placeholder is for templates whose prompt opens a <think> block.
-_PLACEHOLDERS = (Message("assistant", "A"), Message("assistant", "<think>\nA\n</think>\n\nA"))
 #: A placeholder for the question.
 _QUESTION = "What is asked here?"
+#: A call of a tool.
+_CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
+#: Whether answers have thoughts, where they do not begin as the template opens them.
+_THINKS: Final = {"chat with thoughts": True, "chat without thoughts": False}
 
 
 class Prompter:
@@ -43,7 +57,8 @@ class Prompter:
 
     Args:
         tokenizer: the tokenizer of the base.
-        form: what a plain string is: "chat", the message of a user, or "text", which the answer continues.
+        form: what a plain string is: "chat", the message of a user, or "text", which the answer continues; "chat with
+            thoughts" and "chat without thoughts" for agents whose answers do not begin as the template opens them.
 
     Raises:
         ModelError: the tokenizer cannot tell which characters a token stands for.
@@ -67,12 +82,23 @@ class Prompter:
         Raises:
             DataError: the template fails.
         """
-        return self.ends_of([self._with_placeholder((Message("user", "Q"),))] if self.form == "chat" else [])
+        if self.form == "text":
+            return self.ends_of([])
+        asked = Message("user", _QUESTION)
+        examples = [self._encoder.encode(Chat((asked, Message("assistant", "A"))))]
+        for calls in (2, 1):
+            with suppress(RefusedRowError):  # the template shows no calls, or only one
+                called = self._encoder.encode(Chat((asked, Message("assistant", "", (_CALL,) * calls))))
+                written = called.input_ids[last_answer(called)].tolist()
+                if written.count(written[-1]) == 1:  # else it ends each call, and not the turn
+                    examples.append(called)
+                break
+        return self.ends_of(examples)
 
     @property
     def tells_turns_apart(self) -> bool:
         """Whether a prompt shows who said what, so that a conversation can have several turns."""
-        return self.form == "chat" and self._encoder.template != BUILT_IN_TEMPLATE
+        return self.form != "text" and self._encoder.template != BUILT_IN_TEMPLATE
 
     def ends_of(self, examples: Iterable[Example]) -> frozenset[int]:
         """EOS, and every special token at the end of the last answer of one of the examples."""
@@ -103,8 +129,11 @@ class Prompter:
         """
         if isinstance(prompt, str) and self.form == "text":
             return self.plain_ids(prompt)
-        example = self._with_placeholder(_messages(prompt))
-        return [int(token) for token in example.input_ids[: last_answer(example).start]]
+        messages = _messages(prompt)
+        try:
+            return self._encoder.ids(self._encoder.turns.prompt(messages, thinks=_THINKS.get(self.form)))
+        except RefusedRowError as error:
+            raise _unusable(messages, error) from error
 
     def row(self, prompt: Prompt, answer: str) -> Example:
         """A prompt with its answer and the end of it, encoded as in training: the answer is what is learned.
@@ -131,7 +160,7 @@ class Prompter:
             DataError: it is neither, the template fails on it, or a text stands without the prompt that it answers.
         """
         if isinstance(text, str):
-            if is_answer and self.form == "chat":
+            if is_answer and self.form != "text":
                 hint = "give the prompts, and answers beside them; or chats that end with the answer"
                 raise DataError("these heads judge answers, and a text has no prompt", where=text[:80], hint=hint)
             row = Completion(None, text)
@@ -153,15 +182,6 @@ class Prompter:
         begin = self.tokenizer.bos_token or ""
         whole = text if text.startswith(begin) else begin + text
         return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def _with_placeholder(self, messages: tuple[Message, ...]) -> Example:
-        """The chat with a placeholder for the answer, encoded as in training."""
-        for placeholder in _PLACEHOLDERS:
-            try:
-                return self._encoder.encode(Chat((*messages, placeholder)))
-            except RefusedRowError as error:
-                refusal = error
-        raise _unusable(messages, refusal) from refusal
 
 
 def _unusable(messages: Sequence[Message], refusal: RefusedRowError) -> DataError:

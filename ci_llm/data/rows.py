@@ -102,6 +102,11 @@ class Chat:
         """Whether the template has to know tools to show the chat."""
         return bool(self.tools) or any(m.tool_calls or m.role == "tool" for m in self.messages)
 
+    @property
+    def needs_more(self) -> bool:
+        """Whether the template has to know more than users and assistants to show the chat."""
+        return self.uses_tools or any(message.role not in ("user", "assistant") for message in self.messages)
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -167,6 +172,8 @@ class Labelled:
 SingleRow = Chat | Completion | Tokens
 Row = SingleRow | Pair | Rated | Labelled
 TrainedOn = Literal["none", "some", "all"]
+#: What a prompt is, if it is a string; and of a chat, whether it ends before a thought that the template begins.
+PromptForm = Literal["chat", "text", "chat without thoughts", "chat with thoughts"]
 
 
 class RawRows(Protocol):

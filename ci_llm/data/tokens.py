@@ -30,8 +30,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ci_llm.core.durable import make_folders, write_parts
 from ci_llm.core.work import counted
-from ci_llm.data.encoder import Encoder, Example, RefusedRowError
-from ci_llm.data.rows import Chat, Completion, Labelled, Pair, Rated, Row, Rows
+from ci_llm.data.encoder import Encoder, Example
+from ci_llm.data.encoding import encoded
+from ci_llm.data.rows import Chat, Completion, Labelled, Pair, PromptForm, Rated, Row, Rows
+from ci_llm.data.turns import RefusedRowError, Remark
 from ci_llm.data.units import Unit, branches_of, label_of, number_of, unit_of, without_end
 from ci_llm.errors import DataError
 
@@ -41,7 +43,7 @@ _MARKED = "marked by weight or loss_weight 0, or by train, training or loss fals
 
 
 #: Why a row is left out.
-Reason = Literal["lacking", "unlearned", "answer too far", "too long", "hidden tools"]
+Reason = Literal["lacking", "unlearned", "answer too far", "too long", "refused"]
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Tally:
     split: int = 0
     blocks: int = 0
     left_out: Counter[Reason] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[Remark] = field(default_factory=Counter)
     lacking: str = "without an answer"
     without_roles: int = 0
     marked: int = 0
@@ -79,16 +83,15 @@ class Tally:
         self.rated = rows.form.kind == "rated" and not rows.are_answers
         if rows.form.kind in _LACKING:
             self.lacking = _LACKING[rows.form.kind]
-        for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
+        every = counted(encoded(rows, encoder), "tokenise", len(rows), "rows")
+        for number, (row, wholes) in enumerate(every):
             self.rows += 1
-            try:
-                branches = branches_of(row) if row else []
-                encode: Any = encoder.text if isinstance(row, Labelled) else encoder.encode
-                wholes = [encode(branch) for branch in branches]
-            except RefusedRowError as error:
-                if not any(isinstance(branch, Chat) and branch.uses_tools for branch in branches):
-                    raise _refusal(error, branches[0], rows.place(number)) from error
-                self.left_out["hidden tools"] += 1
+            branches = branches_of(row) if row else []
+            if isinstance(wholes, RefusedRowError):
+                if not any(isinstance(branch, Chat) and branch.needs_more for branch in branches):
+                    raise _refusal(wholes, branches[0], rows.place(number)) from wholes
+                self.left_out["refused"] += 1
+                self.refused[str(wholes)] += 1
                 continue
             is_labelled = isinstance(row, Labelled)
             taught = [len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes]
@@ -151,6 +154,7 @@ class Tally:
         """Count answers that are marked, and chats that the template makes hard to learn."""
         self.marked += len(row.marked) if isinstance(row, Chat) else 0
         self.without_roles += encoder.lacks_roles(row)
+        self.remarks.update(whole.remarks)
         if (end := encoder.unlearned_end(row, whole)) is not None:
             self.endless += 1
             self.end = self.end or end
@@ -175,6 +179,17 @@ class Tally:
             )
         if self.left_out:
             yield f"left out: {self._told_left_out()}"
+        if self.prompts:
+            begun = "opens a thought, and" if self.prompts == "chat without thoughts" else "ends a thought, and"
+            yield (
+                f"the prompt of the chat template {begun} {self.remarks[_BEGUN[self.prompts]]} answers begin"
+                " otherwise: here and in generation the prompt ends where they begin"
+            )
+
+    @property
+    def prompts(self) -> PromptForm | None:
+        """How prompts are worded, if not as the template words them: most answers begin in another way."""
+        return next((form for form, remark in _BEGUN.items() if 2 * self.remarks[remark] > self.kept_rows), None)
 
     def warnings(self) -> Iterator[str]:
         """Why agents will not learn what these rows are meant to teach."""
@@ -183,6 +198,9 @@ class Tally:
                 f"{self.cut} rows cut at max_seq_length {self.max_seq_length}: {self.lost} of"
                 f" {self.tokens + self.lost} tokens are never seen; the longest row has {self.longest}"
             )
+        for remark in _HIDDEN:
+            if self.remarks[remark]:
+                yield f"the chat template leaves out the {remark} of {self.remarks[remark]} chats"
         if self.endless:
             follows = f"{self.end!r}, which follows, is not a special token" if self.end.strip() else "nothing follows"
             yield (
@@ -206,8 +224,8 @@ class Tally:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
         elif self.left_out["unlearned"]:
             hint = "weight 1, or no weight, lets an answer be learned"
-        elif self.left_out["hidden tools"]:
-            hint = "take a base or a chat_template that shows calls of tools"
+        elif self.left_out["refused"]:
+            hint = "take a base or a chat_template that shows such chats"
         else:
             hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
         if evaluated:
@@ -221,13 +239,21 @@ class Tally:
             "unlearned": f"whose answers are all {_MARKED}",
             "answer too far": f"whose answer begins after max_seq_length {self.max_seq_length}",
             "too long": f"of more than max_seq_length {self.max_seq_length} tokens",
-            "hidden tools": "whose tools the chat template cannot show",
+            "refused": "that the chat template cannot show"
+            f" ({'; '.join(f'{count}: {why}' for why, count in self.refused.most_common(3))})",
         }
         told = ", ".join(
             f"{self.left_out[reason]} {words}" for reason, words in reasons.items() if self.left_out[reason]
         )
         return f"{self.left_out.total()} of {self.rows} rows: {told}"
 
+
+#: Prompts that are not worded as the template words them, because answers begin so.
+_BEGUN: Final[dict[PromptForm, Remark]] = {
+    "chat without thoughts": "without thoughts",
+    "chat with thoughts": "with thoughts",
+}
+_HIDDEN: Final[tuple[Remark, ...]] = ("thoughts", "system message", "descriptions of tools")
 
 #: What a row lacks that is left out, where it is not an answer.
 _LACKING: Final = {"pairs": "without two different answers", "labelled": "without a text or a label"}
@@ -256,7 +282,7 @@ def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 10
+FORMAT = 11
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -355,6 +381,12 @@ class TokenizedRows:
         return max_seq_length + bool(self._facts["whole"])
 
     @property
+    def prompts(self) -> PromptForm | None:
+        """How prompts are worded, if not as the template words them."""
+        form: PromptForm | None = self._facts["prompts"]
+        return form
+
+    @property
     def description(self) -> list[str]:
         """Lines about the rows and their tokens, for people; the last one shows a row and its loss mask."""
         return [*self.rows.description, *self._facts["lines"]]
@@ -443,6 +475,7 @@ def tokenize(
     classes: Sequence[str] = (),
     pad: int | None = None,
     evaluated: bool = False,
+    chat_date: str | None = None,
     main_process_first: AbstractContextManager[Any] | None = None,
 ) -> TokenizedRows:
     """Tokenise the rows, unless the cache folder holds the same rows by the same tokenizer already.
@@ -457,6 +490,7 @@ def tokenize(
         classes: the names of the classes of labelled rows, by number; without any, labels are numbers.
         pad: leave out this token at the end of pairs, rated and labelled rows.
         evaluated: the rows are to evaluate on, for messages.
+        chat_date: what the clock of a chat template says; see the key of this name.
         main_process_first: a context that the main process enters and leaves before the others enter it.
 
     Raises:
@@ -470,10 +504,10 @@ def tokenize(
         >>> len(tokens), tokens[0].input_ids.dtype
         (20, dtype('int32'))
     """
-    encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt)
+    encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt, chat_date=chat_date)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
     content += [*["train_on_prompt"] * train_on_prompt, *["learn_preferred"] * learn_preferred, long_rows]
-    content += [*classes, *([] if pad is None else [pad])]
+    content += [*classes, *([] if pad is None else [pad]), *([chat_date] if encoder.has_clock else [])]
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
     with main_process_first or nullcontext():
@@ -570,7 +604,7 @@ def _batches(
     ]
     facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
     facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length), "good": tally.good}
-    facts |= {"whole": not tally.cut + tally.split, "warnings": [*tally.warnings()]}
+    facts |= {"whole": not tally.cut + tally.split, "warnings": [*tally.warnings()], "prompts": tally.prompts}
     yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
 
 

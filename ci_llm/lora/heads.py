@@ -124,11 +124,12 @@ def require_class(model: PreTrainedModel) -> None:
 
 
 def how_tokenized(config: Config, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The arguments of `tokenize` that concern heads; empty if the objective has no heads.
+    """The arguments of `tokenize` that concern heads and the date of chats; empty if there is neither.
 
     Args:
         shape: the configuration of the base.
     """
+    dated = {"chat_date": config.chat_date} if config.chat_date else {}
     if not head_size(config):
-        return {}
-    return {"classes": config.label_names or (), "pad": pad_of(shape, tokenizer)}
+        return dated
+    return dated | {"classes": config.label_names or (), "pad": pad_of(shape, tokenizer)}

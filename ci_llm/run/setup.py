@@ -114,7 +114,7 @@ def build(
     config = settle(config, rows, processes, before, given and given.model.config)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
-    crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, [own.rows for own in rows]))
+    crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
     loading.describe_rows(config, rows, eval_rows)
     rows_to_train = loading.training_rows(config, rows)
     resources = replace(resources, config=config)

@@ -103,7 +103,10 @@ def test_the_answers_of_any_chat_are_found(template: str) -> None:
         turns = ["".join(chance.choices("aaab\n é🙂", k=chance.randrange(9))) for _ in range(chance.randrange(2, 20))]
         begin, end = ("", "<|im_end|>") if template == CHATML else (" ", "")
         answers = [f"{begin}{turn}{end}" for turn in turns[1::2]]
-        assert learned(encoder.encode(talk(*turns)), tokenizer) == answers
+        found = learned(encoder.encode(talk(*turns)), tokenizer)
+        if not end:  # blanks alone have no end
+            answers, found = ([text for text in texts if text.strip()] for texts in (answers, found))
+        assert found == answers
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])
@@ -145,8 +148,14 @@ def test_thoughts_of_the_answer_itself_are_learned() -> None:
     tokenizer = byte_tokenizer(CHATML.replace(PROMPT, prompt))
     example = Encoder(tokenizer).encode(talk("q", "<think>\nhm</think>a"))
     assert learned(example, tokenizer) == ["hm</think>a<|im_end|>"]
+    without = Encoder(tokenizer).encode(talk("q", "a"))
+    assert (learned(without, tokenizer), without.remarks) == (["a<|im_end|>"], ("without thoughts",))
+
+
+def test_a_prompt_that_the_chat_does_not_begin_with_is_refused() -> None:
+    other = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ ' (last)' if loop.last and m.role == 'user' }}")
     with pytest.raises(RefusedRowError, match="not what precedes the answer"):
-        Encoder(tokenizer).encode(talk("q", "a"))
+        Encoder(byte_tokenizer(other)).encode(talk("q", "a"))
 
 
 def test_an_answer_may_come_first_or_repeat_the_question() -> None:
@@ -252,7 +261,7 @@ def test_tokens_are_learned_as_their_labels_say() -> None:
         (CHATML_MARKED, None),
         (None, None),
         (CHATML.replace("im_end", "end"), "<|end|>\n"),
-        (CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "<|im_end|>\n"),
+        (CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), None),
         (WORDS, "\n"),
         (WORDS.replace("}\n{%", "}{%"), ""),
     ],

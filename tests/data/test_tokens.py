@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.core import durable
-from ci_llm.data import tokens
-from ci_llm.data.encoder import Encoder, Example
+from ci_llm.data import encoding, tokens
+from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example
+from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Rows
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
 from ci_llm.errors import DataError
+from tests.data.test_encoder import CHATML, PROMPT, byte_tokenizer
 from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
@@ -286,10 +289,81 @@ TOOLS = [
 def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     found = tokenize(rows(TOOLS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert found.row_numbers == [1]
-    assert any("left out: 1 of 2 rows" in line and "1 whose tools" in line for line in found.description)
-    with pytest.raises(DataError, match="1 whose tools the chat template cannot show") as caught:
+    assert any(
+        "left out: 1 of 2 rows: 1 that the chat template cannot show (1: it leaves out" in line
+        for line in found.description
+    )
+    with pytest.raises(
+        DataError, match=r"1 that the chat template cannot show \(1: it leaves out the calls of tools"
+    ) as caught:
         tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    assert "chat_template that shows calls of tools" in str(caught.value.hint)
+    assert "chat_template that shows such chats" in str(caught.value.hint)
+
+
+def in_three_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "LONG", 0.0)
+    monkeypatch.setattr(encoding, "LOOKED_AT", 2)
+    monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+def test_several_processes_write_the_same_file(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows([*TOOLS, *ROWS_OF_CHATS])
+    alone = tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path / "alone")
+    in_three_processes(monkeypatch)
+    started, start = [], encoding._from_processes
+    monkeypatch.setattr(encoding, "_from_processes", lambda *given: started.append(given[3]) or start(*given))
+    together = tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path / "together")
+    assert started == [3]
+    assert (together.path.name, together.path.read_bytes()) == (alone.path.name, alone.path.read_bytes())
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_is_ended_from_outside_is_an_error(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_three_processes(monkeypatch)
+    monkeypatch.setattr(encoding, "_work", lambda *_: None)
+    with pytest.raises(DataError, match="a process that tokenised rows was ended from outside"):
+        tokenize(rows(ROWS_OF_CHATS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+
+
+ROWS_OF_CHATS = [
+    {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"{n + 1}."}]}
+    for n in range(20)
+]
+
+
+def test_the_date_of_chats_is_part_of_their_tokens_where_a_template_shows_it(tmp_path: Path) -> None:
+    dated = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
+    plain = str(dated.chat_template or BUILT_IN_TEMPLATE)
+
+    def tokens(date: str) -> TokenizedRows:
+        data = rows(ROWS_OF_CHATS)
+        return tokenize(data, dated, max_seq_length=500, cache_folder=tmp_path, chat_date=date)
+
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + plain
+    first, later = tokens("2026-01-02"), tokens("2026-01-03")
+    assert dated.decode(first[0].input_ids).startswith("02 Jan 2026")
+    assert first.fingerprint != later.fingerprint
+    assert (first.path != later.path, tokens("2026-01-02").path) == (True, first.path)
+    dated.chat_template = plain
+    assert tokens("2026-01-02").path == tokens("2026-01-03").path, "a template without a clock"
+
+
+def test_what_a_template_leaves_out_is_told(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CHATML.replace(PROMPT, PROMPT.replace("assistant\n", "assistant\n<think>\n")))
+    thinking = {"role": "assistant", "content": "2.", "reasoning_content": "one more"}
+    chats = [{"messages": [{"role": "user", "content": "1 + 1?"}, thinking]}]
+    found = tokenize(rows(chats), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    assert "the chat template leaves out the thoughts of 1 chats" in found.warnings
+    assert any(
+        line.startswith("the prompt of the chat template opens a thought, and 1 answers") for line in found.description
+    )
+    assert found.prompts == "chat without thoughts"
+    ids = Prompter(tokenizer, "chat without thoughts").ids("1 + 1?")
+    assert ids == found[0].input_ids[: len(ids)].tolist()
 
 
 def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

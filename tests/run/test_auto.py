@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ import ci_llm
 from ci_llm import embedded
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config
+from ci_llm.data.encoder import BUILT_IN_TEMPLATE
+from ci_llm.run.start import loading
 from ci_llm.run.start.agent_settings import optimizer_groups
 from ci_llm.run.start.loading import eval_samples_of
 from tests.run.test_call import StopAt
@@ -201,6 +204,29 @@ def test_a_resumed_run_keeps_the_values_that_it_began_with(own_base: Path, tmp_p
         config = recorded(resumed.folder / "final_checkpoint")
         assert values(config, begun) == begun
     assert "as this run began" in (tmp_path / "auto" / "training.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_date_that_its_chats_began_with(
+    own_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = str(questions(tmp_path / "rows.jsonl", 31))
+    (clock := tmp_path / "clock.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + BUILT_IN_TEMPLATE)
+    keys = QUICK | {"model_name": str(own_base), "dataset_name": rows, "chat_template": str(clock), "num_workers": 0}
+    keys |= {"output_dir": tmp_path / "run"}
+
+    def on(day: str) -> None:
+        monkeypatch.setattr(loading, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / day))  # on another disk, too
+
+    on("2026-01-02")
+    assert ci_llm.train(keys, callbacks=[StopAt(3)]).status == "interrupted"
+    on("2026-01-03")
+    result = ci_llm.train(keys)
+    assert result.status == "completed"
+    assert recorded(result.folder / "final_checkpoint").chat_date == "2026-01-02"
+    log = (result.folder / "training.log").read_text()
+    assert {*re.findall(r"first row.*?(\d\d Jan 2026)", log)} == {"02 Jan 2026"}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import date
 from typing import Any, Final
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
@@ -19,10 +20,10 @@ from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
 from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
-from ci_llm.data.encoder import naming_template, use_chat_template
+from ci_llm.data.encoder import Encoder, naming_template, use_chat_template
 from ci_llm.data.order import AgentPlans, Plan
-from ci_llm.data.prompts import PromptForm, form_of
-from ci_llm.data.rows import Rows
+from ci_llm.data.prompts import form_of
+from ci_llm.data.rows import PromptForm, Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.data.units import FEW_CLASSES, Label, are_numbers, class_names, labels_of, name_of
@@ -92,6 +93,9 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
         given.model.to(processes.device)
     base = given or open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
+    if Encoder(base.tokenizer).has_clock and config.chat_date is None:
+        today = processes.gather_object(date.today().isoformat())[0]
+        settled["chat_date"] = today if before is None else before.chat_date
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
     shared = describe_shards(base.model) if config.base_sharding == "layers" else ""
     logger.info(
@@ -271,9 +275,9 @@ def data_phases(
     return [(*now, state.step, branch), (*branched, branch, total_steps)]
 
 
-def common_form(config: Config, each: Sequence[Rows]) -> PromptForm:
+def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:
     """The form in which the crowd words a prompt; if the rows of agents differ in it, that of the first agent."""
-    forms = [form_of(rows) for rows in each]
+    forms = [own.prompts or form_of(own.rows) for own in each]
     if len({*forms}) > 1:
         others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
         logger.warning(
