@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dry_run", "serve", "supervisor"),
     ("run", "evaluation", "integrations"),
     ("crowd", "logs", "report"),
-    ("lora", "mirror"),
+    ("lora", "mirror", "orbax"),
     ("base", "checkpoints", "data"),
     ("distributed", "objectives"),
     ("cluster", "config", "embedded"),

@@ -850,3 +850,43 @@ heavy = {"transformers", "peft", "accelerate", "datasets"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
+
+
+# Reading what others write
+
+
+def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            manager.save(step, {"step": step})
+    (tmp_path / "checkpoint_step_1" / "step.json").write_text("7")
+    before = sorted(tmp_path.rglob("*"))
+    reader = CheckpointManager(tmp_path, read_only=True)
+    assert not reader.save(5, {"step": 5}, force=True)
+    assert not reader.should_save(5)
+    assert not reader.reached_preemption(5)
+    assert (reader.latest_step(), reader.all_steps()) == (0, [0, 1])
+    for change in (lambda: reader.delete(0), lambda: reader.supersede(0), lambda: reader.finish()):
+        with pytest.raises(CheckpointError, match="read_only"):
+            change()
+    reader.close()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_says_that_there_is_nothing_to_restore(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to restore"):
+        CheckpointManager(tmp_path).restore(None)
+
+
+def test_changes_by_other_processes_are_seen_after_reload(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, {"step": step})
+        assert not manager.is_saving_in_progress() or manager.check_for_errors() is None
+        manager.wait_until_finished()
+        assert not manager.is_saving_in_progress()
+        manager.check_for_errors()
+        (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
+        assert not manager.save(2, {"step": 2})
+        manager.reload()
+        assert manager.save(2, {"step": 2})
