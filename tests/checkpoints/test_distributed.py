@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from benchmarks.bit_flips import noticed, write_in_parts
 from benchmarks.crash_parts import sweep
 from ci_llm.checkpoints.backends.distributed import GAVE_UP, _Followers, deal, outline
 from ci_llm.checkpoints.checkpoint import load_checkpoint
@@ -23,6 +22,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
+from tests.support.bit_flips import noticed, write_in_parts
 from tests.support.campaign import size
 from tools.testbed import crews
 from tools.testbed.forkserver import ForkServer
@@ -189,7 +189,7 @@ def test_a_sharded_tensor_is_refused(world: World) -> None:
 
 
 def test_flips_and_losses_of_any_part_are_noticed(tmp_path: Path) -> None:
-    """A seeded part of benchmarks/bit_flips.py, over every file of a checkpoint that three processes wrote."""
+    """Over every file of a checkpoint that three processes wrote."""
     assert noticed(write_in_parts, 60, 0, tmp_path / "run") == 60
 
 
