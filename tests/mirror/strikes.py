@@ -28,7 +28,7 @@ from ci_llm.checkpoints.manifest import digest, verify_folder
 from ci_llm.errors import DamagedCheckpoint
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
-from tools.testbed import mirrored
+from tests.mirror import mirrored
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.object_store import BUCKET, FaultProxy, Plan, s3_server
@@ -183,7 +183,7 @@ def strikes(faults: Iterable[str], generator: random.Random, sample: int | None,
 def campaign(act: Callable[..., int], wanted: Iterable[Strike], folder: Path) -> list[Outcome]:
     """Run the strikes; those that found no request to strike are left out."""
     outcomes = []
-    with s3_server() as address, FaultProxy(address) as proxy, ForkServer("tools.testbed.mirrored") as server:
+    with s3_server() as address, FaultProxy(address) as proxy, ForkServer("tests.mirror.mirrored") as server:
         history = History(server, proxy, address, folder, act)
         for strike in wanted:
             outcome = history.strike(strike)

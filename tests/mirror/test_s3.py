@@ -17,10 +17,10 @@ from ci_llm.errors import MirrorUnreachable
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror import objects, sender
 from ci_llm.mirror.objects import open_objects
+from tests.mirror import mirrored
 from tests.mirror.conftest import swaps_decide
 from tests.mirror.strikes import History, Strike, campaign, strikes
 from tests.support import campaign as size
-from tools.testbed import mirrored
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.object_store import BUCKET, CREDENTIALS, FAULTS, FaultProxy, s3_server
 
@@ -77,7 +77,7 @@ def test_no_fault_in_a_save_loses_breaks_or_changes_a_step(tmp_path: Path) -> No
 
 
 def test_the_campaign_notices_losses_of_a_copied_folder(tmp_path: Path, address: str) -> None:
-    with FaultProxy(address) as proxy, ForkServer("tools.testbed.mirrored") as server:
+    with FaultProxy(address) as proxy, ForkServer("tests.mirror.mirrored") as server:
         history = History(server, proxy, address, tmp_path, mirrored.save_and_sync)
         half_there = history.strike(Strike("kill after", 3))
         wrong_bits = history.strike(Strike("flipped", 2, 5))

@@ -23,7 +23,6 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.run.end import emergency_save
 from tools.testbed.events import DEADLINE_S, wait_until_committed
 
-STRUCK = "struck"
 STEPS = 6
 SAVE_STEPS = 2
 EVAL_STEPS = 3
@@ -172,23 +171,6 @@ def train_apart(folder: str, words: list[str]) -> int:
     own = Path(folder, os.environ.get("RANK", "0"))
     own.mkdir(exist_ok=True)
     os.chdir(own)
-    return main(["train", "--config", os.devnull, *words])
-
-
-def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
-    """A trial for the fork server: `train.py`, with a signal to one of its processes after some time; 0: never.
-
-    Leaves the time of the signal, in unix seconds, in the file `STRUCK`.
-    """
-    torch.set_num_threads(1)
-    os.chdir(folder)
-
-    def strike() -> None:
-        Path(folder, STRUCK).write_text(str(time.time()))
-        os.kill(os.getpid(), signal.Signals[sent])
-
-    if after_s and rank == int(os.environ.get("RANK", "0")):
-        threading.Timer(after_s, strike).start()
     return main(["train", "--config", os.devnull, *words])
 
 
