@@ -181,8 +181,28 @@ def test_a_key_that_looks_like_a_shard_is_refused() -> None:
         deal(hand_off(state), 2)
 
 
+def spread(directory: str) -> int:
+    """A DTensor is refused by either backend, with the way to the whole tensor; that is saved."""
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    crews.enter()
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    for backend in ("vanilla", "distributed"):
+        with (
+            CheckpointManager(directory, async_save=False, checkpoint_backend=backend) as manager,
+            pytest.raises(CheckpointError, match=r"one shard of a distributed tensor|another process"),
+        ):
+            manager.save(1, {"m": {"w": weight}})
+    with CheckpointManager(directory, checkpoint_backend="distributed") as manager:
+        assert manager.save(1, {"m": {"w": weight.full_tensor()}})
+    assert CheckpointManager(directory).restore(1)["m"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    return 0
+
+
 def test_a_sharded_tensor_is_refused(world: World) -> None:
-    world.run(crews.spread, 2)
+    world.run(spread, 2)
 
 
 # Damage
