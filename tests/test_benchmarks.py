@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import __main__ as listing
-from benchmarks import campaign, checkpoint_stall, crowd, crowd_answers, families, floor, harness, record, step
+from benchmarks import campaign, checkpoint_stall, crowd_answers, families, harness, step
 from benchmarks.harness import Cost, cpu_ratios, median_cost, take_turns
-from ci_llm.config import load_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.lora.layer import LoraSettings
@@ -34,14 +28,6 @@ def test_turns_rotate_and_ratios_are_paired() -> None:
     assert median_cost(slow) == Cost(6.0, 1.0)
 
 
-def test_the_shipped_lengths_are_those_of_gsm8k() -> None:
-    rows = harness.batches(None, 1, 600)
-    lengths = torch.tensor([batch.num_tokens for batch in rows], dtype=torch.float64)
-    assert lengths.mean().item() == pytest.approx(190, rel=0.05)
-    assert lengths.quantile(0.9).item() == pytest.approx(283, rel=0.05)
-    assert sum(batch.num_targets for batch in rows) / lengths.sum() == pytest.approx(0.64, abs=0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,79 +39,6 @@ def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.M
     assert all(measured.ratio(name) > 0 for name in measured.costs)
     assert step.table(measured, rows=2).count("| 2 |") == 5, "the last is the floor"
     assert len(measured.floor) == 1
-
-
-class ProductCounter(TorchDispatchMode):
-    """Counts the operations of matrix products and of attention; torch's own counter leaves out what works in place."""
-
-    PRODUCTS: ClassVar = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
-    PRODUCTS |= {torch.ops.aten.baddbmm_, torch.ops.aten.addmm_}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func.overloadpacket in self.PRODUCTS:
-            self.flops += 2.0 * found.numel() * args[-1].shape[-2]
-        elif "flash_attention" in str(func):  # 2 products forward, 5 backward
-            *batch, tokens, width = args[0].shape
-            self.flops += 2.0 * (5 if "backward" in str(func) else 2) * math.prod(batch) * tokens**2 * width
-        return found
-
-
-def test_the_floor_of_a_step_counts_its_necessary_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held against the products that the dispatcher sees: the floor leaves out masked attention, and what the first
-    layer does for each agent. The longer the rows, the larger the first."""
-    for module in (harness, step):
-        monkeypatch.setattr(module, "VOCABULARY", 500)
-    ours = Crowd(step.random_base("tiny"), LoraSettings(num_agents=4, rank=16, alpha=32), "random").train()
-    (batch,) = harness.batches(None, 2, 1)
-    ours.agents.begin_step(0)
-    with ProductCounter() as counted:
-        ours(batch).loss.backward()
-    assert 0.6 < floor.necessary_flops(ours, batch) / counted.flops < 1
-
-
-def test_a_figure_that_is_clearly_worse_than_recorded_is_named() -> None:
-    assert record.worse({"a": 0.9, "b": 5.0}, {"a": 1.0, "b": 6.0, "gone": 1.0}) == ["b: 5.00, recorded 6.00"]
-    recorded = json.loads(record.RECORDED.read_text(encoding="utf-8"))["surroundings"]
-    assert recorded.keys() == record.surroundings().keys(), "they say when, where and with which versions"
-
-
-def answer(right: list[float], nll: float, agents: float = 1.0) -> crowd_answers.Measured:
-    """Of rows of one token each."""
-    return {"right": right, "nll": [nll] * len(right), "tokens": [1] * len(right), "ece": 0.1, "agents": agents}
-
-
-def test_the_crowds_table_has_scores_and_costs(tmp_path: Path) -> None:
-    """From the files that are there; a part without its file of every seed has no line."""
-    many, few = answer([1, 1, 1, 0], 0.1, 4.0), answer([1, 1, 0, 0], 0.2)
-    generated = answer([1, 0, 1, 0], 0.2, 1.6) | {"nll": [], "tokens": []}
-    files = {
-        "steps/1": {"one agent": few},
-        "steps/2": {"one agent": few},
-        "crowd/1": {"agents, mean of 4": few, "crowd": many},
-        "crowd/2": {"agents, mean of 4": few, "crowd": many},
-        "escalation/1": {"escalation, generated": generated},
-        "escalation/2": {"escalation, generated": generated},
-        "auto/1": {"auto": many},
-    }
-    for name, answers in files.items():
-        path = tmp_path / f"50/{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(answers))
-    lines = crowd.table(crowd.results_of(50, [1, 2], [*crowd.PARTS], tmp_path)).splitlines()[2:]
-    assert lines == [
-        "| one agent | 0.500 ± 0.000 | 0.2000 ± 0.0000 | 0.100 ± 0.000 | 1 | +0.250 ± 0.490 |",
-        "| agents, mean of 4 | 0.500 ± 0.000 | 0.2000 ± 0.0000 | 0.100 ± 0.000 | 1 | +0.250 ± 0.490 |",
-        "| crowd | 0.750 ± 0.000 | 0.1000 ± 0.0000 | 0.100 ± 0.000 | 4 | |",
-        "| escalation, generated | 0.500 ± 0.000 |  | 0.100 ± 0.000 | 1.6 | |",
-    ]
-    assert crowd_answers.best_agent([few, many, many]) == 1
-    assert crowd_answers.best_agent([answer([1, 0], 0.2), answer([0, 1], 0.1)]) == 1
-    assert crowd.measure("steps", 50, 2, tmp_path) == {"one agent": few}  # nothing is trained again
 
 
 def test_scores_of_the_benchmark_equal_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +53,6 @@ def test_scores_of_the_benchmark_equal_those_of_the_package(monkeypatch: pytest.
     assert torch.allclose(torch.tensor([each["nll"] for each in found], dtype=torch.float64), wanted.nll)
     assert found[0]["tokens"] == wanted.tokens.tolist()
     assert all(0 <= each["ece"] <= 1 for each in found)
-
-
-def test_the_controls_have_the_crowds_size_and_compute() -> None:
-    config = load_config(crowd.CONFIG, [])
-    assert (config.num_agents, config.lora_rank, config.max_train_steps) == (4, 8, 260)
-    assert (crowd.RANK.keys["lora_rank"], crowd.STEPS.keys["max_train_steps"]) == ("32", "1040")
-    rates = [crowd.STEPS.settings(rows)["learning_rate"] for rows in (40, 120, 400, 1500, 20_000)]
-    assert rates == ["4e-3", "2e-3", "4e-3", "4e-3", "4e-3"]
-    assert "learning_rate" not in crowd.CROWD.settings(100)
 
 
 @pytest.mark.fast_cases(2)
@@ -198,18 +102,6 @@ def test_every_benchmark_is_listed_with_what_it_measures(
     assert [name for name in listing.found() if f"`{name}`" not in told] == []
 
 
-def test_a_campaign_of_faults_is_drawn_by_its_seed_with_room_between_them() -> None:
-    faults = campaign.draw(seed=3, count=100)
-    assert faults == campaign.draw(seed=3, count=100) != campaign.draw(seed=4, count=100)
-    kinds = [fault.kind for fault in faults]
-    assert len(kinds) == 100
-    assert set(kinds) == set(campaign.KINDS)
-    assert kinds.count("oom") == campaign.OOMS_AT_MOST
-    gaps = [after.step - before.step for before, after in pairwise(faults)]
-    assert min(gaps) > 2 * campaign.SAVE_STEPS
-    assert {fault.kind for fault in campaign.draw(seed=3, count=1000, kinds=campaign.ALL)} == set(campaign.ALL)
-
-
 @pytest.mark.slow
 def test_a_supervised_run_survives_a_dead_node_and_a_lost_disk_to_the_same_bits(tmp_path: Path) -> None:
     """A sample of the campaign of 1,000."""
@@ -220,12 +112,3 @@ def test_a_supervised_run_survives_a_dead_node_and_a_lost_disk_to_the_same_bits(
     assert [run.run(DEADLINE_S) for run in runs] == [3, 1]
     assert {line["kind"] for line in campaign.ledger(tmp_path / "3")} == {"start", *kinds}
     assert runs[0].bits() == runs[1].bits() != {}
-
-
-def test_the_cost_of_a_fault_is_read_from_the_ledger() -> None:
-    told = [("start", 0), ("nan", 5), ("kill", 10), ("start", 9), ("terminate", 20), ("start", 21)]
-    assert campaign.costs([{"kind": kind, "step": step} for kind, step in told]) == {
-        "nan": [0],
-        "kill": [1],
-        "terminate": [0],
-    }

@@ -810,20 +810,21 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkSer
 
 
 @pytest.mark.slow
-def test_the_documented_loop_of_orbax_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["ours", "Orbax's"])
+def test_the_documented_loop_of_orbax_stops_on_a_signal_and_resumes(names: str, tmp_path: Path) -> None:
     """The documented loop gets a real SIGTERM, exits with a save in flight, and is started again."""
     directory = tmp_path / "run"
-    first = live_and_be_terminated(directory)
+    first = live_and_be_terminated(directory, names)
     assert load_checkpoint(directory / f"checkpoint_step_{first}").state["steps"] == first + 1
-    second = live_and_be_terminated(directory)
+    second = live_and_be_terminated(directory, names)
     # It has repeated the restored step, as Orbax's loop does.
     assert second > first
     assert load_checkpoint(directory / f"checkpoint_step_{second}").state["steps"] == second + 2
 
 
-def live_and_be_terminated(directory: Path) -> int:
+def live_and_be_terminated(directory: Path, names: str) -> int:
     """Run the loop, terminate it after a few steps; the newest step."""
-    command = [sys.executable, "-m", "tests.support.loops", str(directory)]
+    command = [sys.executable, "-m", "tests.support.loops", str(directory), names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as loop:
         try:
             assert loop.stdout is not None
