@@ -36,7 +36,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from benchmarks import gsm8k
+from benchmarks import harness
 from benchmarks.floor import necessary_flops
 from benchmarks.step import ALPHA, LEARNING_RATE, MAX_NORM, PROJECTIONS, RANK, Ours, rectangle
 from ci_llm.base.load import load_base
@@ -122,8 +122,8 @@ class Bench:
 
     def batches(self) -> list[Batch]:
         """Two that warm up, those to measure, and one to count in. Each has lengths that no step before it had."""
-        words = TINY["vocab_size"] if self.tiny else gsm8k.VOCABULARY
-        drawn = gsm8k.batches(None, self.rows, 4 if self.tiny else 8)
+        words = TINY["vocab_size"] if self.tiny else harness.VOCABULARY
+        drawn = harness.batches(None, self.rows, 4 if self.tiny else 8)
         known = (replace(each, input_ids=each.input_ids % words, targets=each.targets % words) for each in drawn)
         return [each.pinned() for each in known]
 

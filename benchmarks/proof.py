@@ -295,9 +295,7 @@ def rivals(form: Form, base: str, rows: Path) -> float | None:
         words = [f"--{key}={trial[key]}" for key in ("learning_rate", "lora_rank")]
         words += [f"--steps={form.steps}", f"--batch={form.rows}", f"--model={model}", f"--rows={rows / 'train.jsonl'}"]
         with (rows.parent / "trl.log").open("ab") as log:
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.sft_run", *words], cwd=ROOT, stdout=log, stderr=log
-            )
+            done = subprocess.run([sys.executable, "-m", "benchmarks.sft", *words], cwd=ROOT, stdout=log, stderr=log)
         if done.returncode:
             sys.exit(f"SFTTrainer ended with {done.returncode}:\n{Path(log.name).read_text(encoding='utf-8')[-2000:]}")
     return (time.monotonic() - began) / len(chosen) * len(form.trials)

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.crowd_answers import batches
 from benchmarks.floor import Products, necessary_flops
+from benchmarks.harness import median_and_range, turn
 from benchmarks.step import LOSSES_AGREE_TO, K, Ours, SeparateRuns
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -96,7 +97,7 @@ def peft_run(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
 
 def sft_run(case: Case, *, packing: bool) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     """One of K; the losses of packed rows are others."""
-    from benchmarks.sft_trainer import dataset_of, sft_cpu_s
+    from benchmarks.sft import dataset_of, sft_cpu_s
 
     base = case.base()
 
@@ -172,7 +173,7 @@ def measure(case: Case, names: Sequence[str]) -> dict[str, list[tuple[float, flo
     for pipe in pipes.values():
         pipe.recv()  # all are ready
     for number in range(case.rounds):
-        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+        for name in turn(names, number):
             pipes[name].send(number)
             seconds, loss, peak = pipes[name].recv()
             found[name].append((seconds * RUNS[name], loss, peak))
@@ -191,8 +192,8 @@ def table(case: Case, found: dict[str, list[tuple[float, float, int]]]) -> str:
     out = ["| trainer | tokens per CPU second | times a pass per agent | peak, MiB |", "|---|---|---|---|"]
     for name, each in found.items():
         speed = statistics.median(count / seconds for count, (seconds, _, _) in zip(tokens, each, strict=True))
-        ratios = sorted(seconds / own for (seconds, _, _), own in zip(each, best, strict=True))
-        times = "1" if name == PASS_EACH else f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        ratios = [seconds / own for (seconds, _, _), own in zip(each, best, strict=True)]
+        times = "1" if name == PASS_EACH else median_and_range(ratios)
         out.append(f"| {name} | {speed:.0f} | {times} | {max(peak for _, _, peak in each) / 2**20:,.0f} |")
     return "\n".join(out)
 

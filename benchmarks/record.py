@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gsm8k import batches
+from benchmarks.harness import batches
 from benchmarks.step import BF16, ORIGINAL, SEPARATE, measure
 from ci_llm.core.durable import read_json, write_json
 

@@ -1,7 +1,7 @@
 """One optimizer step of K agents: this program, the original's way, and K separate PEFT runs.
 
 A random Llama on one CPU thread; K = 4 LoRA agents of rank 16 on all seven projections; rows as long as those
-of GSM8K (`benchmarks/gsm8k.py`). Each batch goes through three trainers in turn, which start from the same adapters
+of GSM8K (`benchmarks/harness.py`). Each batch goes through three trainers in turn, which start from the same adapters
 and do the same mathematics: forward, backward, clipping per agent, AdamW. Their losses are compared at every step.
 
 ours           the training loop's own functions on the packed crowd
@@ -9,9 +9,6 @@ original's way one PEFT model, `set_adapter` for one agent after the other, rows
                of all agents alive until one backward. Repaired: the agents left behind keep their gradients
 separate runs  K PEFT models, each its own forward, backward and optimizer; rows padded to the longest of the batch
 ours in bf16   the same as ours on a base in bf16, under autocast; with --precision bf16 all trainers are
-shared trunk   with --trunk: ours with `agent_layers: upper_half`, and the original's way with these adapters beside it
-with --parts   what lies between, one difference at a time: the separate runs with logits at the targets only, and K
-               runs of ours with one agent, one after the other
 
 The last line says which share of our step the necessary products take at the speed that they have alone (`floor.py`).
 """
@@ -33,8 +30,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.floor import Products, shares
-from benchmarks.gsm8k import LONGEST, VOCABULARY, batches
-from benchmarks.timing import Costs, cpu_ratios, median_cost, take_turns
+from benchmarks.harness import (
+    LONGEST,
+    VOCABULARY,
+    Costs,
+    batches,
+    cpu_ratios,
+    median_and_range,
+    median_cost,
+    take_turns,
+)
 from ci_llm.base.targets import Layers, peft_targets
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -58,8 +63,6 @@ SIZES = {  # hidden, layers, feed-forward, heads
     "125M": (768, 14, 2048, 12),
 }
 OURS, ORIGINAL, SEPARATE, BF16 = "ours", "original's way", "separate runs", "ours in bf16"
-TRUNK, UPPER = "shared trunk", "original's way, upper half"
-TARGETS, PACKED = "separate runs, logits at targets", "packed runs of one agent"
 #: Three ways to round the same sums, by precision; a wrong mask, shift or scale is far above.
 LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 3e-2}  # of the first steps of a real base, whose updates bf16 rounds
 
@@ -150,39 +153,13 @@ class SeparateRuns:
         total = 0.0
         for model, agent, optimizer in zip(self.models, self.agents, self.optimizers, strict=True):
             with in_precision_of(model):
-                loss = self.loss(model, inputs)
+                loss = model(**inputs).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(agent, MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
             total += loss.item()
         return total / len(self.models)
-
-    def loss(self, model: peft.PeftModel, inputs: dict[str, Tensor]) -> Tensor:
-        """As Transformers computes it, with the logits of all tokens."""
-        return model(**inputs).loss
-
-
-class TargetsOnly(SeparateRuns):
-    """The same, with logits only where there is a target."""
-
-    def loss(self, model: peft.PeftModel, inputs: dict[str, Tensor]) -> Tensor:
-        """The same loss."""
-        base, labels = model.get_base_model(), inputs["labels"][:, 1:]
-        hidden = base.model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state[:, :-1]
-        return F.cross_entropy(base.lm_head(hidden[labels != -100]).float(), labels[labels != -100])
-
-
-class PackedRuns:
-    """K runs of this program with one agent each."""
-
-    def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
-        self.runs = [Ours(copy.deepcopy(base), agents=1) for _ in range(crowd.num_agents)]
-        for run, start in zip(self.runs, crowd.agents.rows, strict=True):
-            run.crowd.agents.rows[0].data.copy_(start.data)
-
-    def step(self, batch: Batch) -> float:
-        return sum(run.step(batch) for run in self.runs) / len(self.runs)
 
 
 def _lora(crowd: Crowd) -> peft.LoraConfig:
@@ -252,11 +229,9 @@ def measure(
     precision: str = "fp32",
     *,
     agents: int = K,
-    trunk: bool = False,
-    parts: bool = False,
     fast: Sequence[str] = PARTS,
 ) -> Measured:
-    """Every trainer on every batch, in turns; for `trunk`, `parts` and `fast` see --trunk, --parts and --kernels.
+    """Every trainer on every batch, in turns; for `fast` see --kernels.
 
     Raises:
         AssertionError: the trainers' losses differ, so they did not do the same.
@@ -271,12 +246,6 @@ def measure(
         SEPARATE: SeparateRuns(base, ours.crowd),
         **({BF16: Ours(random_base(size).bfloat16(), agents=agents, fast=fast)} if precision == "fp32" else {}),
     }
-    if trunk:
-        trainers[TRUNK] = upper = Ours(random_base(size).to(dtype), "upper_half", agents, fast)
-        trainers[UPPER] = OriginalsWay(random_base(size).to(dtype), upper.crowd)
-    if parts:
-        trainers[TARGETS] = TargetsOnly(random_base(size).to(dtype), ours.crowd)
-        trainers[PACKED] = PackedRuns(random_base(size).to(dtype), ours.crowd)
     losses: dict[str, list[float]] = {name: [] for name in trainers}
 
     def noting(name: str) -> Callable[[Batch], None]:
@@ -285,9 +254,8 @@ def measure(
     costs = take_turns({**{name: noting(name) for name in trainers}, "products": products.step}, inputs)
     del costs["products"]
     ours.processes.shutdown()
-    for name in {*trainers} - {TRUNK}:
-        same = losses[TRUNK if name == UPPER else OURS]
-        gap = max(abs(a - b) / a for a, b in zip(same, losses[name], strict=True))
+    for name in trainers:
+        gap = max(abs(a - b) / a for a, b in zip(losses[OURS], losses[name], strict=True))
         allowed = LOSSES_AGREE_TO["bf16" if name == BF16 else precision]
         assert gap < allowed, f"the losses of {name} differ by up to {gap:.1e}"
     floor = shares(ours.crowd, inputs, products.flops_per_s, [cost.cpu_s for cost in costs[OURS]])
@@ -298,15 +266,9 @@ def table(measured: Measured, rows: int) -> str:
     """Rows of the table for one batch size, and its floor."""
     lines, costs = [], measured.costs
     for name, listed in costs.items():
-        median, ratios = median_cost(listed), cpu_ratios(listed, costs[OURS])
-        times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != OURS else "1"
+        median = median_cost(listed)
+        times = "1" if name == OURS else median_and_range(cpu_ratios(listed, costs[OURS]))
         lines.append(f"| {rows} | {name} | {median.cpu_s:.3f} | {median.wall_s:.3f} | {times} |")
-    pairs = [(ORIGINAL, TRUNK), (UPPER, TRUNK)] if TRUNK in costs else []
-    pairs += [(ORIGINAL, SEPARATE), (SEPARATE, TARGETS), (TARGETS, PACKED)] if PACKED in costs else []
-    for name, other in pairs:
-        ratios = cpu_ratios(costs[name], costs[other])
-        times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        lines.append(f"| {rows} | {name} / {other} | | | {times} |")
     floor = f"| {rows} | the floor, {measured.speeds} | | | {statistics.median(measured.floor):.2f} |"
     return "\n".join([*lines, floor])
 
@@ -320,8 +282,6 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=K, metavar="K", help=f"LoRA adapters (default: {K})")
     parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="of all trainers (default: fp32)")
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
-    parser.add_argument("--trunk", action="store_true", help="measure adapters in the upper half of the layers as well")
-    parser.add_argument("--parts", action="store_true", help="measure also what lies between ours and the others")
     parser.add_argument(
         "--kernels",
         nargs="*",
@@ -348,8 +308,8 @@ def main() -> None:
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        chosen = {"agents": options.agents, "trunk": options.trunk, "parts": options.parts, "fast": options.kernels}
-        print(table(measure(options.size, inputs, options.precision, **chosen), rows), flush=True)
+        measured = measure(options.size, inputs, options.precision, agents=options.agents, fast=options.kernels)
+        print(table(measured, rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ci_llm._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ci_llm import orbax as orbax
     from ci_llm.base.load import load_base as load_base
-    from ci_llm.checkpoints import orbax as orbax
     from ci_llm.checkpoints.manager import CheckpointManager as CheckpointManager
     from ci_llm.config import Config as Config
     from ci_llm.config import load_config as load_config
@@ -50,7 +50,7 @@ _MODULES = {
     "load_base": "ci_llm.base.load",
     "load_config": "ci_llm.config",
     "load_rows": "ci_llm.data.sources",
-    "orbax": "ci_llm.checkpoints.orbax",
+    "orbax": "ci_llm.orbax",
     "pack": "ci_llm.data.batches",
     "register_hooks": "ci_llm.integrations.accelerate",
     "seed_everything": "ci_llm.core.determinism",

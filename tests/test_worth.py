@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import worth, worth_rewards
+from benchmarks import worth
 from benchmarks.crowd_answers import Measured
 from benchmarks.worth import ARMS, BASE, FIRST, TUNING, UNTUNED, Regime, Rows, Study, page, planned, verdict, ways_of
 from ci_llm.embedded import BASE_FOLDER
@@ -194,12 +193,3 @@ def test_an_arm_is_trained_judged_and_written_once(
     worth.main()
     assert file.read_text() == text
     assert capsys.readouterr().out.strip() == shown[shown.index("stories on") :].strip()
-
-
-def test_rewards_are_judged_by_the_candidate_with_the_highest_number() -> None:
-    rows = [{"question": f"{number}?", "answer": "ab"[number % 2]} for number in range(4)]
-    for pair, row in zip(worth_rewards.pairs(rows, ["a", "b"], seed=1), rows, strict=True):
-        assert (pair["prompt"], pair["chosen"]) == (row["question"], row["answer"])
-        assert {pair["chosen"], pair["rejected"]} == {"a", "b"}
-    numbers = torch.tensor([[[2.0, 1.0], [0.0, 1.0]], [[1.0, 2.0], [0.0, 1.0]]])
-    assert worth_rewards.found_right(numbers, torch.tensor([0, 1])) == [1.0, 0.5]

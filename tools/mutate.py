@@ -33,7 +33,7 @@ TESTS = {
     "ci_llm/checkpoints/store.py": ["tests/checkpoints/test_store.py", "tests/checkpoints/test_costs.py"],
     "ci_llm/checkpoints/policy.py": [
         *("tests/checkpoints/test_policy.py", "tests/checkpoints/test_interval.py"),
-        *("tests/checkpoints/test_retention.py", "tests/checkpoints/test_orbax.py"),
+        "tests/checkpoints/test_retention.py",
     ],
     "ci_llm/supervisor/classify.py": ["tests/supervisor/test_classify.py"],
     "ci_llm/supervisor/policy.py": ["tests/supervisor/test_policy.py"],

@@ -240,23 +240,22 @@ class Gradients:
         received = channel.exchange_result_of(own)
         return {f"process{index}": from_bytes(message) for index, message in enumerate(received)}
 
-    def own_part(self, saved: Any, objects: Any, *, some: bool) -> Restored:
+    def own_part(self, saved: Any, objects: Any) -> Restored:
         """The gradients that `put_back` will restore; nothing is touched yet.
 
         Args:
             saved: what a checkpoint holds under KEY; None if no gradient waited when it was made.
             objects: what is being restored.
-            some: these are some items of the checkpoint; the gradients of others are left out.
 
         Raises:
             ForeignCheckpoint: they are of other optimizers, or of another number of processes.
         """
-        found = dict(_optimizers_in(objects, "")) if some else self._named(objects)
+        found = self._named(objects)
         if saved is None:
             return Restored({optimizer: {} for optimizer in found.values()}, None)
         own = saved.get(f"process{self._processes.process_index}", {"gradients": {}})
-        names = [name for name in own["gradients"] if name in found or not some]
-        if ((names or not some) and len(saved) != num_processes()) or set(names) - set(found):
+        names = [*own["gradients"]]
+        if len(saved) != num_processes() or set(names) - set(found):
             raise ForeignCheckpoint(
                 f"saved inside an accumulation window, with the gradients of {names} on {len(saved)} processes;"
                 f" here are {sorted(found)} on {num_processes()}",

@@ -49,7 +49,6 @@ from ci_llm.checkpoints.contributions import (
 )
 from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import Manifest, copy_info, read_manifest
-from ci_llm.checkpoints.orbax_arguments import Composite, Rules, items_of, state_of
 from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy, metrics_of
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
@@ -153,29 +152,6 @@ def _put(target: Any, saved: Any, where: str) -> Any:
     return target
 
 
-def put(state: dict[str, Any], into: MutableMapping[str, Any] | None, args: Any) -> MutableMapping[str, Any]:
-    """What a call of `restore` returns, with `state` in it.
-
-    Raises:
-        ForeignCheckpoint: an item that the checkpoint does not hold; or as `load_into`.
-        CheckpointError: both `into` and `args`.
-    """
-    if into is not None and args is not None:
-        raise CheckpointError("restore takes into= or args=, and one of them only", where="restore")
-    wanted: Any = into if args is None else items_of(args)
-    if not isinstance(args, Mapping):
-        if wanted is None:
-            return state
-        load_into(wanted, state)
-        filled: MutableMapping[str, Any] = wanted
-        return filled
-    if missing := sorted(set(wanted) - set(state)):
-        raise ForeignCheckpoint(f"the checkpoint does not hold {missing}; it holds {sorted(state)}", where="args=")
-    templates = {name: item for name, item in wanted.items() if item is not None}
-    load_into(templates, {name: state[name] for name in templates})
-    return Composite(**{name: templates.get(name, state[name]) for name in wanted})
-
-
 #: Seconds to wait for a full disk while others wait in a collective, twice in `finish`. NCCL gives up after 600.
 LONGEST_PAUSE_S = 240.0
 
@@ -215,9 +191,6 @@ class CheckpointManager:
         on_disk_full: "drop" the new checkpoint, or "pause" until there is space (several processes: 4 minutes at most).
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         clock: seconds, monotonic.
-        options: Orbax's way to say it: `CheckpointManagerOptions`, ours or Orbax's own, replaces the arguments of the
-            same meaning; the first save of an empty folder is then due at any step, as it is there.
-        positional: Orbax's older call, `CheckpointManager(directory, checkpointers, options)`.
 
     Examples:
         >>> manager = ci_llm.CheckpointManager(folder / "loop", save_interval_steps=2)
@@ -236,7 +209,7 @@ class CheckpointManager:
     def __init__(
         self,
         directory: Path | str,
-        *positional: Any,
+        *,
         save_interval_steps: int | None = 1,
         save_interval_seconds: float | Literal["auto"] | None = None,
         save_on_steps: Collection[int] = (),
@@ -254,15 +227,11 @@ class CheckpointManager:
         on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
-        options: Any = None,
     ) -> None:
-        best = (best_fn, best_mode)
-        own = Rules(save_interval_steps, save_on_steps, max_to_keep, keep_period, *best, read_only, async_save)
-        rules = own.under(positional, options)
         self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
-        self._policy = SavePolicy(rules.save_interval_steps, seconds, frozenset(rules.save_on_steps), rules.initially)
-        self._retention = RetentionPolicy(rules.max_to_keep, rules.keep_period, rules.best_fn, rules.best_mode)
+        self._policy = SavePolicy(save_interval_steps, seconds, frozenset(save_on_steps))
+        self._retention = RetentionPolicy(max_to_keep, keep_period, best_fn, best_mode)
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._store = CheckpointStore(
@@ -279,14 +248,14 @@ class CheckpointManager:
         optimizers = list(optimizers)
         self._gradients = Gradients(self._processes, optimizers, accelerator)
         self._save_vote = SaveVote(self._processes)
-        self._read_only, self._closed = rules.read_only, False
+        self._read_only, self._closed = read_only, False
         self._opened: Opened | None = None  # read and verified: `restore` needs the same bytes right after
         self._verified_step: int | None = None
         #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
         self._has_looked = False
         self._newest_step: int | None = None
         self._channel: SideChannel | None = None
-        self._async_saver = AsyncSaver(optimizers) if rules.async_save else None
+        self._async_saver = AsyncSaver(optimizers) if async_save else None
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
         self._clock, self._tried_at = clock, clock()
@@ -307,9 +276,8 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: State | None = None,
+        state: State,
         *,
-        args: Any = None,
         metrics: Metrics | None = None,
         force: bool = False,
         info: Mapping[str, object] | None = None,
@@ -325,7 +293,6 @@ class CheckpointManager:
                 objects with `state_dict`, bytes for files to be kept verbatim, and `EachProcess` for what every
                 process has of its own. Between two steps of an optimizer in it (or of the `optimizers`) the gradients
                 that wait are saved as well (contributions.py).
-            args: Orbax's way to give it: `StandardSave(state)`, or a `Composite` of items.
             metrics: plain values by name, for `best_fn`; they are in the manifest.
             force: save whatever the policy says; the same on every process. It costs no vote.
             info: plain values for the manifest: epoch, position, fingerprints.
@@ -338,7 +305,6 @@ class CheckpointManager:
             WriterBusy: another process writes to this folder, or has taken it over.
         """
         self._require_open()
-        state = state_of(state, args)
         if self._read_only:
             return False
         self._opened = None
@@ -498,7 +464,7 @@ class CheckpointManager:
         return decode(opened)
 
     def restore(
-        self, step: int | None = None, into: MutableMapping[str, Any] | None = None, *, args: Any = None
+        self, step: int | None = None, into: MutableMapping[str, Any] | None = None
     ) -> MutableMapping[str, Any]:
         """Read one step, verify it, and put it back into the objects that it was saved from.
 
@@ -508,8 +474,6 @@ class CheckpointManager:
                 `load_state_dict`, plain values are replaced. Unless all keys, tensors and containers fit, nothing is
                 touched; an object checks its own state when its turn comes. Gradients of an unfinished accumulation
                 window come back to their optimizers.
-            args: Orbax's way to say it (orbax_arguments.py): `StandardRestore(objects)`, or a `Composite` of the
-                wanted items.
 
         Returns:
             `into`, or the state as nested dicts with tensors on the CPU.
@@ -520,14 +484,13 @@ class CheckpointManager:
             CheckpointError: there is no such step, or none at all.
         """
         state = self.read(step).state
-        objects = into if args is None else state_of(None, args)
-        if objects is None:
+        if into is None:
             return state
-        give_own_parts(state, objects, self._processes.process_index)
-        waiting = self._gradients.own_part(state.pop(KEY, None), objects, some=isinstance(args, Mapping))
-        restored = put(state, into, args)
+        give_own_parts(state, into, self._processes.process_index)
+        waiting = self._gradients.own_part(state.pop(KEY, None), into)
+        load_into(into, state)
         self._gradients.put_back(waiting)
-        return restored
+        return into
 
     def all_steps(self) -> list[int]:
         """Every committed step, ascending; not verified."""

@@ -32,13 +32,11 @@ class SavePolicy:
         every_steps: at each multiple of it; None never.
         every_seconds: when so much time has passed since the last save was tried; None never.
         on_steps: and at these.
-        initially: also at the first step passed to `due`, if there is no checkpoint yet.
     """
 
     every_steps: int | None = 1
     every_seconds: float | None = None
     on_steps: Collection[int] = ()
-    initially: bool = False
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
@@ -56,8 +54,7 @@ class SavePolicy:
             return False
         by_steps = self.every_steps is not None and step % self.every_steps == 0
         by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
-        named = step in self.on_steps or (self.initially and newest is None)
-        return must or by_steps or by_time or named
+        return must or by_steps or by_time or step in self.on_steps
 
 
 #: Assumed before anything is known: one failure a day.

@@ -252,7 +252,7 @@ class Logistic:
         Args:
             found: [n, F] signals, with n at least 1.
             right: [n] which answers are right.
-            penalty: one number, or [F]; larger where many signals say little each (benchmarks.probe).
+            penalty: one number, or [F]; larger where many signals say little each.
         """
         x, positive = np.asarray(found, float), np.asarray(right, bool)
         mean, spread = x.mean(0), x.std(0)

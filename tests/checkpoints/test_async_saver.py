@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from benchmarks import bit_flips
 from ci_llm.checkpoints import async_saver
 from ci_llm.checkpoints.async_saver import Arena, AsyncSaver, Copy, finish_at_exit, owned_memory
 from ci_llm.checkpoints.checkpoint import load_checkpoint
@@ -26,6 +25,7 @@ from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off
 from ci_llm.errors import CheckpointError
+from tests.support import bit_flips
 from tests.support.log_lines import log_lines, on_log
 from tools.testbed.events import DEADLINE_S
 

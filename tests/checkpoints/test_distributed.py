@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from benchmarks.bit_flips import noticed, write_in_parts
 from benchmarks.crash_parts import sweep
 from ci_llm.checkpoints.backends.distributed import GAVE_UP, _Followers, deal, outline
 from ci_llm.checkpoints.checkpoint import load_checkpoint
@@ -23,6 +22,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
+from tests.support.bit_flips import noticed, write_in_parts
 from tests.support.campaign import size
 from tools.testbed import crews
 from tools.testbed.forkserver import ForkServer
@@ -181,15 +181,35 @@ def test_a_key_that_looks_like_a_shard_is_refused() -> None:
         deal(hand_off(state), 2)
 
 
+def spread(directory: str) -> int:
+    """A DTensor is refused by either backend, with the way to the whole tensor; that is saved."""
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    crews.enter()
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    for backend in ("vanilla", "distributed"):
+        with (
+            CheckpointManager(directory, async_save=False, checkpoint_backend=backend) as manager,
+            pytest.raises(CheckpointError, match=r"one shard of a distributed tensor|another process"),
+        ):
+            manager.save(1, {"m": {"w": weight}})
+    with CheckpointManager(directory, checkpoint_backend="distributed") as manager:
+        assert manager.save(1, {"m": {"w": weight.full_tensor()}})
+    assert CheckpointManager(directory).restore(1)["m"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    return 0
+
+
 def test_a_sharded_tensor_is_refused(world: World) -> None:
-    world.run(crews.spread, 2)
+    world.run(spread, 2)
 
 
 # Damage
 
 
 def test_flips_and_losses_of_any_part_are_noticed(tmp_path: Path) -> None:
-    """A seeded part of benchmarks/bit_flips.py, over every file of a checkpoint that three processes wrote."""
+    """Over every file of a checkpoint that three processes wrote."""
     assert noticed(write_in_parts, 60, 0, tmp_path / "run") == 60
 
 

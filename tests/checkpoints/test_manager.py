@@ -810,20 +810,21 @@ def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkSer
 
 
 @pytest.mark.slow
-def test_the_documented_loop_of_orbax_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["ours", "Orbax's"])
+def test_the_documented_loop_of_orbax_stops_on_a_signal_and_resumes(names: str, tmp_path: Path) -> None:
     """The documented loop gets a real SIGTERM, exits with a save in flight, and is started again."""
     directory = tmp_path / "run"
-    first = live_and_be_terminated(directory)
+    first = live_and_be_terminated(directory, names)
     assert load_checkpoint(directory / f"checkpoint_step_{first}").state["steps"] == first + 1
-    second = live_and_be_terminated(directory)
+    second = live_and_be_terminated(directory, names)
     # It has repeated the restored step, as Orbax's loop does.
     assert second > first
     assert load_checkpoint(directory / f"checkpoint_step_{second}").state["steps"] == second + 2
 
 
-def live_and_be_terminated(directory: Path) -> int:
+def live_and_be_terminated(directory: Path, names: str) -> int:
     """Run the loop, terminate it after a few steps; the newest step."""
-    command = [sys.executable, "-m", "tests.support.loops", str(directory)]
+    command = [sys.executable, "-m", "tests.support.loops", str(directory), names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as loop:
         try:
             assert loop.stdout is not None
@@ -850,3 +851,43 @@ heavy = {"transformers", "peft", "accelerate", "datasets"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
+
+
+# Reading what others write
+
+
+def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            manager.save(step, {"step": step})
+    (tmp_path / "checkpoint_step_1" / "step.json").write_text("7")
+    before = sorted(tmp_path.rglob("*"))
+    reader = CheckpointManager(tmp_path, read_only=True)
+    assert not reader.save(5, {"step": 5}, force=True)
+    assert not reader.should_save(5)
+    assert not reader.reached_preemption(5)
+    assert (reader.latest_step(), reader.all_steps()) == (0, [0, 1])
+    for change in (lambda: reader.delete(0), lambda: reader.supersede(0), lambda: reader.finish()):
+        with pytest.raises(CheckpointError, match="read_only"):
+            change()
+    reader.close()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_says_that_there_is_nothing_to_restore(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to restore"):
+        CheckpointManager(tmp_path).restore(None)
+
+
+def test_changes_by_other_processes_are_seen_after_reload(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, {"step": step})
+        assert not manager.is_saving_in_progress() or manager.check_for_errors() is None
+        manager.wait_until_finished()
+        assert not manager.is_saving_in_progress()
+        manager.check_for_errors()
+        (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
+        assert not manager.save(2, {"step": 2})
+        manager.reload()
+        assert manager.save(2, {"step": 2})

@@ -18,8 +18,6 @@ from ci_llm.checkpoints.policy import SavePolicy
         (SavePolicy(None, 60.0), 9, None, 60.0, True),
         (SavePolicy(None, on_steps=(9,)), 9, 4, 0.0, True),
         (SavePolicy(None, on_steps=(9,)), 10, 4, 0.0, False),
-        (SavePolicy(None, initially=True), 3, None, 0.0, True),
-        (SavePolicy(None, initially=True), 3, 2, 0.0, False),
         (SavePolicy(None), 3, None, 1e9, False),
     ],
 )

@@ -63,3 +63,43 @@ def test_a_step_whose_manifest_cannot_be_read_has_no_metrics(tmp_path: Path) -> 
     assert [metrics_of(tmp_path, step) for step in (1, 2)] == [{"loss": 2.0}, None]
     (tmp_path / "checkpoint_step_1" / "manifest.json").write_text("{")
     assert metrics_of(tmp_path, 1) is None
+
+
+def saved(manager: CheckpointManager, steps: range) -> list[int]:
+    return [step for step in steps if manager.save(step, {"step": step})]
+
+
+def test_steps_that_are_named_are_saved_and_periods_are_kept(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "a", save_interval_steps=100, save_on_steps=[3, 5]) as manager:
+        assert saved(manager, range(8)) == [0, 3, 5]
+    with CheckpointManager(tmp_path / "b", max_to_keep=2, keep_period=3) as manager:
+        saved(manager, range(8))
+        assert manager.all_steps() == [0, 3, 6, 7]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_best_are_kept_and_the_newest(behind: bool, tmp_path: Path) -> None:
+    losses = {0: 1.0, 1: 3.0, 2: 2.0, 3: 9.0, 4: math.nan}
+
+    def open_manager() -> CheckpointManager:
+        how: dict[str, Any] = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min", "async_save": behind}
+        return CheckpointManager(tmp_path, max_to_keep=2, **how)
+
+    with open_manager() as manager:
+        for step, loss in losses.items():
+            assert manager.save(step, {"step": step}, metrics={"loss": loss})
+        assert manager.all_steps() == [0, 2, 4]
+        assert (manager.best_step(), manager.latest_step()) == (0, 4)
+        assert manager.metrics(2) == {"loss": 2.0}
+    with open_manager() as manager:  # which has to read what the one before has written
+        manager.save(5, {"step": 5}, metrics={"loss": 0.5}, info={"epoch": 1})
+        assert manager.all_steps() == [0, 5]
+        assert manager.best_step() == 5
+        assert manager.metadata(5).info == {"epoch": 1, "metrics": {"loss": 0.5}}
+        manager.save(6, {"step": 6})
+        manager.save(7, {"step": 7}, metrics={"loss": 0.7})
+        assert manager.all_steps() == [5, 6, 7], "one without metrics is not judged"
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.best_step() == 7, "the newest, without a measure"
+        assert manager.metrics(6) is None
+    assert CheckpointManager(tmp_path / "empty").best_step() is None

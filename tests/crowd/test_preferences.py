@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.preferences import kl_of
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -179,6 +178,16 @@ def gradients_of(crowd: Crowd, agent: int) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------- the comparison
+
+
+def kl_of(crowd: Crowd, mismatched: Sequence[Unit]) -> Tensor | None:
+    """[K, 1] by how many nats agents are away from the base on mismatched rows, at least 0; None without rows."""
+    if not mismatched:
+        return None
+    other = pack(mismatched, range(len(mismatched)))
+    with torch.no_grad():
+        gained = crowd(other).log_probs.double().sum(1) - crowd.reference(other).double().sum(1)
+    return (gained / len(mismatched)).clamp(min=0)[:, None]
 
 
 def facts_of(crowd: Crowd, units: Sequence[Unit], mismatched: Sequence[Unit], batch: Batch) -> StepFacts:

@@ -15,8 +15,8 @@ from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Entry, Found, Head
 from ci_llm.mirror.sender import Mirror
 from tests.checkpoints.conftest import said as said
+from tests.mirror.mirrored import RUN_FILES, state
 from tools.testbed.events import DEADLINE_S
-from tools.testbed.mirrored import RUN_FILES, state
 
 
 class Node:

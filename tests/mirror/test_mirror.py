@@ -25,8 +25,8 @@ from ci_llm.mirror.sender import MirrorState
 from ci_llm.mirror.writer import LostClaim
 from tests.checkpoints.test_store import flip
 from tests.mirror.conftest import Node, Refusing, entry
+from tests.mirror.mirrored import records
 from tools.testbed.events import DEADLINE_S
-from tools.testbed.mirrored import records
 
 Nodes = Callable[..., Node]
 

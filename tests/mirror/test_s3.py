@@ -1,4 +1,4 @@
-"""A mirror on a real S3 server on this machine: its conditional put, and a sample of the strikes of the benchmark."""
+"""A mirror on a real S3 server on this machine: its conditional put, and a sample of the strikes of `strikes.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mirror import HARMS, History, Strike, campaign, strikes, table
 from ci_llm.cli.main import main
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import load_config
@@ -18,9 +17,10 @@ from ci_llm.errors import MirrorUnreachable
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror import objects, sender
 from ci_llm.mirror.objects import open_objects
+from tests.mirror import mirrored
 from tests.mirror.conftest import swaps_decide
+from tests.mirror.strikes import History, Strike, campaign, strikes
 from tests.support import campaign as size
-from tools.testbed import mirrored
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.object_store import BUCKET, CREDENTIALS, FAULTS, FaultProxy, s3_server
 
@@ -74,11 +74,10 @@ def test_no_fault_in_a_save_loses_breaks_or_changes_a_step(tmp_path: Path) -> No
     assert len(outcomes) >= 4
     for outcome in outcomes:
         assert outcome.harms == frozenset(), f"{outcome.strike}: {sorted(outcome.harms)}\n{outcome.log}"
-    assert table({"mirror": outcomes}).splitlines()[-1] == f"| all | {len(outcomes)} |" + " 0 |" * len(HARMS)
 
 
 def test_the_campaign_notices_losses_of_a_copied_folder(tmp_path: Path, address: str) -> None:
-    with FaultProxy(address) as proxy, ForkServer("tools.testbed.mirrored") as server:
+    with FaultProxy(address) as proxy, ForkServer("tests.mirror.mirrored") as server:
         history = History(server, proxy, address, tmp_path, mirrored.save_and_sync)
         half_there = history.strike(Strike("kill after", 3))
         wrong_bits = history.strike(Strike("flipped", 2, 5))

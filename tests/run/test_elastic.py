@@ -11,7 +11,7 @@ import pytest
 from ci_llm.distributed import processes as process_group
 from ci_llm.interrupts import Interrupts
 from tests.support.campaign import sampled
-from tools.testbed.elastic import ElasticTrials, Entry, faults, rows_that_count
+from tests.support.elastic import ElasticTrials, Entry, faults, rows_that_count
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 

@@ -1,8 +1,7 @@
 """Killed at any moment and called again, a run ends with the bits of the run that was never killed.
 
 Every trial ends a process for real and compares all that can be told about the two runs: rows and weights of every
-step, the files of the last checkpoint, metrics, evaluation. `python -m benchmarks.exactness` runs the whole matrix,
-and other systems beside this one.
+step, the files of the last checkpoint, metrics, evaluation. In a campaign all cells are tried.
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.cli.main import main
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
+from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.emergency_save import MARGIN_S, seconds_left
 from tests.support.children import DEADLINE_S, ROOT
 from tools.testbed import moments
@@ -165,20 +168,38 @@ def test_in_an_elastic_job_a_process_whose_peer_is_gone_saves_the_last_boundary_
     assert f"step 3 of {STEPS}, verified" in (tmp_path / "run/training.log").read_text()
 
 
+def train_stuck(folder: str, words: list[str]) -> int:
+    """A trial for the fork server: `train.py` in a world that its library does not let go of."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    Processes.shutdown = lambda _self: False  # type: ignore[method-assign]
+    main(["train", "--config", os.devnull, *words])
+    return 99
+
+
+def train_apart(folder: str, words: list[str]) -> int:
+    """A trial for the fork server: `train.py`, each process with a disk of its own."""
+    torch.set_num_threads(1)
+    own = Path(folder, os.environ.get("RANK", "0"))
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    return main(["train", "--config", os.devnull, *words])
+
+
 def test_a_process_whose_library_waits_for_a_lost_peer_ends_all_the_same(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     how = {"folder": str(tmp_path), "words": arguments()}
-    assert server.run(moments.train_stuck, tmp_path / "log", **how) == [0]
+    assert server.run(train_stuck, tmp_path / "log", **how) == [0]
     assert read_status(tmp_path / "run").status == "completed"
     how["words"] = arguments(lora_rank=3)
-    assert server.run(moments.train_stuck, tmp_path / "again", **how) == [2]
+    assert server.run(train_stuck, tmp_path / "again", **how) == [2]
     assert "error: the run in this folder has another crowd" in (tmp_path / "again").read_text()
 
 
 def test_a_run_folder_that_processes_do_not_share_is_refused(server: ForkServer, tmp_path: Path) -> None:
     how = {"folder": str(tmp_path), "words": arguments()}
-    assert server.run(moments.train_apart, tmp_path / "log", **how) == [0]
-    assert server.run(moments.train_apart, tmp_path / "again", ranks=2, **how) == [2, 2]
+    assert server.run(train_apart, tmp_path / "log", **how) == [0]
+    assert server.run(train_apart, tmp_path / "again", ranks=2, **how) == [2, 2]
     said = (tmp_path / "again").read_text()
     assert f"the processes find different checkpoints to resume from: step {STEPS}, none" in said
     assert "complete" not in said

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+import ci_llm.orbax as ocp
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
@@ -28,10 +29,9 @@ def train_step(state: dict[str, Any]) -> dict[str, Any]:
     return {"weight": state["weight"] * 1.5 + 1, "steps": state["steps"] + 1}
 
 
-def orbax_loop(directory: str, num_steps: int = 1_000_000) -> None:
+def orbax_loop(manager: CheckpointManager, num_steps: int = 1_000_000) -> None:
     """The loop of Orbax's documentation, as it stands."""
     state: Any = {"weight": torch.ones(3, dtype=torch.float64), "steps": 0}
-    manager = CheckpointManager(directory, save_interval_steps=4)
     start = 0
     if manager.latest_step() is not None:
         start = manager.latest_step()
@@ -228,4 +228,8 @@ def forking(directory: str) -> int:
 
 
 if __name__ == "__main__":
-    orbax_loop(str(Path(sys.argv[1])))
+    if sys.argv[2] == "ours":
+        orbax_loop(CheckpointManager(sys.argv[1], save_interval_steps=4))
+    else:
+        options = ocp.CheckpointManagerOptions(save_interval_steps=4, max_to_keep=3)
+        orbax_loop(ocp.CheckpointManager(sys.argv[1], ocp.PyTreeCheckpointer(), options))

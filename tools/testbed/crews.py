@@ -226,22 +226,3 @@ def pausing(directory: str, backend: str, behind: bool) -> int:
         assert manager.save(3, state(3))
     assert rank or CheckpointManager(directory).all_steps() == [1, 3]
     return 0
-
-
-def spread(directory: str) -> int:
-    """A DTensor is refused by either backend, with the way to the whole tensor; that is saved."""
-    from torch.distributed.device_mesh import init_device_mesh  # slow to import
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    enter()
-    mesh = init_device_mesh("cpu", (2,))
-    weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    for backend in ("vanilla", "distributed"):
-        with CheckpointManager(directory, async_save=False, checkpoint_backend=backend) as manager:  # type: ignore[arg-type]
-            error = whatever_goes_wrong(lambda manager=manager: manager.save(1, {"m": {"w": weight}}))  # type: ignore[misc]
-            assert isinstance(error, CheckpointError)
-            assert "one shard of a distributed tensor" in error.what or "another process" in error.what
-    with CheckpointManager(directory, checkpoint_backend="distributed") as manager:
-        assert manager.save(1, {"m": {"w": weight.full_tensor()}})
-    assert CheckpointManager(directory).restore(1)["m"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
-    return 0

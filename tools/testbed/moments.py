@@ -19,11 +19,9 @@ import torch
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
-from ci_llm.distributed.processes import Processes
 from ci_llm.run.end import emergency_save
 from tools.testbed.events import DEADLINE_S, wait_until_committed
 
-STRUCK = "struck"
 STEPS = 6
 SAVE_STEPS = 2
 EVAL_STEPS = 3
@@ -154,41 +152,6 @@ def train_signalled(
         interfere(place, tripwire, lambda: os._exit(99))
     if behind:
         interfere("ci_llm.run.loop.apply_gradients", 3, wait)
-    return main(["train", "--config", os.devnull, *words])
-
-
-def train_stuck(folder: str, words: list[str]) -> int:
-    """A trial for the fork server: `train.py` in a world that its library does not let go of."""
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    Processes.shutdown = lambda _self: False  # type: ignore[method-assign]
-    main(["train", "--config", os.devnull, *words])
-    return 99
-
-
-def train_apart(folder: str, words: list[str]) -> int:
-    """A trial for the fork server: `train.py`, each process with a disk of its own."""
-    torch.set_num_threads(1)
-    own = Path(folder, os.environ.get("RANK", "0"))
-    own.mkdir(exist_ok=True)
-    os.chdir(own)
-    return main(["train", "--config", os.devnull, *words])
-
-
-def train_for_a_while(folder: str, words: list[str], after_s: float, sent: str, rank: int) -> int:
-    """A trial for the fork server: `train.py`, with a signal to one of its processes after some time; 0: never.
-
-    Leaves the time of the signal, in unix seconds, in the file `STRUCK`.
-    """
-    torch.set_num_threads(1)
-    os.chdir(folder)
-
-    def strike() -> None:
-        Path(folder, STRUCK).write_text(str(time.time()))
-        os.kill(os.getpid(), signal.Signals[sent])
-
-    if after_s and rank == int(os.environ.get("RANK", "0")):
-        threading.Timer(after_s, strike).start()
     return main(["train", "--config", os.devnull, *words])
 
 

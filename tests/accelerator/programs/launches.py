@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks import gsm8k
+from benchmarks import harness
 from benchmarks.step import Ours
 from tools.testbed.accelerator.face import TRACE
 
@@ -38,7 +38,7 @@ def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) 
     run = Ours(base)
     run.crowd.agents.pass_per_agent = pass_per_agent
     run.crowd.choose_attention()
-    for batch in gsm8k.batches(None, rows, 2):
+    for batch in harness.batches(None, rows, 2):
         TRACE.phase = f"{vocabulary} words, {rows} rows, {batch.sample_ids}"
         run.move(batch.pinned())
     phase, TRACE.phase = TRACE.phase, "between"

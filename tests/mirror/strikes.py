@@ -1,9 +1,5 @@
 """A save mirrored to a real S3 server, struck at every request; what a fresh disk gets back, beside "sync the folder".
 
-    python -m benchmarks.mirror                     every fault at every request
-    python -m benchmarks.mirror --sample 40         a seeded sample
-    python -m benchmarks.mirror --faults kill 503   these faults only
-
 The server is moto's, as a process of its own; a proxy before it strikes the n-th request of a process that resumes from
 the newest step, saves the next one and sends it. After each trial the bucket is read without the proxy:
 
@@ -17,12 +13,10 @@ The rival copies the folder after every save: new files up, gone ones away; its 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
 import random
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -34,13 +28,12 @@ from ci_llm.checkpoints.manifest import digest, verify_folder
 from ci_llm.errors import DamagedCheckpoint
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
-from tools.testbed import mirrored
+from tests.mirror import mirrored
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
-from tools.testbed.object_store import BUCKET, FAULTS, FaultProxy, Plan, s3_server
+from tools.testbed.object_store import BUCKET, FaultProxy, Plan, s3_server
 
 LOST_S = 1.0  # after which a request counts as lost in a trial that loses some
-HARMS = ("newest broken", "committed lost", "wrong bytes", "stuck")
 
 
 @dataclass(frozen=True)
@@ -187,58 +180,13 @@ def strikes(faults: Iterable[str], generator: random.Random, sample: int | None,
     return all_of_them if sample is None else generator.sample(all_of_them, min(sample, len(all_of_them)))
 
 
-def campaign(
-    act: Callable[..., int], wanted: Iterable[Strike], folder: Path, tell: Callable[[str], object] = lambda line: None
-) -> list[Outcome]:
+def campaign(act: Callable[..., int], wanted: Iterable[Strike], folder: Path) -> list[Outcome]:
     """Run the strikes; those that found no request to strike are left out."""
     outcomes = []
-    with s3_server() as address, FaultProxy(address) as proxy, ForkServer("tools.testbed.mirrored") as server:
+    with s3_server() as address, FaultProxy(address) as proxy, ForkServer("tests.mirror.mirrored") as server:
         history = History(server, proxy, address, folder, act)
         for strike in wanted:
             outcome = history.strike(strike)
             if outcome.fired:
                 outcomes.append(outcome)
-            if outcome.harms:
-                tell(f"{act.__name__} {strike}: {', '.join(sorted(outcome.harms))}")
     return outcomes
-
-
-def table(named: dict[str, list[Outcome]]) -> str:
-    """The harms of each way, fault by fault."""
-    lines = [f"| fault | {' | '.join(f'{name}: trials | ' + ' | '.join(HARMS) for name in named)} |"]
-    lines.append("|" + " --- |" * (1 + len(named) * (1 + len(HARMS))))
-    for fault in [*FAULTS, "all"]:
-        cells = []
-        for outcomes in named.values():
-            own = [each for each in outcomes if fault in (each.strike.fault, "all")]
-            cells += [len(own), *(sum(harm in each.harms for each in own) for harm in HARMS)]
-        if any(cells):
-            lines.append(f"| {fault} | {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="so many strikes of each way")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", nargs="*", default=FAULTS)
-    parser.add_argument("--folder", type=Path, help="where the runs stay; a temporary one by default")
-    given = parser.parse_args()
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="ci_llm_mirror_"))
-    named = {}
-    try:
-        for name, act, most in (
-            ("mirror", mirrored.save_and_mirror, 36),
-            ("sync the folder", mirrored.save_and_sync, 9),
-        ):
-            wanted = strikes(given.faults, random.Random(given.seed), given.sample, most)
-            named[name] = campaign(act, wanted, folder, lambda line: print(line, flush=True))
-            print(f"{name}: {len(named[name])} trials", flush=True)
-    finally:
-        if given.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    print(table(named))
-
-
-if __name__ == "__main__":
-    main()

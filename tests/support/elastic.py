@@ -78,15 +78,11 @@ class Event:
     Attributes:
         step: 0-based, the newest that any process had begun.
         world: processes before and after it.
-        lost_s: from the event until that step, or a later one, began in a round with all who are left.
-        redone: steps that were computed once more.
     """
 
     kind: str
     step: int
     world: tuple[int, int]
-    lost_s: float
-    redone: int
 
 
 def read_ledger(folder: Path) -> list[Entry]:
@@ -209,19 +205,16 @@ class _Job:
         kind, agent = self._draw.choice(kinds), self._draw.choice(self._agents)
         self.open_gate(then)
         time.sleep(self._draw.uniform(0, _LONGEST_DELAY_S))
-        struck_at, done = time.time(), read_ledger(self._folder)
+        done = read_ledger(self._folder)
         self._do(kind, agent)
         self.open_gate(then + 1)  # whoever stands at the gate votes once more, and learns that a peer is gone
         step, rounds = max(entry.step for entry in done), {entry.round for entry in done}
 
-        def of_new_round() -> list[Entry]:
-            return [one for one in read_ledger(self._folder) if one.round not in rounds and one.world == self._size]
+        def goes_on(one: Entry) -> bool:
+            return one.round not in rounds and one.world == self._size and one.step >= step
 
-        wait_until(f"a round of {self._size}", lambda: any(one.step >= step for one in of_new_round()))
-        new = of_new_round()
-        first = next(one for one in new if one.step >= step)
-        redone = max(0, step - min(one.step for one in read_ledger(self._folder) if one.round not in rounds))
-        return Event(kind, step, (before, self._size), first.time - struck_at, redone)
+        wait_until(f"a round of {self._size}", lambda: any(map(goes_on, read_ledger(self._folder))))
+        return Event(kind, step, (before, self._size))
 
     @property
     def _size(self) -> int:

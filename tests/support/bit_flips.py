@@ -1,22 +1,16 @@
 """Flip a bit or cut a file short in the newest checkpoint, and read: is it noticed, and is the one before taken?
 
-    python -m benchmarks.bit_flips              300 trials for every way to write
-    python -m benchmarks.bit_flips --trials 30
-
 Two of three trials flip one bit, drawn over every byte of every file, the manifest included; the third cuts a file.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import shutil
-import tempfile
 from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,20 +21,11 @@ from tools.testbed.forkserver import ForkServer
 PACKAGE = logging.getLogger("ci_llm")
 
 
-def write_plainly(folder: Path) -> None:
-    """Steps 1 and 2, each durable when `save` returns."""
-    write(folder, async_save=False)
-
-
 def write_behind(folder: Path) -> None:
     """Steps 1 and 2, copied and written behind the training."""
-    write(folder)
-
-
-def write(folder: Path, **options: Any) -> None:
     model = torch.nn.Linear(40, 40)
     optimizer = torch.optim.AdamW(model.parameters())
-    with CheckpointManager(folder, optimizers=[optimizer], **options) as manager:
+    with CheckpointManager(folder, optimizers=[optimizer]) as manager:
         for step in (1, 2):
             model(torch.ones(1, 40)).sum().backward()
             optimizer.step()
@@ -54,13 +39,6 @@ def write_in_parts(folder: Path) -> None:
         arguments = {"directory": str(folder), "steps": [1, 2], "backend": "distributed", "behind": True}
         if any(server.run(crews.saving, log, ranks=3, **arguments)):
             raise SystemExit(log.read_text())
-
-
-WAYS: dict[str, Callable[[Path], None]] = {
-    "plain": write_plainly,
-    "behind": write_behind,
-    "in parts": write_in_parts,
-}
 
 
 def noticed(way: Callable[[Path], None], trials: int, seed: int, folder: Path) -> int:
@@ -94,19 +72,3 @@ def damage(path: Path, draw: random.Random, cut: bool) -> None:
     else:
         data[place] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
-
-
-def main() -> None:
-    """Prints a line for every way to write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, way in WAYS.items():
-            found = noticed(way, options.trials, options.seed, Path(scratch, name))
-            print(f"{name:<12} {found} of {options.trials} noticed", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,23 @@
-"""Rows as long as those of GSM8K: from a copy of the data set, or from a table of its lengths.
+"""What benchmarks share: rows as long as those of GSM8K, variants that take turns on them, and ratios paired by turn.
 
-The tokenizer is a byte-level BPE trained on the training split, every digit a token of its own as in Llama 2 and
-Gemma. So counted, a row has 190 tokens on average, median 177, 90 % below 283, 99 % below 396, at most 538; 64 % of
-the tokens are targets.
+On a machine that others use as well, two variants measured one after the other see two machines. Here each input
+goes through all variants before the next one comes, and the one that begins rotates. CPU time of the process is the
+figure to trust; wall time stands beside it.
+
+The rows come from a copy of the data set, or from a table of its lengths. The tokenizer is a byte-level BPE trained on
+the training split, every digit a token of its own as in Llama 2 and Gemma. So counted, a row has 190 tokens on average,
+median 177, 90 % below 283, 99 % below 396, at most 538; 64 % of the tokens are targets.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -19,6 +27,62 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
+
+T = TypeVar("T")
+Name = TypeVar("Name")
+
+# Turns and ratios
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One call: CPU seconds of this process, all threads together, and seconds on the clock."""
+
+    cpu_s: float
+    wall_s: float
+
+
+Costs = dict[str, list[Cost]]
+
+
+def turn(names: Sequence[Name], number: int) -> list[Name]:
+    """The order of a turn: the one that begins rotates."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def take_turns(variants: Mapping[Name, Callable[[T], object]], inputs: Sequence[T]) -> dict[Name, list[Cost]]:
+    """The cost of every variant on every input, in the order of the inputs."""
+    names = list(variants)
+    costs: dict[Name, list[Cost]] = {name: [] for name in variants}
+    for number, item in enumerate(inputs):
+        for name in turn(names, number):
+            costs[name].append(_timed(variants[name], item))
+    return costs
+
+
+def _timed(call: Callable[[T], object], item: T) -> Cost:
+    cpu, wall = time.process_time(), time.perf_counter()
+    call(item)
+    return Cost(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def median_cost(costs: Sequence[Cost]) -> Cost:
+    """Medians of both clocks, each on its own."""
+    return Cost(statistics.median(c.cpu_s for c in costs), statistics.median(c.wall_s for c in costs))
+
+
+def cpu_ratios(slow: Sequence[Cost], fast: Sequence[Cost]) -> list[float]:
+    """How many times the CPU time of `fast` the other takes, one figure per input, in ascending order."""
+    return sorted(one.cpu_s / other.cpu_s for one, other in zip(slow, fast, strict=True))
+
+
+def median_and_range(ratios: Sequence[float]) -> str:
+    """For a table: median (lowest to highest)."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+# Rows
 
 VOCABULARY = 32_000
 LONGEST = 512
