@@ -50,6 +50,7 @@ from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
 
 K, ROWS_PER_STEP, RANK = 4, 8, 16
+DTYPE = "bf16"  # of training and of scoring
 #: The rule, which decides what README may promise; `verdict` applies it.
 RULE: Final = (
     "If no crowd beats the single agent of the same compute in NLL with its interval above zero in a regime,"
@@ -184,10 +185,9 @@ class Study:
         self.rows = Rows(dataset, folder / "rows", eval_rows)
         self.base, self._folder, self.file = base, folder, file
         self._test = xxhash.xxh3_64_hexdigest(self.rows.test.read_bytes())
-        self._dtype = "bf16" if surroundings()["bf16_units"] else "fp32"  # of training and of scoring
         self._common = {
-            "model_name": str(base), "model_dtype": self._dtype,
-            "mixed_precision": "bf16" if self._dtype == "bf16" else "no", "batch_size": str(ROWS_PER_STEP),
+            "model_name": str(base), "model_dtype": DTYPE,
+            "mixed_precision": DTYPE, "batch_size": str(ROWS_PER_STEP),
             "lora_rank": str(RANK), "lora_alpha": str(2 * RANK), "num_workers": "0", "progress_bar": "false",
             "eval_dataset_name": str(self.rows.validation), "generation_eval_samples": "0", "show_example": "false",
             "save_interval_seconds": "900", "save_total_limit": "1", "max_seq_length": "512",
@@ -239,7 +239,7 @@ class Study:
         settings = self.settings(arm, regime)
         assert settings is not None  # the choices come first
         if arm == BASE:
-            answers = {BASE: untrained(str(self.base), self._rows_of(self.rows.test), AT_A_TIME, self._dtype)}
+            answers = {BASE: untrained(str(self.base), self._rows_of(self.rows.test), AT_A_TIME, DTYPE)}
         elif arm == CHOICES:
             candidates = self._candidates(regime)
             print(f"{arm}: {candidates}", flush=True)
