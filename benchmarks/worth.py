@@ -257,7 +257,7 @@ class Study:
 
     def _trained(self, name: str, regime: Regime, own: Mapping[str, str]) -> Path:
         """The final checkpoint; a run that was cut off resumes."""
-        digest = xxhash.xxh3_64_hexdigest(json.dumps(own, sort_keys=True))[:8]  # other rates are another run
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(own, sort_keys=True).encode())[:8]  # other rates are another run
         place = f"{name.replace(' ', '_')}_{digest}"
         run = self._folder / "runs" / self.rows.name / f"{regime.rows}" / f"{regime.seed}" / place
         run.mkdir(parents=True, exist_ok=True)
