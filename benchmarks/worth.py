@@ -71,7 +71,7 @@ SEED_OF_CHOICES = 7
 VALIDATION_ROWS = 64
 #: Wall time of an agent-step before any arm was measured, as on one core without bf16.
 GUESSED_S = 4.0
-AT_A_TIME = 4  # rows that are scored at once: a vocabulary of 49,152 takes 0.2 MB a target and agent
+AT_A_TIME = 8  # rows that are scored at once: a vocabulary of 49,152 takes 0.2 MB a target and agent
 LOOKS = 8  # evaluations of a run that looks for its best step
 #: What is run at once and kept as one line.
 BASE, CHOICES, STEPS, BOTH_CROWDS = "base", "choices", SINGLE, "crowds"
@@ -428,8 +428,15 @@ def page(study: Study, regimes: Sequence[Regime]) -> str:
         missing += [] if choices else [f"{CHOICES} ({rows} rows)"]
         missing += [f"{arm} ({rows} rows, seed {r.seed})" for (arm, r), line in found.items() if line is None]
         if lines:
-            out += [table(lines, base), verdict(ways_of(lines))]
+            out += [table(lines, base), verdict(ways_of(lines)), f"Trained on {_processors(lines)}."]
     return "\n\n".join([*out, f"Not run: {', '.join(missing) or 'nothing'}."])
+
+
+def _processors(lines: Sequence[Line]) -> str:
+    """Their kinds, on which the bits depend."""
+    bf16 = {True: "bf16 units", False: "no bf16 units"}
+    kinds = [f"{x.machine['processor']} ({x.machine['vector_units']}, {bf16[x.machine['bf16_units']]})" for x in lines]
+    return "; ".join(dict.fromkeys(kinds))
 
 
 def _told(name: str, nll: Sequence[float]) -> str:
