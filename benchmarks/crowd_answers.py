@@ -165,9 +165,11 @@ def embedded(split: str) -> Config:
     return load_config(CONFIG, [f"eval_split={split}", "eval_samples=null"])
 
 
-def everyone(saved: Pretrained, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> list[Measured]:
-    """K agents, then the crowd, on all rows that a configuration evaluates on."""
-    return _measured(saved, saved.settings, saved.agents, rows, at_a_time)
+def everyone(
+    saved: Pretrained, rows: Config, at_a_time: int = ROWS_AT_A_TIME, crowds: Sequence[Sequence[int]] | None = None
+) -> list[Measured]:
+    """K agents, then each crowd of some of them (default: of all), on all rows that a configuration evaluates on."""
+    return _measured(saved, saved.settings, saved.agents, rows, at_a_time, crowds)
 
 
 def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
@@ -181,16 +183,23 @@ def folder_of(model: Path | str) -> str:
     return str(plain_folder(file) if file else model)
 
 
-def untrained(model_name: str, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
+def untrained(
+    model_name: str, rows: Config, at_a_time: int = ROWS_AT_A_TIME, model_dtype: str | None = None
+) -> Measured:
     """A base without agents, on all rows that a configuration evaluates on."""
-    base = load_base(model_name)
+    base = load_base(model_name, model_dtype)
     crowd = Crowd(base.model, LoraSettings(num_agents=1, rank=1, alpha=1), base.name, base.pad_id)
     crowd.choose_route()
     return scored(crowd.eval(), batches(rows, base.tokenizer, at_a_time))[0]  # what has learned nothing is the base
 
 
 def _measured(
-    saved: Pretrained, settings: LoraSettings, agents: Sequence[Mapping[str, Tensor]], rows: Config, at_a_time: int
+    saved: Pretrained,
+    settings: LoraSettings,
+    agents: Sequence[Mapping[str, Tensor]],
+    rows: Config,
+    at_a_time: int,
+    crowds: Sequence[Sequence[int]] | None = None,
 ) -> list[Measured]:
     """These agents on the base, which is without agents before and after."""
     crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.pad_id)
@@ -198,7 +207,7 @@ def _measured(
         for k, tensors in enumerate(agents):
             crowd.agents.load_agent(k, tensors, f"agent{k}")
         crowd.choose_route()
-        return scored(crowd.eval(), batches(rows, saved.prompter.tokenizer, at_a_time))
+        return scored(crowd.eval(), batches(rows, saved.prompter.tokenizer, at_a_time), crowds)
     finally:
         crowd.detach()
 
@@ -214,13 +223,14 @@ def batches(config: Config, tokenizer: PreTrainedTokenizerBase, at_a_time: int) 
 
 
 @torch.no_grad()
-def scored(crowd: Crowd, batches: Iterable[Batch]) -> list[Measured]:
-    """K agents, then the mean of their probabilities; each as an answer of one agent."""
+def scored(crowd: Crowd, batches: Iterable[Batch], crowds: Sequence[Sequence[int]] | None = None) -> list[Measured]:
+    """K agents, then the mean of the probabilities of each crowd (default: of all); each as an answer of one agent."""
     right, nll, tokens = list[Tensor](), list[Tensor](), list[Tensor]()
     sure, hits = list[Tensor](), list[Tensor]()
     for batch in batches:
         log_probs = crowd.head.logits(crowd.states(batch)[:, batch.predict_from]).log_softmax(-1)
-        everyone = torch.cat([log_probs, aggregate(log_probs, "probability")[None]])
+        means = [aggregate(log_probs[[*each]], "probability")[None] for each in crowds or [range(len(log_probs))]]
+        everyone = torch.cat([log_probs, *means])
         best, chosen = everyone.max(-1)
         is_right = chosen == batch.targets
         own = everyone.gather(-1, batch.targets.expand(len(everyone), -1)[..., None]).squeeze(-1)

@@ -53,6 +53,10 @@ def test_scores_of_the_benchmark_equal_those_of_the_package(monkeypatch: pytest.
     assert torch.allclose(torch.tensor([each["nll"] for each in found], dtype=torch.float64), wanted.nll)
     assert found[0]["tokens"] == wanted.tokens.tolist()
     assert all(0 <= each["ece"] <= 1 for each in found)
+    *agents, one, both = crowd_answers.scored(ours, batches, [[1], [1, 0]])
+    assert agents == found[:2]
+    assert one["nll"] == pytest.approx(found[1]["nll"])
+    assert both["nll"] == pytest.approx(found[2]["nll"])
 
 
 @pytest.mark.fast_cases(2)

@@ -3,8 +3,9 @@
 One optimizer step has two collectives. Every process first casts a ballot (`agree`), before it enters any other
 collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). The ballot goes over gloo on
 every machine, because gloo reports a dead peer within milliseconds, while a kernel on a GPU would wait for it. A single
-process communicates nothing. The processes meet at one address, once, and join a new group for every run. Accelerate
-owns launch, placement and precision; only this file imports it.
+process communicates nothing. The processes meet at one address, once, and join a new group for every run. Of
+Accelerate a run takes the device, the rank, the number of processes, the exchange of Python objects and the trackers;
+only this file imports it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Processes:
         interrupts: a request to stop ends the wait for processes that have not come.
 
     Attributes:
-        accelerator: Accelerate's own, for the device, autocast and the trackers.
+        accelerator: Accelerate's own, for the device, the rank, the number of processes and the trackers.
         follow: called before every ballot: serves processes whose passes through a sharded base are not over.
         notes: lines for people about the way the run was started.
         patience: how long a process that is asked to stop waits for the others.

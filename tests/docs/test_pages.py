@@ -94,12 +94,65 @@ def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> N
     assert not [one for one in symptoms if one.removeprefix("warning: ") not in known]
 
 
+def counts_of_families() -> dict[str, str]:
+    """From the table of results: equal, refused, never tried."""
+    table = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("### Families of models")[2]
+    return {
+        told.split()[0].rstrip(":,"): number
+        for number, told in re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE)
+    }
+
+
+def test_a_family_that_was_never_tried_is_not_called_refused() -> None:
+    found = counts_of_families()
+    assert {*found} == {"equal", "refused", "never"}
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").partition("## Limits")[2].split())
+    assert f"toys of {found['equal']} " in said
+    assert f"{found['refused']} are refused at the start" in said
+    assert f"{found['never']} were never tried" in said
+    assert f"Of the {sum(map(int, found.values()))} families" in said
+
+
+def test_a_stall_stands_beside_the_slow_down_that_goes_with_it() -> None:
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| ours, `optimizers[^|]*\| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
+    stall, slower = (re.escape(each) for each in row)
+    for page in PAGES:
+        for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
+            if re.search(rf"\b{stall} ms", paragraph):
+                assert re.search(rf"\b{slower} ms", paragraph), (name_of(page), paragraph)
+
+
+#: What a run reads and sets of its Accelerator, and what users call it.
+OF_ACCELERATE = {
+    "device": "device", "process_index": "rank", "num_processes": "number of processes", "log_with": "trackers",
+    "trackers": "trackers", "init_trackers": "trackers", "project_configuration": "trackers",
+    "gather_object": "exchange of Python objects", "broadcast_object_list": "exchange of Python objects",
+}  # fmt: skip
+
+
+def test_a_run_takes_from_accelerate_what_the_pages_say() -> None:
+    """Loops of users, which `ci_llm/integrations` and a manager serve, call what they like."""
+    used = set[str]()
+    for room in ("distributed", "logs", "run"):
+        for path in sorted((ROOT / "ci_llm" / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("accelerator", "self.accelerator"):
+                    used.add(node.attr)
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accelerate.utils"):
+                    used |= {each.name for each in node.names if each.name[0].islower()}
+    assert used == {*OF_ACCELERATE}
+    for page in ("README.md", "docs/architecture.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert not [named for named in OF_ACCELERATE.values() if named not in text], page
+
+
 # How much there is to read
 
 #: Rendered from the code, or behind this line in the page of the names.
 RENDERED = {"docs/keys.md"}
 SIGNATURES = "<!-- signatures -->"
-MOST_PAGES, MOST_WORDS = 24, 28_000
+MOST_PAGES, MOST_WORDS = 24, 28_700  # 900 of them are the table of every name of five systems
 #: For whom a page is, in its first two lines of text.
 READERS = re.compile(r"^For (?:\w+ )?(?:users|readers|people|everyone|a reader) ")
 WRITTEN = [page for page in sorted(ROOT.glob("docs/**/*.md")) if name_of(page) not in RENDERED]
