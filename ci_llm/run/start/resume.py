@@ -473,9 +473,8 @@ def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
 
 
 def _follows_length(config: Config) -> bool:
-    """Whether a step depends on the length of the run: by its learning rate, or by the agents that take it."""
-    rates = any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
-    return rates or config.crowd != "fixed" or config.branch_at is not None
+    """Whether the learning rate of a step depends on the length of the run."""
+    return any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
 
 
 def _shown(changes: Sequence[Change], config: Config) -> list[str]:
