@@ -108,8 +108,6 @@ def _check(call: argparse.Namespace) -> None:
         problems.append(f"there is no metric {call.metric!r}: take {' or '.join(METRICS)}")
     if call.abstain_below is not None and not 0 <= call.abstain_below <= 1:
         problems.append("--abstain-below is a probability, from 0 to 1")
-    if not call.agents_per_prompt >= 1:
-        problems.append("--agents-per-prompt must be at least 1: one agent always answers")
     problems += [f"{word!r} is neither an option nor key=value" for word in call.keys if "=" not in word]
     if problems:
         raise ConfigError("; ".join(problems), where="command line", hint="ci-llm evaluate --help")
@@ -128,7 +126,6 @@ def _request(call: argparse.Namespace) -> Request:
         base_model=call.base_model,
         calibrate=call.calibrate,
         abstain_below=call.abstain_below,
-        agents_per_prompt=call.agents_per_prompt,
     )
 
 

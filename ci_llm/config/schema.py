@@ -113,7 +113,7 @@ class AgentKeys(Keys):
     )
     agent_layers: Literal["all", "upper_half"] | Numbers = exact(
         "all",
-        "layers that get adapters: all, upper_half, or a list of numbers; what is below runs once for all agents",
+        "layers that get adapters: all, upper_half, or a list of numbers",
         own=11,
         shape=True,
     )

@@ -10,7 +10,6 @@ Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -222,7 +221,7 @@ class CrowdModel(nn.Module):
         self.attention: Way = "rows"
         self.route = "packed"
         # Whether `ci_llm.crowd.decoder` writes the texts, or Transformers' `generate`: tried before the first text.
-        self.decodes: bool | None = False if os.environ.get("CI_LLM_GENERATE") == "transformers" else None
+        self.decodes: bool | None = None
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     def detach(self) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.load import on_same_weights
 from ci_llm.base.quantized import replace_quantized_layers
-from ci_llm.base.targets import find_targets, peft_targets, trunk_of
+from ci_llm.base.targets import find_targets, peft_targets
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.heads import SCORE, HeadShape, head_values, with_score
@@ -116,7 +116,6 @@ class AgentStorage:
         dropout: the dropout of the modules' inputs.
         casts: the casts of the current pass.
         reading: whose tokens the modules' inputs hold.
-        trunk: the layers of the base below the first adapted one; empty if that is the first.
         pass_per_agent: whether every agent takes passes of its own. All operations then have the shapes that they have
             for an agent alone, and so the agent has the bits that it has alone.
         each: the settings of every agent.
@@ -137,10 +136,9 @@ class AgentStorage:
         casts: Casts,
         reading: Reading,
         adapted: Sequence[Collection[str]],
-        trunk: Sequence[nn.Module],
         head: HeadShape,
     ) -> None:
-        self.layers, self.settings, self.trunk, self.head = dict(layers), settings, trunk, head
+        self.layers, self.settings, self.head = dict(layers), settings, head
         self.heads = nn.ParameterDict()
         self.dropout, self.casts, self.reading = dropout, casts, reading
         self.pass_per_agent = False
@@ -402,7 +400,7 @@ class AgentStorage:
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
         adapted = [self._adapted[place] for place in kept[: len(settings.kinds())]]
-        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.trunk, self.head)
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.head)
         storage.pass_per_agent = self.pass_per_agent
         for row, place in zip(storage.rows, kept, strict=True):
             row.copy_(self.rows[place])
@@ -475,8 +473,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
         layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, reading, name)
         setattr(parent, child, layers[name])
     adapted = [found[agent.target_modules, agent.layers] for agent in kinds]
-    trunk, head = trunk_of(model, everything), HeadShape.of(model, settings.outputs)
-    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, trunk, head)
+    head = HeadShape.of(model, settings.outputs)
+    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, head)
     storage.initialise()
     return storage
 

@@ -14,7 +14,7 @@ features. x, z [K, N, in], h [K, N, r], A [K, r, in], B [K, out, r], W [out, in]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
@@ -87,14 +87,12 @@ class Shared:
     """Results that the single agents' passes over one micro-batch share; each is None until the first pass has it.
 
     Attributes:
-        same_rows: whether all agents read the same rows; only then they share states of the trunk.
-        trunk: the output of the trunk's last layer, and a call that sets the generators to their state after it.
+        same_rows: whether all agents read the same rows; only then they share the reference.
         head: the cast head of the base.
         reference: [1, S] the log-probabilities of the base alone.
     """
 
     same_rows: bool
-    trunk: tuple[Any, Callable[[], None]] | None = None
     head: Any = None
     reference: Tensor | None = None
 

@@ -1,6 +1,6 @@
 """The fields of a request: their names in OpenAI's API, the values that they take, and those that are refused.
 
-An unknown field is refused: a typo in `agents_per_prompt` would cost K times as much. Known fields without effect on an
+An unknown field is refused: a typo in `minimum_confidence` would let wrong answers through. Known fields without effect on an
 answer are accepted, because clients send them unasked.
 """
 
@@ -119,13 +119,11 @@ class Own(_Strict):
 
     Attributes:
         minimum_confidence: an answer that is right with a lower probability is not given.
-        agents_per_prompt: ask one agent first, and all where it is unsure, with this many agents on average.
         aggregator: how the agents' distributions or answers become the crowd's.
         include_agents: also return each agent's own answer, and the share of agents that give the crowd's answer.
     """
 
     minimum_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
-    agents_per_prompt: Annotated[float, Field(ge=1)] | None = None
     aggregator: str | None = None
     include_agents: bool = False
 
