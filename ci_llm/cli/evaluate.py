@@ -88,8 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--failed", type=int, nargs="?", const=_LISTED_FAILURES, metavar="N", help=about)
     option("--calibrate", action="store_true", help="fit on these rows how probably an answer is right")
     option("--abstain-below", type=float, metavar="P", help="score the answers of at least probability P")
-    about = "score asking one agent first, at this price"
-    option("--agents-per-prompt", type=float, default=1.6, metavar="N", help=about)
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     add_json(parser)
     return parser

@@ -1,7 +1,7 @@
 """The fields of a request: their names in OpenAI's API, the values that they take, and those that are refused.
 
-An unknown field is refused: a typo in `minimum_confidence` would let wrong answers through. Known fields without effect on an
-answer are accepted, because clients send them unasked.
+An unknown field is refused: a typo in `minimum_confidence` would let wrong answers through. Known fields without effect
+on an answer are accepted, because clients send them unasked.
 """
 
 from __future__ import annotations
