@@ -174,13 +174,8 @@ class TextJob(Job):
         judge, who = _right_of(crowd, self.call), self.call.who
         right = None if judge is None else judge(signals(sure))
         confidence = math.exp(sum(each.log_probability for each in chosen))
-        said = about(
-            confidence,
-            len(crowd.names) if who is None else int(who >= 0),
-            right=right,
-            minimum=own.minimum_confidence,
-            sure=sure,
-        )
+        agents = len(crowd.names) if who is None else int(who >= 0)
+        said = about(confidence, agents, right=right, minimum=own.minimum_confidence, sure=sure)
         if said["abstained"]:
             self.pieces.clear()
             self.lines.clear()
