@@ -156,7 +156,7 @@ def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest
 def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
     crowd: Crowd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the run one agent was stopped and another one cloned."""
+    """In the run agents were stopped."""
     names = ["agent0", *(f"agent{k + 3}" for k in range(1, K))]
     monkeypatch.setattr(crowd, "names", names)
     talk = Conversation(crowd, SHORT, ())

@@ -261,8 +261,8 @@ def test_states_without_gradients_are_those_that_an_agent_has_alone() -> None:
 def test_a_form_with_gradients_through_all_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
     crowd.agents.pass_per_agent = True
-    with pytest.raises(BadInput, match="diversity joint has gradients through all agents"):
-        micro_step(crowd, Objective("joint", 0.1), MANY[0][0], 0)
+    with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
+        micro_step(crowd, Objective("swd", 0.1), MANY[0][0], 0)
 
 
 def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
@@ -168,22 +167,6 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
         assert targets == sorted({name.split(".")[-3] for name in tensors})
     assert "--lora-modules $(for k in {0..2}" in (final / "README.md").read_text()
     assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "now"), [([], ["optimizer=ivon", "learning_rate=1"]), (["optimizer=ivon"], [])])
-def test_with_another_optimizer_the_moments_begin_again(
-    before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another optimizer is refused unless `allow_inexact_resume` is set."""
-    assert train(tmp_path, *before, "max_train_steps=2") == 0
-    assert train(tmp_path, *now, "max_train_steps=4") == 2
-    assert "optimizer was" in capsys.readouterr().err
-    assert train(tmp_path, *now, "max_train_steps=4", "allow_inexact_resume=true") == 0
-    assert "the moments of the optimizer begin again" in capsys.readouterr().out
-    saved: Any = load_checkpoint(tmp_path / "final_checkpoint").state["optimizer"]
-    names = {"step", "momentum", "hess"} if now else {"step", "exp_avg", "exp_avg_sq"}
-    assert all({*moments} == names and float(moments["step"]) == 2 for moments in saved.values())
 
 
 @pytest.mark.slow

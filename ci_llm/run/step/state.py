@@ -282,16 +282,11 @@ class LastGood:
         snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
         return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
 
-    def load(self, agents: Iterable[int], saved: Mapping[str, Any], *, with_moments: bool = True) -> None:
-        """The inverse of `state_of`.
-
-        Args:
-            with_moments: false if the moments are those of another optimizer.
-        """
+    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
+        """The inverse of `state_of`."""
         for k in agents:
             row, state = self._rows[k], saved[f"agent{k}"]
-            found = state["moments"] if with_moments else {}
-            moments = placed(found, row, self._optimizer)
+            moments = placed(state["moments"], row, self._optimizer)
             self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
 
 
