@@ -308,9 +308,7 @@ def test_no_limit_of_steps_leaves_the_epochs_to_decide(tmp_path: Any) -> None:
 
 def test_names_of_others_work_in_python_too() -> None:
     config = Config(lr=1e-3, K=2, bf16=True, optim="adamw_torch", max_steps=-1, torch_dtype="bfloat16", resume=True)
-    assert config == Config(
-        learning_rate=1e-3, num_agents=2, mixed_precision="bf16", model_dtype="bf16"
-    )
+    assert config == Config(learning_rate=1e-3, num_agents=2, mixed_precision="bf16", model_dtype="bf16")
     assert Config(target_modules=["q_proj"]).lora_target_modules == ("q_proj",)
     assert Config.model_validate({"lr": 1e-3}).learning_rate == 1e-3
 

@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 import torch
-from ci_llm.lora.optimizer import SCHEDULES, factor
 from transformers import get_scheduler
 
 from ci_llm.config import Config
+from ci_llm.lora.schedules import SCHEDULES, factor
 
 FOLLOW_THE_LOSS = {"reduce_lr_on_plateau", "greedy"}
 #: (warm-up, steps)
