@@ -6,8 +6,7 @@ Each run is a training by `ci-llm train` at the operating point of configs.yaml 
 and takes as many agent-steps as the crowd. Every way to answer is evaluated by teacher forcing on the 1,000 rows of the
 test split. Exact match is the share of rows whose whole solution greedy decoding reproduces, NLL is in nats per answer
 token, and ECE is the calibration error of the most probable token, in ten bins. The best agent of a crowd is chosen on
-the validation split. `generated` are final answers that were generated, one agent asked first after a calibration on
-the validation split; their ECE is that of `probability_right`.
+the validation split.
 
 What is measured lies in `--folder`, one file for each part and seed, and a later call takes it from there: a call that
 was interrupted resumes, and one with more rows or seeds adds them. The table shows what is there.
@@ -34,7 +33,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from benchmarks.crowd_answers import Answers, Measured, Way, answers_of, crowd_answers, distillates, escalation, merges
+from benchmarks.crowd_answers import Answers, Measured, Way, answers_of, crowd_answers, distillates, merges
 from ci_llm.core.durable import read_json, write_json
 
 ROOT = Path(__file__).parent.parent
@@ -73,10 +72,8 @@ CROWD = System("crowd")
 # and at 1e-3, 2e-3, 4e-3, 8e-3 (rank 32 with 50 rows also at 5e-4: 0.291), with 50 rows and with 400:
 #   one agent of rank 32   0.278  0.272  0.228         , and 0.659  0.662  0.706  0.256
 #   one agent, 1040 steps  0.328  0.291  0.344  0.228  , and 0.806  0.863  0.922  0.781
-#   branches                      0.291  0.344  0.231  , and        0.856  0.922  0.766
-# and at 2e-3, 4e-3, 8e-3, with 100 rows and with 1,500:
-#   branches               0.422  0.466  0.344         , and 0.978  0.978  (NLL 0.0054  0.0061)
-#   one agent, 1040 steps                                    0.978  0.984  0.788
+# and at 2e-3, 4e-3, 8e-3, with 1,500 rows:
+#   one agent, 1040 steps  0.978  0.984  0.788
 RANK = System(
     "one agent of rank 32",
     {"num_agents": "1", "lora_rank": "32", "lora_alpha": "64"},
@@ -87,14 +84,6 @@ STEPS = System(
     {"num_agents": "1", "max_train_steps": "1040"},
     {50: "4e-3", 100: "2e-3", 400: "4e-3", 1500: "4e-3"},
 )
-BRANCHES = System("branches", {"branch_at": "0.75"}, {100: "4e-3", 400: "4e-3", 1500: "2e-3"})
-# IVON at 0.5, 1, 2, with 100 rows, and at 1, 2 with 50:
-#   crowd                  0.325  0.497  0.509, and 0.400  0.197
-#   one agent, 1040 steps  0.516  0.553  0.384, and 0.328
-OF_IVON = {"optimizer": "ivon", "weight_decay": "1e-4"}
-IVON = System("crowd, IVON", OF_IVON, {50: "1", 100: "2"})
-IVON_STEPS = System("one agent, 1040 steps, IVON", {**STEPS.keys, **OF_IVON}, {100: "1"})
-AUTO = System("auto", {"crowd": "auto", "eval_samples": "320"})
 LEARNING_RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
 SEED_OF_CHOICES = 7
 
@@ -116,14 +105,8 @@ PARTS: Mapping[str, Part] = {
     "rank": Part(RANK, answers_of(RANK.name)),
     "steps": Part(STEPS, answers_of(STEPS.name)),
     "crowd": Part(CROWD, crowd_answers),
-    "branches": Part(BRANCHES, merges("branches' crowd", {"mean": "branches' soup"})),
     "merges": Part(CROWD, merges(None, {"cat": "cat", "svd": "svd"})),
     "distilled": Part(CROWD, distillates),
-    "ivon": Part(IVON, answers_of(IVON.name)),
-    "ivon steps": Part(IVON_STEPS, answers_of(IVON_STEPS.name)),
-    "ivon distilled": Part(IVON, lambda *run: {f"{way}, IVON": found for way, found in distillates(*run).items()}),
-    "auto": Part(AUTO, answers_of("auto")),
-    "escalation": Part(CROWD, escalation),
 }
 
 

@@ -20,9 +20,7 @@ from ci_llm.base.gguf import gguf_file, plain_folder
 from ci_llm.base.load import load_base
 from ci_llm.cli.main import main as ci_llm
 from ci_llm.config import Config, load_config, parse_config
-from ci_llm.core.durable import read_json
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.exporting import settings_of
@@ -32,7 +30,6 @@ from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
-from ci_llm.evaluation.predictions import AGENTS_PER_PROMPT
 from ci_llm.lora.layer import LoraSettings
 
 CONFIG = Path(__file__).parent.parent / "configs.yaml"
@@ -124,30 +121,6 @@ def distillates(checkpoint: Path, _: Path) -> Answers:
     student, control = distil(saved, parse_config(saved.run_config, "config.yaml"), Distillation(learning_rate=2e-3))
     rows = embedded("test")
     return {"distilled": alone(saved, student, rows), "distilled, own labels": alone(saved, control, rows)}
-
-
-def escalation(_: Path, run: Path) -> Answers:
-    """Generated final answers: of the crowd, and of one agent that asks all only where it is unsure."""
-    _ask(run, "validation", "--calibrate")
-    rows = _ask(run, "test")
-    calibration = Calibration.of(read_json(run / "calibration.json"))  # type: ignore[arg-type]
-    agent, below = calibration.agent, calibration.escalates_below(AGENTS_PER_PROMPT)
-    first = np.array([calibration.agent_right(row["agents_signals"][agent]) for row in rows])
-    every = np.array([row["correct"] for row in rows], float)
-    alone = np.array([row["agents_correct"][agent] for row in rows], float)
-    sure = np.array([calibration.right(row["signals"]) for row in rows])
-    count = len(calibration.learned.weights)
-    told = np.where(first < below, every, alone), np.where(first < below, sure, first)
-    price = float(1 + count * (first < below).mean())
-    return {
-        "crowd, generated": _generated(every, sure, float(count)),
-        "escalation, generated": _generated(*told, price),
-    }
-
-
-def _generated(right: Any, sure: Any, agents: float) -> Measured:
-    ece = calibration_error(sure, right)
-    return {"right": right.tolist(), "nll": [], "tokens": [], "ece": ece, "agents": agents}
 
 
 def _ask(run: Path, split: str, *options: str) -> list[dict[str, Any]]:

@@ -170,18 +170,6 @@ def layer_numbers(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
     return {name: int(match[1]) for name, match in found.items() if match}
 
 
-def trunk_of(model: nn.Module, adapted: Collection[str]) -> tuple[nn.Module, ...]:
-    """The trunk: the layers below the first one with an adapter.
-
-    Args:
-        adapted: the names of the modules with adapters. If one of them is outside of the layers, there is no trunk,
-            because it may be before them.
-    """
-    numbers = layer_numbers(model, adapted)
-    below = min(numbers.values()) if len(numbers) == len(adapted) else 0
-    return tuple(layer_list(model)[1][:below])
-
-
 def peft_targets(model: nn.Module, wanted: Collection[str]) -> dict[str, Any]:
     """The shortest entries of a PEFT configuration that mean exactly these modules.
 

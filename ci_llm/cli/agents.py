@@ -1,4 +1,4 @@
-"""`ci-llm agents`: stop or clone an agent of a run while it trains."""
+"""`ci-llm agents stop`: stop an agent of a run while it trains."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ci_llm.cli.command import add_verb, agent_number, make_parser, print_json, run_verb
-from ci_llm.errors import BadInput, ConfigError
+from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
     from ci_llm.run.step.members import CrowdRequest
 
-_DESCRIPTION: Final = """Stop or clone an agent of a run. A running job does so after the step under way, on all its
+_DESCRIPTION: Final = """Stop an agent of a run. A running job does so after the step under way, on all its
 processes; a run that was interrupted does so after its first step. K is the number of the agent, as in agent2."""
 _EXAMPLES: Final = """examples:
-  ci-llm agents stop ci_llm_output 1                                agent1 leaves; the steps get cheaper
-  ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5     a copy of agent2 with its own settings
+  ci-llm agents stop ci_llm_output 1     agent1 leaves; the steps get cheaper
 
 exit codes: 0 done, or left for the run; 1 the run refuses it; 2 bad call"""
 _POLL_S: Final = 0.1
@@ -39,7 +38,6 @@ def _ask(call: argparse.Namespace) -> int:
     from ci_llm.core.run_status import read_status
     from ci_llm.run.step.members import ask
 
-    own = _settings(call.settings) if call.verb == "clone" else {}
     status = read_status(call.run)
     if status.status == "completed":
         raise BadInput(
@@ -47,7 +45,7 @@ def _ask(call: argparse.Namespace) -> int:
             where=str(call.run),
             hint="a larger max_train_steps trains on; ci-llm export writes single agents",
         )
-    request = ask(call.run, call.verb, call.agent, own)
+    request = ask(call.run, call.agent)
     is_running = status.status == "running"
     decided = _wait(call.run, request, call.wait if is_running else 0.0)
     _tell(call, decided, is_running=is_running)
@@ -60,30 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     does = "an agent leaves the crowd, and the steps get cheaper"
     more = " Its adapter stays in stopped/ of the checkpoints."
     stopping = add_verb(verbs, "stop", _ask, does, "ci-llm agents stop ci_llm_output 1", more)
-    example = "ci-llm agents clone ci_llm_output 2 learning_rate=1e-3 seed=5"
-    more = " It has the agent's weights and moments, and its own name."
-    cloning = add_verb(verbs, "clone", _ask, "a copy of an agent joins the crowd", example, more)
-    for each in (stopping, cloning):
-        each.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
-        each.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
-        each.add_argument(
-            "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
-        )
-    cloning.add_argument(
-        "settings", nargs="*", metavar="key=value", help="what the copy has of its own (docs/agents.md)"
+    stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
+    stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
+    stopping.add_argument(
+        "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
     )
     return parser
-
-
-def _settings(words: Sequence[str]) -> dict[str, object]:
-    from ci_llm.config.foreign import flag_form
-    from ci_llm.config.parsing import read_arguments
-    from ci_llm.run.step.members import settings_of_clone
-
-    entries, strays = read_arguments(words, flag_form)
-    if strays:
-        raise ConfigError(f"{strays[0]!r} is not key=value", where="command line", hint="ci-llm agents clone --help")
-    return settings_of_clone(entries)
 
 
 def _wait(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
@@ -103,11 +83,11 @@ def _wait(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest |
 def _tell(call: argparse.Namespace, decided: CrowdRequest | None, *, is_running: bool) -> None:
     if call.json:
         told = None if decided is None else {"step": decided.step, "refused": decided.refused}
-        print_json({"verb": call.verb, "agent": call.agent, "decision": told})
+        print_json({"verb": "stop", "agent": call.agent, "decision": told})
     elif decided is None:
         when = "after the step under way" if is_running else "after its first step, once it resumes"
-        print(f"asked to {call.verb} agent{call.agent}: the run does so {when}; its log tells")
+        print(f"asked to stop agent{call.agent}: the run does so {when}; its log tells")
     elif decided.refused is not None:
         print(f"refused: {decided.refused}")
     else:
-        print(f"{call.verb} agent{call.agent}: done after step {decided.step}")
+        print(f"stop agent{call.agent}: done after step {decided.step}")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _GAP = 3
+_ALONE: Final = ("the base alone", "one agent asked")
 
 
 def how_sure(answer: Answer) -> str:
@@ -38,8 +39,7 @@ def how_sure(answer: Answer) -> str:
     agents = len(answer.agents)
     if answer.agreement is not None and agents > 1:
         parts.append(f"{round(answer.agreement * agents)} of {agents} agents agree")
-    alone = {0: "the base alone", 1: "one agent asked"}
-    parts.append(alone.get(answer.agents_asked) or f"disagreement {answer.disagreement:.3f}")
+    parts.append(f"disagreement {answer.disagreement:.3f}" if answer.agents_asked > 1 else _ALONE[answer.agents_asked])
     if not answer.complete:
         parts.append(f"cut after {count(len(answer.tokens), 'token')}")
     return f"[{', '.join(parts)}]"
@@ -94,9 +94,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--stop", action="append", default=[], metavar="S", help=r"end an answer before S; \n is a line break")
     option("--aggregator", default="probability", metavar="A", help="how agents become one crowd (probability)")
     option("--abstain-below", type=float, metavar="P", help="give no answer that is right with a lower probability")
-    option(
-        "--agents-per-prompt", type=float, metavar="N", help="ask one agent, and all where it is unsure: N on average"
-    )
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
 
 
@@ -111,16 +108,14 @@ def choices_of(call: argparse.Namespace) -> dict[str, Any]:
         sampling = {}
     choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
     choices |= {"do_sample": bool(sampling), **sampling}
-    policy = {"abstain_below": call.abstain_below, "agents_per_prompt": call.agents_per_prompt}
-    _require_in_range(call, is_drawn=bool(sampling))
-    return {**choices, **{name: value for name, value in policy.items() if value is not None}}
+    _require_in_range(call)
+    return choices if call.abstain_below is None else {**choices, "abstain_below": call.abstain_below}
 
 
-def _require_in_range(call: argparse.Namespace, *, is_drawn: bool) -> None:
+def _require_in_range(call: argparse.Namespace) -> None:
     """Refuse values that `GenerationOptions` would refuse: before torch is imported, and by the names of options."""
     aggregators = plugin_names("ci_llm.crowd.aggregators", first="probability")
     given = {name: value for name, value in vars(call).items() if value is not None}
-    cost = given.get("agents_per_prompt")
     requirements = {
         "--max-new-tokens must be at least 1": call.max_new_tokens >= 1,
         "--batch-size must be at least 1": given.get("batch_size", 1) >= 1,
@@ -130,8 +125,6 @@ def _require_in_range(call: argparse.Namespace, *, is_drawn: bool) -> None:
         f"--aggregator must be {' or '.join(aggregators)}": call.aggregator in aggregators,
         "--stop: a stop string is empty": "" not in call.stop,
         "--abstain-below must be a probability, from 0 to 1": 0 <= given.get("abstain_below", 0) <= 1,
-        "--agents-per-prompt must be at least 1: one agent always answers": cost is None or cost >= 1,
-        "--agents-per-prompt takes the most probable tokens: leave sampling out": cost is None or not is_drawn,
     }
     if broken := [text for text, holds in requirements.items() if not holds]:
         raise ConfigError("; ".join(broken), where="command line", hint="change the values named")

@@ -212,7 +212,6 @@ class Conversation:
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
-        choices = {name: value for name, value in choices.items() if name != "agents_per_prompt"}
         answer = next(answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices)))
         print(asking.beside(answer, self._names))
         print(asking.how_sure(answer))

@@ -89,8 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--failed", type=int, nargs="?", const=_LISTED_FAILURES, metavar="N", help=about)
     option("--calibrate", action="store_true", help="fit on these rows how probably an answer is right")
     option("--abstain-below", type=float, metavar="P", help="score the answers of at least probability P")
-    about = "score asking one agent first, at this price"
-    option("--agents-per-prompt", type=float, default=1.6, metavar="N", help=about)
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     add_json(parser)
     return parser
@@ -109,8 +107,6 @@ def _check(call: argparse.Namespace) -> None:
         problems.append(f"there is no metric {call.metric!r}: take {' or '.join(METRICS)}")
     if call.abstain_below is not None and not 0 <= call.abstain_below <= 1:
         problems.append("--abstain-below is a probability, from 0 to 1")
-    if not call.agents_per_prompt >= 1:
-        problems.append("--agents-per-prompt must be at least 1: one agent always answers")
     problems += [f"{word!r} is neither an option nor key=value" for word in call.keys if "=" not in word]
     if problems:
         raise ConfigError("; ".join(problems), where="command line", hint="ci-llm evaluate --help")
@@ -129,7 +125,6 @@ def _request(call: argparse.Namespace) -> Request:
         base_model=call.base_model,
         calibrate=call.calibrate,
         abstain_below=call.abstain_below,
-        agents_per_prompt=call.agents_per_prompt,
     )
 
 

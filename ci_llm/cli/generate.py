@@ -57,9 +57,6 @@ def generate(words: Sequence[str]) -> int:
     choices = asking.choices_of(call)
     call.run = asking.find_run(call.run, call.base_model)
     prompts = list(_prompts(call))
-    if call.agents and call.agents_per_prompt is not None:
-        what, hint = "--agents asks all agents, and --agents-per-prompt only as many as needed", "leave one of them out"
-        raise ConfigError(what, where="command line", hint=hint)
     if call.best_of is not None or call.reward is not None:
         return _best_of(call, prompts, choices)
     whole = call.json or call.agents or sys.stdout.isatty()
@@ -120,7 +117,7 @@ def _best_of(call: argparse.Namespace, prompts: Sequence[Any], choices: dict[str
     if call.best_of is None or call.reward is None or call.best_of < 2:
         what, hint = "--best-of N, at least 2, and --reward RUN2 go together", "--best-of 4 --reward RUN2"
         raise ConfigError(what, where="command line", hint=hint)
-    if odd := [name for name in ("--agents", "--tokens", "--agents-per-prompt") if _is_given(call, name)]:
+    if odd := [name for name in ("--agents", "--tokens") if _is_given(call, name)]:
         raise ConfigError(f"{odd[0]} is about one answer", where="command line", hint="leave it out with --best-of")
     call.reward = asking.find_run(call.reward, None, takes_base=False)
     choices = {"temperature": 1.0, "seed": 0, **choices, "do_sample": True}

@@ -37,7 +37,7 @@ around the run
   watch RUN ...                        runs side by side while they train
   supervise [...] [-- command ...]     relaunch a training until it is done (python safe_train.py)
   sweep 'key=[a,b,c]' ...              try settings of agents: the best continue, the others are pruned
-  agents stop|clone RUN K              change the crowd of a run while it trains
+  agents stop RUN K                    stop an agent of a run while it trains
   checkpoints list|verify|diff RUN     look at checkpoints; also prune, pull, push and import
 
 example: ci-llm train num_agents=8 learning_rate=1e-3 experiment_name=eight

@@ -74,9 +74,6 @@ def _options(words: Sequence[str]) -> Options:
     option("--max-model-len", dest="context", type=int, metavar="N", help="tokens of prompt and answer; by default all")
     option("--max-queue", dest="queue", type=int, metavar="N", help="texts that may wait beside them (%(default)s)")
     option("--minimum-confidence", type=float, metavar="P", help="withhold answers that are less probably right")
-    option(
-        "--agents-per-prompt", type=float, metavar="N", help="ask one agent, and all where it is unsure: N on average"
-    )
     option("--drain-seconds", dest="drain_s", type=int, metavar="S", help="for what is open at SIGTERM (%(default)s)")
     option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
-from ci_llm.config.own_keys import AUTO, NAME, OWN_KEYS, names_of, why_common
+from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
-from ci_llm.config.problems import Problem, by_key, error_of, given_twice, read_values, sound_values, unknown
+from ci_llm.config.problems import Problem, by_key, given_twice, read_values, sound_values, unknown
 from ci_llm.config.yaml_file import read_flow
 
 _NAMES: Final = re.compile(r"[\w.:+-][\w .:+-]{0,59}")
@@ -164,24 +164,6 @@ def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
         agents.append(agent | {key: values[key] for key in OWN_KEYS if key in values})
     problems += _doubles(agents, own.decided_by)
     return {"num_agents": len(agents), "agents": tuple(agents) if any(agents) else ()}
-
-
-def read_own(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The validated settings of one agent by key, from its entries; what says auto is that of the run.
-
-    Raises:
-        ConfigError: everything that is wrong with them, at once.
-    """
-    problems: list[Problem] = []
-    listed = Entry("agents", Items(()), entries[0].where if entries else "")
-    own = OwnEntries(
-        [_entries_of(Mapped(tuple(entries)), listed, problems, "leave it out: the run has it for all its agents")],
-        listed,
-    )
-    values = own_values(own, problems)
-    if problems:
-        raise error_of(problems)
-    return {key: value for key, value in next(iter(values["agents"]), {}).items() if value != AUTO}
 
 
 def _name(entry: Entry, problems: list[Problem]) -> str:

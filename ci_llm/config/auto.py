@@ -15,7 +15,7 @@ from typing import Any, Final
 from ci_llm.config.own_keys import AUTO, KeysOfEach
 
 #: The keys that decide what auto stands for.
-FOLLOWED: Final = ("model_name", "dataset_name", "optimizer")
+FOLLOWED: Final = ("model_name", "dataset_name")
 _LISTS: Final = (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform"))
 _EMBEDDED: Final = "embedded"
 #: Objectives with a head, which is new and has to be learned.
@@ -79,13 +79,12 @@ def _shape_of(file: Path) -> dict[str, Any]:
 
 def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     """(key, value, why) of every key that may say auto."""
-    on_embedded, ivon = c.model_name == _EMBEDDED, c.optimizer == "ivon"
+    on_embedded = c.model_name == _EMBEDDED
     why = "measured on the embedded base" if on_embedded else _OF_LORA
-    rate, rate_of_ivon = (8e-3, 2.0) if on_embedded else (2e-4, 1.0)
+    rate = 8e-3 if on_embedded else 2e-4
     if c.objective not in (AUTO, "sft"):  # ten times TRL's rates, which are for all weights of a model
         rate = 1e-3 if on_embedded or c.objective in _HEADS else 1e-5
-    yield "learning_rate", rate_of_ivon if ivon else rate, why
-    yield "ivon_ess", AUTO if ivon and not on_embedded else None, ""
+    yield "learning_rate", rate, why
     yield "lora_rank", 8 if on_embedded else 16, why
     yield "lora_alpha", 16 if on_embedded else 32, why
     yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
@@ -100,5 +99,3 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for
     yield "held_out", AUTO, ""  # by data set: an agent is evaluated on the rows that it has alone
     yield "long_rows", "split", ""
-    if not on_embedded:
-        yield ("crowd", "fixed", "auto lets one agent stay alone by a rule that was measured on the embedded base only")

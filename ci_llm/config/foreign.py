@@ -20,6 +20,8 @@ _WORDS: Final = read_texts(Path(__file__).with_suffix(".yaml"))
 ALIASES: Final[dict[str, str]] = {name: key for key, names in _WORDS["aliases"].items() for name in names}
 #: Words that mean a value, by key: `--auto_resume` alone reads as true, hence latest.
 VALUE_ALIASES: Final[dict[str, dict[str, str]]] = _WORDS["values"]
+#: Values that a key had -> what to use instead.
+REMOVED_VALUES: Final[dict[str, dict[str, str]]] = _WORDS["removed_values"]
 #: What a run does in any case: there is nothing to set.
 ALWAYS: Final = "always"
 #: Options that mean a key only together with their value: name -> value -> `key=value`, or `ALWAYS`.

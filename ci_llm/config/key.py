@@ -69,13 +69,11 @@ if TYPE_CHECKING:
     AutoLength = int
     AutoRate = float
     AutoLimit = int | None
-    AutoAmount = float | None
 else:
     AutoCount = Count | Literal["auto"]
     AutoLength = Annotated[int, Ge(2)] | Literal["auto"]
     AutoRate = Positive | Literal["auto"]
     AutoLimit = Count | Literal["auto"] | None
-    AutoAmount = Positive | Literal["auto"] | None
 # The values of these keys are the modules of a package, so that a new one needs no edit here.
 if TYPE_CHECKING:
     Diversity = str

@@ -18,8 +18,6 @@ OWN_KEYS: Final = tuple(key for key, _ in sorted(schema.with_trait("own").items(
 SHAPE_KEYS: Final = tuple(key for key in OWN_KEYS if key in schema.with_trait("shape"))
 #: Which rows an agent trains on.
 ROWS_KEYS: Final = tuple(schema.with_trait("rows"))
-#: Which rows it takes, and in which order.
-ORDER_KEYS: Final = (*ROWS_KEYS, "data_seed")
 NAME: Final = "name"
 AUTO: Final = "auto"
 

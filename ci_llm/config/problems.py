@@ -67,7 +67,8 @@ def misfit(key: str, entry: Entry) -> Problem:
     field = foreign.FIELDS[key]
     name = key if key == foreign.normalized(entry.name) else f"{key} (written {entry.name})"
     what = f"{name} is {entry.raw}, but takes {expected(field)}"
-    instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
+    removed = foreign.REMOVED_VALUES.get(key, {}).get(entry.text)
+    instead = removed or hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
     if str(entry.raw).strip("'").startswith("[") and not takes_list(field) and key not in OWN_KEYS:
         instead = f"it cannot differ between agents: {why_common(key)}"
     if key == "num_warmup_steps" and re.fullmatch(r"0?\.[0-9]+", entry.text):  # a share, as in Transformers 5

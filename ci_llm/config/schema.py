@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Lt
 from pydantic.fields import FieldInfo
 
 from ci_llm.config.key import (
     Aggregator,
     Amount,
-    AutoAmount,
     AutoCount,
     AutoLength,
     AutoLimit,
@@ -125,7 +124,7 @@ class AgentKeys(Keys):
     )
     agent_layers: Literal["all", "upper_half"] | Numbers = exact(
         "all",
-        "layers that get adapters: all, upper_half, or a list of numbers; what is below runs once for all agents",
+        "layers that get adapters: all, upper_half, or a list of numbers",
         own=11,
         shape=True,
     )
@@ -141,18 +140,6 @@ class AgentKeys(Keys):
     )
     agents: tuple[dict[str, Any], ...] = exact(
         (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)", if_set=True
-    )
-    branch_at: Annotated[float, Gt(0), Lt(1)] | None = exact(
-        None,
-        "train one agent for this share of the agent-steps, then num_agents clones; null: off (docs/crowd.md)",
-        if_set=True,
-        no_sweep=("branches are copies of one agent, and trials must not depend on each other", "leave it out"),
-    )
-    crowd: Literal["fixed", "auto"] = exact(
-        "fixed",
-        "auto: one agent begins, and the others may join (docs/crowd.md)",
-        if_set=True,
-        no_sweep=("it decides about the agents together, and trials must not depend on each other", "leave it out"),
     )
     init_from: PathText | None = exact(
         None,
@@ -218,7 +205,7 @@ class ObjectiveKeys(Keys):
     )
     diversity: Diversity = exact(
         "none",
-        "loss term that keeps agents apart: none, joint (Jensen gap), swd or swd_raw (sliced Wasserstein distance)",
+        "loss term that keeps agents apart: none, or swd, a bounded sliced Wasserstein distance",
         no_sweep=("it couples the agents, and trials must not depend on each other", "leave it out"),
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
@@ -363,20 +350,11 @@ class TrainingKeys(Keys):
         common="all agents take the same number of rows in a micro-batch",
         stronger_than="gradient_accumulation_steps",
     )
-    optimizer: Literal["adamw", "ivon"] = exact("adamw", "adamw, or ivon, which learns a distribution of weights")
-    learning_rate: AutoRate = exact(
-        "auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4; of IVON 2, else 1", own=1
-    )
-    weight_decay: Amount = exact(0.01, "decoupled weight decay; IVON takes about 1e-4", own=5)
+    learning_rate: AutoRate = exact("auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4", own=1)
+    weight_decay: Amount = exact(0.01, "decoupled weight decay of AdamW", own=5)
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
     adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")
     adam_epsilon: Positive = exact(1e-8, "added to the root of AdamW's second moment")
-    ivon_hess_init: Positive = exact(1.0, "IVON's estimate of the Hessian at the start; more is less noise")
-    ivon_ess: AutoAmount = exact(
-        "auto",
-        "IVON's effective number of examples, more is less noise; null: tokens learned in its rows; auto: as null, but"
-        " on another base than the embedded one at least a fiftieth of the numbers that an agent trains",
-    )
     max_grad_norm: Positive | None = exact(
         1.0, "gradient norm to which each agent is clipped; null: no clipping", own=6
     )

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ci_llm.config.foreign import NO_EFFECT
-from ci_llm.config.own_keys import ROWS_KEYS, SHAPE_KEYS, KeysOfEach
+from ci_llm.config.own_keys import KeysOfEach
 from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
 from ci_llm.core.scores import METRICS, measures_of
 
 #: Below it a learning rate was surely meant for AdamW.
-LEAST_RATE_OF_IVON = 0.05
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
     """
     if not recorded:
         yield from _slices(c)
-    if c.diversity == "joint" and c.lambda_sw >= 1:
-        what = f"diversity joint needs lambda_sw below 1, not {c.lambda_sw:g}: the agents weigh 1 - lambda_sw"
-        yield Clash(("diversity", "lambda_sw"), what, "set lambda_sw between 0 and 1, 0.1 for instance")
     kinds = {c.lr_scheduler_type, *(own.get("lr_scheduler_type", c.lr_scheduler_type) for own in c.agents)}
     for kind in sorted(kinds & {"reduce_lr_on_plateau", "greedy"}):
         what = f"lr_scheduler_type {kind} follows the loss, not the step"
@@ -43,8 +39,6 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
         what = f"diversity {c.diversity} has gradients through all agents, which one pass for all computes"
         yield Clash(("pass_per_agent", "diversity"), what, "set pass_per_agent to auto, or diversity to none")
     yield from _precision_clashes(c)
-    yield from _branch_clashes(c)
-    yield from _choice_clashes(c)
     yield from objective_clashes(c)
     yield from _data_clashes(c)
     yield from _mirror_clashes(c)
@@ -89,43 +83,6 @@ def _precision_clashes(c: KeysOfEach) -> Iterator[Clash]:
         yield Clash(("model_dtype", "mixed_precision"), what, "set mixed_precision to no, or model_dtype to fp32")
 
 
-def _branch_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """Values with which branches cannot be: they are copies of one agent."""
-    if c.branch_at is None:
-        return
-    if c.num_agents == 1:
-        what = "branch_at makes num_agents of one agent, and num_agents is 1"
-        yield Clash(("branch_at", "num_agents"), what, "set num_agents to 4, or branch_at to null")
-    for keys, share in ((SHAPE_KEYS, "have the weights"), (ROWS_KEYS, "continue with the rows")):
-        for key in [key for key in keys if any(key in own for own in c.agents)]:
-            what = f"{key} differs between agents, and branches {share} of one agent"
-            yield Clash(("branch_at", "agents"), what, f"write {key} once for all, or set branch_at to null")
-    if c.max_train_steps == 1:
-        yield Clash(("branch_at", "max_train_steps"), "one step has no point to branch at", "set max_train_steps to 2")
-
-
-def _choice_clashes(c: KeysOfEach) -> Iterator[Clash]:
-    """Values that leave `crowd: auto` nothing to decide, or numbers that cannot be compared."""
-    if c.crowd == "fixed":
-        return
-    wrong = {
-        "num_agents": (c.num_agents == 1, "num_agents is 1, and there is nothing to decide"),
-        "agents": (bool(c.agents), "auto decides about agents that are alike, and agents has settings of single ones"),
-        "branch_at": (c.branch_at is not None, "branch_at decides already when there is one agent"),
-        "schedule_steps": (
-            c.schedule_steps is not None,
-            "schedule_steps fixes a length, and one agent takes more steps",
-        ),
-        "train_on_prompt": (c.train_on_prompt, "training rows count their prompts, and validation rows do not"),
-        "init_from": (c.init_from is not None, "agents that join begin at random starts"),
-        "initialize_adapters_rand": (not c.initialize_adapters_rand, "agents that join would all be the same"),
-        "max_train_steps": (c.max_train_steps == 1, "one step leaves nothing to decide"),
-    }
-    for key, (holds, why) in wrong.items():
-        if holds:
-            yield Clash(("crowd", key), f"crowd auto has no place here: {why}", f"set crowd to fixed, or change {key}")
-
-
 def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """Values that only other objectives take."""
     if c.objective == "auto":
@@ -153,7 +110,6 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
         return
     wrong = {
         "diversity": (c.diversity != "none", "its terms compare how agents predict the same tokens", "none"),
-        "crowd": (c.crowd != "fixed", "auto decides by the loss on single rows", "fixed"),
         "train_on_prompt": (c.train_on_prompt, "answers are compared or rated, and not prompts", "false"),
     }
     for key, (holds, why, usual) in wrong.items():
@@ -228,29 +184,16 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
     if c.diversity == "none" and c.lambda_sw and _is_meant(c, "lambda_sw", "diversity"):
         yield (
             f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
-            " because no tested term made a better crowd (docs/crowd.md). diversity=swd_raw is the term of the first"
-            " CI-LLM, diversity=swd the bounded one; lambda_sw=0 silences this line"
+            " because no tested term made a better crowd (docs/crowd.md); lambda_sw=0 silences this line"
         )
-    if c.diversity == "swd_raw":
-        yield "diversity swd_raw is the term of the first CI-LLM, kept for comparison: at weight 1 it halves accuracy"
-    if c.diversity.startswith("swd") and c.swd_representation == "first_token":
+    if c.diversity == "swd" and c.swd_representation == "first_token":
         yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
-    if c.optimizer == "ivon" and (low := min(own.learning_rate for own in c.each_agent)) < LEAST_RATE_OF_IVON:
-        yield f"learning_rate {low:g} is one for AdamW: with IVON, whose rates are about 1, agents hardly move"
-    if c.optimizer == "ivon" and c.crowd == "auto":
-        yield "crowd auto decides by a rule made for AdamW: with IVON, one agent has stayed alone in every trial"
-    if c.optimizer == "ivon" and not c.fused_optimizer:
-        yield "fused_optimizer has no effect: it is about AdamW, and optimizer is ivon"
     alpha = c.dirichlet_alpha_aggregator
     if c.aggregator == "dirichlet" or alpha != type(c).model_fields["dirichlet_alpha_aggregator"].default:
         yield (
             f"dirichlet_alpha_aggregator {alpha:g} has no effect until `ci-llm evaluate --calibrate`: before a"
             " calibration has learned weights from it, aggregator dirichlet is the uniform mean, as probability is"
         )
-    for key in ("ivon_ess", "ivon_hess_init"):
-        default = type(c).model_fields[key].default
-        if c.optimizer != "ivon" and key in c.model_fields_set and getattr(c, key) not in (default, None):
-            yield f"{key} has no effect: optimizer is {c.optimizer}"
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:

@@ -52,7 +52,6 @@ class Status:
         first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
         agent_steps: optimizer steps done, counted for every agent that took them.
         mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
-        choice: what `crowd: auto` has decided, and why; None before.
         exactness: how exactly the attempt resumes from a checkpoint, and why not more so; None for a fresh start.
         phase: "evaluation" while rows are evaluated.
         evaluation_batch_size: rows per process that are evaluated at a time; between evaluations at most so many, or
@@ -78,7 +77,6 @@ class Status:
     total_steps: int | None = None
     agent_steps: int | None = None
     mirror: Mapping[str, Any] | None = None
-    choice: str | None = None
     exactness: str | None = None
     phase: Literal["evaluation"] | None = None
     evaluation_batch_size: int | None = None

@@ -210,8 +210,6 @@ _RANGE: Final = 4
 _STEPS: Final = 24
 #: The temperatures that are tried; a parabola through the best one and its neighbours refines it.
 TEMPERATURES: Final = tuple(_LOWEST * _RANGE ** (step / _STEPS) for step in range(_STEPS + 1))
-#: The number of equal shares of the validation rows between the quantiles of `Calibration`.
-QUANTILES: Final = 100
 #: A probability below this counts as this, so that its logarithm is finite.
 _LEAST: Final = 1e-30
 
@@ -279,9 +277,8 @@ class Calibration:
     Attributes:
         learned: the agents' weights and a temperature, by which the aggregator `dirichlet` mixes them.
         right: from the signals of a crowd's answer to the probability that it is right.
-        agent: the number of the agent that is asked first, if not all are asked.
+        agent: the number of the agent that is right most often.
         agent_right: from the signals of that agent's answer to the probability that it is right.
-        quantiles: the `QUANTILES` + 1 ascending quantiles of this probability on the validation rows.
         aggregator: the aggregator whose answers `right` is about.
         rows, data: how many validation rows there were, and the name of their data set.
         weights: the fingerprint of agents and base.
@@ -291,21 +288,10 @@ class Calibration:
     right: Logistic
     agent: int
     agent_right: Logistic
-    quantiles: tuple[float, ...]
     aggregator: str
     rows: int
     data: str
     weights: str = ""
-
-    def escalates_below(self, agents_per_prompt: float) -> float:
-        """The probability below which all agents are asked, so that a prompt takes `agents_per_prompt` on average.
-
-        Each of these prompts takes K further agents after the first one.
-        """
-        share = (agents_per_prompt - 1) / len(self.learned.weights)
-        if share >= 1:
-            return 1.0  # all prompts, including the one of the highest probability
-        return float(np.interp(share, np.linspace(0, 1, len(self.quantiles)), self.quantiles))
 
     def record(self) -> dict[str, Any]:
         """The calibration as plain JSON."""
@@ -324,7 +310,7 @@ class Calibration:
         """
         learned = Learned((1 / agents,) * agents, fit_temperature(log_probs, labels))
         none = Logistic((), 0.0)
-        return cls(learned, none, 0, none, (), aggregator="heads", **about)
+        return cls(learned, none, 0, none, aggregator="heads", **about)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Calibration:
@@ -334,7 +320,7 @@ class Calibration:
             Logistic(tuple(record[key]["coefficients"]), record[key]["intercept"]) for key in ("right", "agent_right")
         )
         found = {"learned": learned, "right": right, "agent_right": agent_right}
-        return cls(**{**record, **found, "quantiles": tuple(record["quantiles"])})
+        return cls(**{**record, **found})
 
 
 def learn_weights(log_probs: Tensor, concentration: float = 1.0) -> tuple[float, ...]:
@@ -432,10 +418,8 @@ def fit(
 
     Args:
         crowd: the signals of the crowd's answers [n, F], and which of them are right [n].
-        agents: the same for each of K agents. The one that is right most often will be asked first.
+        agents: the same for each of K agents.
         about: `aggregator`, `rows`, `data` and `weights`.
     """
     first = max(range(len(agents)), key=lambda k: sum(agents[k][1]))
-    agent_right = Logistic.fit(*agents[first])
-    quantiles = np.quantile([agent_right(found) for found in agents[first][0]], np.linspace(0, 1, QUANTILES + 1))
-    return Calibration(learned, Logistic.fit(*crowd), first, agent_right, tuple(quantiles.tolist()), **about)
+    return Calibration(learned, Logistic.fit(*crowd), first, Logistic.fit(*agents[first]), **about)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
 import torch
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.answers import Calibration, Logistic, TokenUncertainty, Uncertainty, agreement, of_text, signals
+from ci_llm.crowd.answers import TokenUncertainty, Uncertainty, agreement, of_text, signals
 from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.prompts import Prompt, Prompter
@@ -35,7 +35,6 @@ class Choices(TypedDict, total=False):
     top_k: int | None
     seed: int | None
     abstain_below: float | None
-    agents_per_prompt: float | None
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,16 @@ class GenerationOptions:
         decoding: how tokens are chosen.
         stop_strings: an answer ends before the first of them.
         abstain_below: an answer that is right with a lower probability is not given; None to give every answer.
-        agents_per_prompt: ask one agent first, and all where it is unsure, so that a prompt takes this many agents on
-            average; None to ask all agents at once.
     """
 
     decoding: Decoding
     stop_strings: tuple[str, ...] = ()
     abstain_below: float | None = None
-    agents_per_prompt: float | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
         if self.abstain_below is not None and not 0 <= self.abstain_below <= 1:
-            wrong.append("abstain_below must be a probability, from 0 to 1")
-        if self.agents_per_prompt is not None and self.agents_per_prompt < 1:
-            wrong.append("agents_per_prompt must be at least 1: one agent always answers")
-        if self.agents_per_prompt is not None and self.decoding.do_sample:
-            wrong.append("agents_per_prompt takes the most probable tokens: leave sampling out")
-        if wrong:
-            raise BadInput("; ".join(wrong), where="generation settings", hint="change the values named")
+            what = "abstain_below must be a probability, from 0 to 1"
+            raise BadInput(what, where="generation settings", hint="change the value named")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +66,13 @@ class Answer(Uncertainty):
     Attributes:
         prompt: the prompt as it was given.
         answer: the crowd's answer.
-        agents: each agent's own answer to the same prompt, generated greedily; empty if these were not asked for, and
-            with `agents_per_prompt`.
+        agents: each agent's own answer to the same prompt, generated greedily; empty if these were not asked for.
         agreement: the share of agents whose own answer is the crowd's, see `ci_llm.crowd.answers.agreement`; None if
             there are no own answers.
         probability_right: the calibrated probability that the answer is right; None without a calibration, and with
             another aggregator than the calibration's.
         abstained: whether `probability_right` is below `abstain_below`, so that the answer should not be given.
-        agents_asked: how many agents wrote the answer: K, with `agents_per_prompt` 1 or 1 + K, or 0 for a base alone.
+        agents_asked: how many agents wrote the answer: K, or 0 for a base alone.
         complete: whether the crowd or a stop string ended the answer; False if `max_new_tokens` or the base's
             positions cut it.
         tokens: how sure the crowd was of each token.
@@ -127,7 +116,6 @@ def options_of(
     stop_strings: Sequence[str] = (),
     *,
     abstain_below: float | None = None,
-    agents_per_prompt: float | None = None,
     seed: int | None = None,
     **choices: Any,
 ) -> GenerationOptions:
@@ -145,9 +133,9 @@ def options_of(
     ignored = [name for name in _DRAWING if choices.get(name) not in (None, 1)]
     if ignored and not decoding.do_sample:
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
-    options = GenerationOptions(decoding, tuple(stop_strings), abstain_below, agents_per_prompt)
-    if abstain_below is not None or agents_per_prompt is not None:
-        _require_calibration(crowd, decoding.aggregator, abstains=abstain_below is not None)
+    options = GenerationOptions(decoding, tuple(stop_strings), abstain_below)
+    if abstain_below is not None:
+        _require_calibration(crowd, decoding.aggregator)
     return options
 
 
@@ -167,7 +155,7 @@ def require_writers(crowd: CrowdModel) -> None:
 
 def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:
     """Only the text of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
-    if options.abstain_below is not None or options.agents_per_prompt is not None:
+    if options.abstain_below is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
     asking = _Asking(crowd, prompts, options, batch_size)
@@ -193,8 +181,8 @@ def answers(
 
 def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> generation.Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. Votes and abstentions come in one piece."""
-    asking, whole = _Asking(crowd, [prompt], options, 1), find_vote(options.decoding.aggregator) is not None
-    whole = whole or options.abstain_below is not None or options.agents_per_prompt is not None
+    asking = _Asking(crowd, [prompt], options, 1)
+    whole = find_vote(options.decoding.aggregator) is not None or options.abstain_below is not None
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
         asking.stop = stop
@@ -250,34 +238,10 @@ class _Asking:
         return generation.generate_each(self.crowd, asked, generation.Wanted(**how | wanted), self.at_a_time)
 
     def answers(self, *, include_agents: bool) -> Iterator[Answer]:
-        """Yield an answer for each prompt, in order."""
-        if self.options.agents_per_prompt is None:
-            # A base alone has no agents to include.
-            yield from self._by_all(self.places, include_agents=include_agents and bool(self.crowd.names))
-            return
-        for at in range(0, len(self.ids), self.at_a_time):
-            yield from self._by_one_first(self.places[at : at + self.at_a_time])
-
-    def _by_all(self, places: Sequence[int], *, include_agents: bool = False) -> Iterator[Answer]:
-        """Yield the answers of all agents together, token by token or by a vote."""
-        found = self.generated(places, include_agents=include_agents, uncertainty=True)
-        return (self.answer(*each) for each in zip(places, found, strict=True))
-
-    def _by_one_first(self, places: Sequence[int]) -> Iterator[Answer]:
-        """Yield the answers of one agent, and those of all agents where it is unsure."""
-        options = self.options
-        calibration = _require_calibration(self.crowd, options.decoding.aggregator, abstains=False)
-        limit, right = calibration.escalates_below(options.agents_per_prompt or 1), calibration.agent_right
-        how = replace(options.decoding, aggregator="probability")  # every mean of one agent is its own distribution
-        alone = self.generated(places, decoding=how, agent=calibration.agent, uncertainty=True)
-        found = {
-            place: replace(self.answer(place, each, right), agents_asked=1)
-            for place, each in zip(places, alone, strict=True)
-        }
-        unsure = [place for place, answer in found.items() if (answer.probability_right or 0) < limit]
-        for place, answer in zip(unsure, self._by_all(unsure), strict=True):
-            found[place] = replace(answer, agents_asked=1 + self.crowd.num_agents)
-        yield from found.values()
+        """Yield an answer for each prompt, in order: of all agents together, token by token or by a vote."""
+        wanted = include_agents and bool(self.crowd.names)  # a base alone has no agents to include
+        found = self.generated(self.places, include_agents=wanted, uncertainty=True)
+        return (self.answer(*each) for each in zip(self.places, found, strict=True))
 
     def _has_stopped(self, ids: TokenIds) -> bool:
         return generation.TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
@@ -286,18 +250,12 @@ class _Asking:
         """The texts of token ids, each cut before the first stop string in it."""
         return [generation.cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
 
-    def answer(self, place: int, found: Generated, right: Logistic | None = None) -> Answer:
-        """The answer to the prompt at this place.
-
-        Args:
-            right: the function from signals to the probability that the answer is right; None takes the calibration's
-                for the crowd, if it has the same aggregator.
-        """
+    def answer(self, place: int, found: Generated) -> Answer:
+        """The answer to the prompt at this place."""
         [ids], [tokens], calibration, options = found.crowd, found.tokens, self.crowd.calibration, self.options
         text, *agents = self.texts([ids, *(own for [own] in found.agents)])
-        if right is None and calibration and calibration.aggregator == options.decoding.aggregator:
-            right = calibration.right
-        probability = None if right is None else right(signals(tokens))
+        fits = calibration is not None and calibration.aggregator == options.decoding.aggregator
+        probability = calibration.right(signals(tokens)) if calibration is not None and fits else None
         return Answer(
             prompt=self.prompts[place],
             answer=text,
@@ -312,17 +270,16 @@ class _Asking:
         )
 
 
-def _require_calibration(crowd: CrowdModel, aggregator: str, *, abstains: bool) -> Calibration:
-    """The crowd's calibration. Raises BadInput if there is none, or abstaining needs another aggregator's."""
+def _require_calibration(crowd: CrowdModel, aggregator: str) -> None:
+    """Raise BadInput if the crowd has no calibration of this aggregator, which abstaining needs."""
     found = crowd.calibration
     if found is None:
         what = "this crowd has no calibration: nothing says how probably an answer is right"
         hint = "ci-llm evaluate RUN --calibrate, on validation rows"
-        raise BadInput(what, where="abstain_below, agents_per_prompt", hint=hint)
-    if abstains and found.aggregator != aggregator:
+        raise BadInput(what, where="abstain_below", hint=hint)
+    if found.aggregator != aggregator:
         raise BadInput(
             f"the calibration is of aggregator {found.aggregator} and not {aggregator}",
             where="abstain_below",
             hint=f"take {found.aggregator}, or: ci-llm evaluate RUN --calibrate aggregator={aggregator}",
         )
-    return found

@@ -222,7 +222,6 @@ class Crowd(CrowdModel):
         stop_strings: str | Sequence[str] | None = (),
         batch_size: int = 16,
         abstain_below: float | None = None,
-        agents_per_prompt: float | None = None,
         details: bool = False,
     ) -> list[str] | list[Answer] | Tensor:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
@@ -238,9 +237,7 @@ class Crowd(CrowdModel):
             stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
             abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
-            agents_per_prompt: ask one agent, and all of them where it is unsure, so that a prompt takes so many agents
-                on average; needs a calibration.
-            details: also say how sure the crowd is and, without `agents_per_prompt`, let each agent answer alone.
+            details: also say how sure the crowd is, and let each agent answer alone.
 
         Returns:
             one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`. For a batch of
@@ -254,7 +251,6 @@ class Crowd(CrowdModel):
             self,
             generation.stop_strings_of(stop_strings),
             abstain_below=abstain_below,
-            agents_per_prompt=agents_per_prompt,
             max_new_tokens=max_new_tokens,
             aggregator=aggregator,
             do_sample=do_sample,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -49,7 +49,6 @@ from ci_llm.lora.passes import (
     describe_error,
     distance,
     dtypes_of,
-    once_below,
     spare_tokens,
     tolerance,
 )
@@ -332,8 +331,7 @@ class Decoder:
     @property
     def _is_spread(self) -> bool:
         """Whether every product holds the crowd's tokens once for each agent."""
-        agents = self._crowd.agents
-        return agents.reading.agent is None and not agents.trunk
+        return self._crowd.agents.reading.agent is None
 
     def _passes(self, parts: Sequence[_Part]) -> Iterator[_Pass]:
         """Lay the parts out for as few passes as possible, with spare tokens for products of few rows."""
@@ -372,8 +370,8 @@ class Decoder:
         dtype = compute_dtype(model.get_input_embeddings().weight)
         if self._packed is None or self._packed.dtype != dtype:
             self._packed = self._crowd.packed(dtype, by_onednn=self._by_onednn)
-        spread = once_below(agents) if laid.kind == "crowd" else nullcontext(1)
-        with self._reading(laid), spread as copies, agents.ready(dtype, training=False):
+        copies = agents.settings.num_agents if laid.kind == "crowd" and self._is_spread else 1
+        with self._reading(laid), agents.ready(dtype, training=False):
             found = text_model(model)(
                 input_ids=ids.expand(copies, -1),
                 position_ids=positions,

@@ -39,7 +39,7 @@ from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 from ci_llm.lora.layer import LoraSettings
-from ci_llm.lora.optimizer import factor
+from ci_llm.lora.schedules import factor
 
 CONTROL: Final = "own labels"
 _EMBEDDED_SEED: Final = 13
@@ -93,9 +93,6 @@ def _rate(config: Config, how: Distillation) -> float:
     """The peak of AdamW's learning rate."""
     if how.learning_rate is not None:
         return how.learning_rate
-    if config.optimizer == "ivon":
-        what = "distillation takes AdamW, and the learning_rate of the run is one for IVON"
-        raise BadInput(what, where="--distill-rate", hint="--distill-rate 2e-3, for instance")
     return config.learning_rate / 4
 
 

@@ -365,7 +365,7 @@ class Export:
 
 
 def _note(calibration: Calibration) -> str:
-    if not calibration.quantiles:
+    if calibration.aggregator == "heads":
         told = f"{calibration.learned.temperature:.3g}, after {calibration.rows} rows of {calibration.data}"
         return f"`calibration.json` has the temperature of the crowd's probabilities: {told}. `score` takes it."
     return (

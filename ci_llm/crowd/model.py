@@ -10,7 +10,6 @@ Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -222,7 +221,7 @@ class CrowdModel(nn.Module):
         self.attention: Way = "rows"
         self.route = "packed"
         # Whether `ci_llm.crowd.decoder` writes the texts, or Transformers' `generate`: tried before the first text.
-        self.decodes: bool | None = False if os.environ.get("CI_LLM_GENERATE") == "transformers" else None
+        self.decodes: bool | None = None
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     def detach(self) -> PreTrainedModel:
@@ -263,16 +262,12 @@ class CrowdModel(nn.Module):
     def num_agents(self) -> int:
         return 1 if self.agents.reading.agent == NOBODY else self.settings.num_agents
 
-    def replace_agents(self, settings: LoraSettings, sources: Sequence[int | None], names: Sequence[str]) -> None:
-        """Continue with copies of some of the agents, and with new ones; see `AgentStorage.with_agents_from`."""
-        self.agents = self.agents.with_agents_from(settings, sources)
+    def keep_agents(self, settings: LoraSettings, kept: Sequence[int], names: Sequence[str]) -> None:
+        """Continue with the agents at these places; see `AgentStorage.of_agents`."""
+        self.agents = self.agents.of_agents(settings, kept)
         self.settings, self.names, self.heads = settings, [*names], self.agents.heads
-        old = self.start
-        if old is not None:
-            self.start = self.agents.weights.clone()
-            for own, size, source in zip(self.start, self.agents.sizes, sources, strict=True):
-                if source is not None:
-                    own[:size] = old[source, :size]
+        if self.start is not None:
+            self.start = self.start[[*kept], : self.agents.weights.shape[1]]
 
     @property
     def head(self) -> passes.Head:
@@ -316,7 +311,7 @@ class CrowdModel(nn.Module):
     def _output(self, states: Tensor, batch: Batch, first: int) -> CrowdOutput:
         """The output of agents `first`, `first + 1`, ... for their states [k, N, D]."""
         if self.settings.outputs and batch.labels is not None:
-            values = self.agents.values(states[:, batch.last_tokens], first, training=self.training)
+            values = self.agents.values(states[:, batch.last_tokens], first)
             return CrowdOutput(states[:, :0, 0].float(), states, values)
         head = self._passes.cast_head(states)
         return CrowdOutput(self._log_probs(states, batch, head), states)
@@ -345,7 +340,7 @@ class CrowdModel(nn.Module):
         return found
 
     def _under_start(self, start: Tensor, batch: Batch, agent: int | None) -> Tensor:
-        """`reference` under the weights with which agents began, without dropout and noise."""
+        """`reference` under the weights with which agents began, without dropout."""
         weights = self.agents.weights.data  # so that autograd does not see the change
         own = weights.clone()
         try:

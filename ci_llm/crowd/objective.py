@@ -50,7 +50,7 @@ class Objective:
     """Next-token prediction: Σₖ Σₛ cross-entropy - weight·K·(diversity x S).
 
     Args:
-        diversity: a module of `ci_llm.crowd.diversity`: none, joint, swd or swd_raw.
+        diversity: a module of `ci_llm.crowd.diversity`: none or swd.
         weight: the weight of the term; without effect for `none`.
         projections: how many random directions the sliced Wasserstein distance has.
         representation: the state that stands for a row in this distance: last_token, first_token or mean.

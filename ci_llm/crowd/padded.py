@@ -1,4 +1,4 @@
-"""Generation by Transformers' own `generate`, for bases that do not read packed rows, or by CI_LLM_GENERATE.
+"""Generation by Transformers' own `generate`, for bases that do not read packed rows.
 
 Every prompt is in the batch once per agent, agent-major as the stacked adapters expect, and once more for each text
 that an agent writes alone. Transformers manages cache, positions and padding for every family. A logits processor

@@ -81,7 +81,7 @@ def continued(
         BadInput: an option needs prompts as texts.
     """
     if details or options != GenerationOptions(options.decoding):
-        only = "give prompts as texts for details, stop_strings, abstain_below and agents_per_prompt"
+        only = "give prompts as texts for details, stop_strings and abstain_below"
         raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
     rows = [row.input_ids.tolist() for row in token_rows(batch)]
     if rows:

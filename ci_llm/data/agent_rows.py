@@ -77,10 +77,9 @@ class EvaluationRows:
         found = [*dict.fromkeys(prints)]
         return cls(tuple(sets[each] for each in found), tuple(map(found.index, prints)))
 
-    def of_copies(self, sources: Sequence[int | None]) -> EvaluationRows:
-        """These rows for a crowd whose agents are these, or copies of these; no set is left out, so that scores of the
-        crowd stay comparable. A new agent, None, has the first set."""
-        return EvaluationRows(self.sets, tuple(0 if place is None else self.of_agent[place] for place in sources))
+    def of_agents(self, places: Sequence[int]) -> EvaluationRows:
+        """These rows for the agents at these places; no set is left out: scores of the crowd stay comparable."""
+        return EvaluationRows(self.sets, tuple(self.of_agent[place] for place in places))
 
     def __len__(self) -> int:
         return sum(map(len, self.sets))

@@ -201,8 +201,6 @@ class CheckContext:
             shape: dict[str, object] = {"lora_target_modules": "all-linear", "agent_layers": "all"}
             own = tuple({**agent, **shape} for agent in self.config.agents)
             toy |= {"model_name": "embedded", "init_from": None, "agents": own, **shape}
-            if self.config.is_open("ivon_ess"):  # auto stands for none on this base
-                toy["ivon_ess"] = None
         return self.config.model_copy(update=toy)
 
     def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:

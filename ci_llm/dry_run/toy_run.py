@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Resources, Run
-from ci_llm.run.crowd_changes import make_due_changes
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.job import conclude
 from ci_llm.run.loop import Batches, compute_gradients, steps, train
@@ -61,9 +59,6 @@ def model(context: CheckContext) -> str:
     resources = Resources(config, context.processes, context.interrupts, manager, mirror, log)
     rows = training_rows(config, context.examples)
     run = context.run = assemble(resources, base, crowd, rows, context.eval_examples, context.examples)
-    if (members := run.state.members) is not None:  # the crowd of all branches needs the most memory
-        run.state = replace(run.state, members=members.at_once(run.state.step))
-        make_due_changes(run)
     run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()
     run.measure(compute_gradients)
@@ -211,7 +206,7 @@ def diversity(context: CheckContext) -> str:
             f"diversity {run.objective.diversity}: {alike:.3g} of equal agents, {apart:.3g} of others,"
             f" gradient {gradient:.3g}",
             where=f"diversity: {run.config.diversity}",
-            hint="take diversity=none or joint, or a wider mixed_precision",
+            hint="take diversity=none, or a wider mixed_precision",
         )
     weight = "measured only" if run.config.diversity == "none" else f"weight {run.config.lambda_sw:g}"
     return f"{run.config.diversity} ({weight}): {abs(alike):.1g} of equal agents, {apart:.3g} of different ones"

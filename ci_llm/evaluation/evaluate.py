@@ -386,8 +386,6 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
             calibration,
             config.aggregator,
             abstain_below=request.abstain_below,
-            agents_per_prompt=request.agents_per_prompt,
-            names=job.names,
         )
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
     if isinstance(scores.judged, Classes):
@@ -481,13 +479,6 @@ def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
     if cut := sure.get("abstention"):
         right = "none" if cut["exact_match"] is None else f"{cut['exact_match']:.3f} of them right"
         yield f"answers of at least {cut['below']:g}: {cut['answered']:.0%} of the rows, {right}"
-    if few := sure.get("escalation"):
-        crowd = evaluation.record["exact_match"]["crowd"]
-        kept = f", {few['exact_match'] / crowd:.0%} of the crowd's" if crowd else ""
-        yield (
-            f"{few['agent']} first, all where it is unsure: {few['agents_per_prompt']:.2f} agents per prompt,"
-            f" exact match {few['exact_match']:.3f}{kept}"
-        )
     if evaluation.calibrated:
         yield f"calibrated on these rows, in {evaluation.calibrated}: judge it on others"
 

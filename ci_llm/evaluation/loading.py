@@ -28,7 +28,6 @@ from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
-from ci_llm.evaluation.predictions import AGENTS_PER_PROMPT
 from ci_llm.lora.heads import how_tokenized
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.objectives import SFT, head_size, without_function
@@ -166,7 +165,6 @@ class Request:
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
         calibrate: fit a calibration on the answers, and keep it beside the checkpoint.
         abstain_below: report the answers that remain if those with a lower probability of being right are not given.
-        agents_per_prompt: report the result of asking one agent first, at this many agents per prompt.
     """
 
     run: str
@@ -178,7 +176,6 @@ class Request:
     base_model: str | None = None
     calibrate: bool = False
     abstain_below: float | None = None
-    agents_per_prompt: float = AGENTS_PER_PROMPT
 
 
 #: The most training rows with which rows to evaluate on are compared, because every one must be read.

@@ -221,8 +221,6 @@ def _unwritable(path: Path, error: OSError) -> BadInput:
 
 COVERAGE: Final = 0.8
 DRAWS: Final = 200
-#: The price in agents that escalation is shown at.
-AGENTS_PER_PROMPT: Final = 1.6
 #: Right answers, and as many wrong ones, below which people are shown no AUROC.
 LEAST_OF_EACH: Final = 10
 
@@ -246,25 +244,17 @@ def sureness_record(
     aggregator: str,
     *,
     abstain_below: float | None = None,
-    agents_per_prompt: float = AGENTS_PER_PROMPT,
-    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """`sureness` of an evaluation's record, from the lines of a predictions file.
 
     `by` names the judged number: the calibrated probability, or without a calibration the confidence. Answers are
     ordered by their log-probabilities, because the confidence rounds to 0 for long texts.
-
-    Args:
-        names: the names of the agents; None: agent0, agent1, ...
     """
     fits = calibration is not None and calibration.aggregator == aggregator
     numbers = [calibration.right(row["signals"]) if fits else row["confidence"] for row in rows]  # type: ignore[union-attr]
     order = numbers if fits else [row["signals"][0] for row in rows]
     by = "probability_right" if fits else "confidence"
-    record = sureness(by, numbers, [row["correct"] for row in rows], abstain_below, order)
-    if calibration is not None:
-        record["escalation"] = _escalation(rows, calibration, agents_per_prompt, names)
-    return record
+    return sureness(by, numbers, [row["correct"] for row in rows], abstain_below, order)
 
 
 def sureness(
@@ -294,18 +284,3 @@ def sureness(
             "exact_match": float(is_right[given].mean()) if given.any() else None,
         }
     return record
-
-
-def _escalation(
-    rows: Sequence[Row], calibration: Calibration, agents_per_prompt: float, names: Sequence[str] | None
-) -> dict[str, Any]:
-    """The cost and the result of asking one agent first, and all where it is unsure, from existing answers."""
-    agent, below = calibration.agent, calibration.escalates_below(agents_per_prompt)
-    unsure = np.array([calibration.agent_right(row["agents_signals"][agent]) < below for row in rows])
-    right = np.where(unsure, [row["correct"] for row in rows], [row["agents_correct"][agent] for row in rows])
-    return {
-        "agent": names[agent] if names else f"agent{agent}",
-        "below": below,
-        "agents_per_prompt": float(1 + len(calibration.learned.weights) * unsure.mean()),
-        "exact_match": float(right.mean()),
-    }

@@ -2,7 +2,7 @@
 
 Row k of `weights [K, P]` is agent k, and a second tensor holds the gradients. The parameters of every module are views
 of these rows. So norms, clipping, reduction, snapshots and the optimizer work on rows, and an agent whose gradient is
-None keeps its bits while the others change. Masks and noise for training lie beside the weights (`DrawnWeights`).
+None keeps its bits while the others change. The DropConnect masks lie beside the weights (`DropConnect`).
 `attach` puts the agents on a base. The agents' files are PEFT's.
 
 Legend: K agents, P parameters of the largest agent, r rank.
@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.load import on_same_weights
 from ci_llm.base.quantized import replace_quantized_layers
-from ci_llm.base.targets import find_targets, peft_targets, trunk_of
+from ci_llm.base.targets import find_targets, peft_targets
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.heads import SCORE, HeadShape, head_values, with_score
@@ -34,21 +34,20 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 
-class DrawnWeights:
-    """The DropConnect masks and the noise in force; each agent's generators are keyed by its seed, index and the step.
+class DropConnect:
+    """The DropConnect masks in force; each agent's generators are keyed by its seed, index and the step.
 
-    Neither changes the weights themselves, which a save may read at any moment. A training pass computes with
-    `(weights + noise) * masks`.
+    They do not change the weights themselves, which a save may read at any moment. A training pass computes with
+    `weights * masks`.
 
     Args:
         weights: [K, P] the weights of the storage.
         sizes: [K] how many trainable numbers each agent has; the rest of its row is padding.
-        on_new_memory: called when masks or noise get new memory, before anything is drawn into it.
+        on_new_memory: called when the masks get new memory, before anything is drawn into it.
         num_whole: how many numbers at the end of each agent no mask drops.
 
     Attributes:
         masks: [K, P] 0 where a weight is dropped, and 1 / (1 - share) elsewhere; None if no weight is dropped.
-        noise: [K, P] the numbers added to the weights; None if there is no noise.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class DrawnWeights:
         self._each, self._on_new_memory = settings.each(), on_new_memory
         self._masks_of_step = False
         self.masks: Tensor | None = None
-        self.noise: Tensor | None = None
 
     def draw_masks(self, step: int) -> None:
         """Draw the DropConnect masks of a step, if any agent drops weights."""
@@ -95,32 +93,9 @@ class DrawnWeights:
             part[..., part.shape[-1] - self._num_whole :] = 1
         self._on_new_memory()
 
-    def draw_noise(self, step: int, spreads: Sequence[Tensor]) -> list[Tensor]:
-        """Draw Gaussian noise, at which training passes compute until the next call.
-
-        Args:
-            step: the optimizer step, which keys the noise.
-            spreads: [K] the standard deviations of every agent's numbers.
-
-        Returns:
-            [K] the noise of every agent.
-        """
-        if self.noise is None:
-            self.noise = torch.zeros_like(self._weights)
-            self._on_new_memory()
-        rows = self._own(self.noise)
-        for agent, row, spread in zip(self._each, rows, spreads, strict=True):
-            generator = generator_for(agent.seed, "noise", step, agent.index, device=row.device)
-            row.normal_(generator=generator).mul_(spread)
-        return rows
-
     def applied(self, agents: slice) -> Tensor | None:
-        """A copy of these agents' rows with noise and masks applied; None if there are neither."""
-        if self.masks is None and self.noise is None:
-            return None
-        found = self._weights[agents]
-        found = found if self.noise is None else found + self.noise[agents]
-        return found if self.masks is None else found * self.masks[agents]
+        """A copy of these agents' rows with the masks applied; None if there are none."""
+        return None if self.masks is None else self._weights[agents] * self.masks[agents]
 
     @property
     def _drops(self) -> bool:
@@ -141,11 +116,10 @@ class AgentStorage:
         dropout: the dropout of the modules' inputs.
         casts: the casts of the current pass.
         reading: whose tokens the modules' inputs hold.
-        trunk: the layers of the base below the first adapted one; empty if that is the first.
         pass_per_agent: whether every agent takes passes of its own. All operations then have the shapes that they have
             for an agent alone, and so the agent has the bits that it has alone.
         each: the settings of every agent.
-        drawn: the masks and the noise of training.
+        drawn: the DropConnect masks of training.
         weights: [K, P], fp32, or fp64 on an fp64 base.
         gradients: [K, P], like `weights`.
         sizes: [K] how many trainable numbers each agent has.
@@ -162,10 +136,9 @@ class AgentStorage:
         casts: Casts,
         reading: Reading,
         adapted: Sequence[Collection[str]],
-        trunk: Sequence[nn.Module],
         head: HeadShape,
     ) -> None:
-        self.layers, self.settings, self.trunk, self.head = dict(layers), settings, trunk, head
+        self.layers, self.settings, self.head = dict(layers), settings, head
         self.heads = nn.ParameterDict()
         self.dropout, self.casts, self.reading = dropout, casts, reading
         self.pass_per_agent = False
@@ -192,8 +165,8 @@ class AgentStorage:
         widths = sum(self.layers[name].in_features + self.layers[name].out_features for name in adapted)
         return agent.rank * widths + self.head.size
 
-    def _draws(self) -> DrawnWeights:
-        return DrawnWeights(self.settings, self.weights, self.sizes, self._bind_groups, self.head.size)
+    def _draws(self) -> DropConnect:
+        return DropConnect(self.settings, self.weights, self.sizes, self._bind_groups, self.head.size)
 
     def _head(self, storage: Tensor, k: int) -> Tensor:
         """The head [n, D] of agent k, a view of the end of its row in `storage`."""
@@ -204,8 +177,8 @@ class AgentStorage:
         """The numbers of the agents with a head: all, or none."""
         return [*range(self.settings.num_agents)] if self.head.size else []
 
-    def values(self, states: Tensor, first: int, *, training: bool) -> Tensor:
-        """What the heads of k agents compute for rows; in training with the noise in force.
+    def values(self, states: Tensor, first: int) -> Tensor:
+        """What the heads of k agents compute for rows.
 
         Args:
             states: [k, R, D] the states of the rows' last tokens.
@@ -214,11 +187,7 @@ class AgentStorage:
         Returns:
             [k, R, n]
         """
-        noise = self.drawn.noise if training else None
-        heads: list[Tensor] = [self.heads[f"agent{first + at}"] for at in range(len(states))]
-        if noise is not None:
-            heads = [head + self._head(noise, first + at) for at, head in enumerate(heads)]
-        return head_values(states, heads)
+        return head_values(states, [self.heads[f"agent{first + at}"] for at in range(len(states))])
 
     def _own(self, storage: Tensor) -> list[Tensor]:
         """The rows of `storage` [K, P] without their padding."""
@@ -248,7 +217,7 @@ class AgentStorage:
             yield first, end
 
     def _bind_groups(self) -> None:
-        """Give every module its groups, which hold views of the weights and of the masks and noise in force."""
+        """Give every module its groups, which hold views of the weights and of the masks in force."""
         groups: dict[str, list[AgentGroup]] = {name: [] for name in self.layers}
         for first, end in self._alike():
             adapters = {name: self._group(first, end, *place) for name, *place in self._places(first)}
@@ -265,8 +234,8 @@ class AgentStorage:
             a, b = storage[first:end, start:middle], storage[first:end, middle:stop]
             return a.view(n, agent.rank, -1), b.view(n, -1, agent.rank)
 
-        masks, noise = (each if each is None else stacked(each) for each in (self.drawn.masks, self.drawn.noise))
-        own = (stacked(self.weights), masks, noise, self.casts, stacked(self.gradients))
+        masks = None if self.drawn.masks is None else stacked(self.drawn.masks)
+        own = (stacked(self.weights), masks, self.casts, stacked(self.gradients))
         return AgentGroup(first, end, agent.scaling, agent.dropout > 0, *own)
 
     def _bind_weights(self) -> None:
@@ -379,7 +348,7 @@ class AgentStorage:
         return views + [(self.heads[f"agent{k}"], self._head(self.gradients, k)) for k in self._heads()]
 
     def ready(self, dtype: torch.dtype, *, training: bool) -> AbstractContextManager[None]:
-        """Cast the weights once for all layers of the pass inside; for training with masks and noise applied."""
+        """Cast the weights once for all layers of the pass inside; for training with masks applied."""
         agent = self.reading.agent
         rows = slice(None) if agent is None else slice(agent, agent + 1)
         return self.casts.of_pass(self.weights[rows], self.drawn.applied(rows) if training else None, dtype)
@@ -417,13 +386,11 @@ class AgentStorage:
         return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
 
     @torch.no_grad()
-    def with_agents_from(self, settings: LoraSettings, sources: Sequence[int | None]) -> AgentStorage:
-        """A new storage on the same layers with copies of some agents; the old one keeps its numbers only.
+    def of_agents(self, settings: LoraSettings, kept: Sequence[int]) -> AgentStorage:
+        """A new storage on the same layers with the agents at these places; the old one keeps its numbers only.
 
         Args:
-            settings: the settings of the new agents, whose shapes must be those of their sources.
-            sources: [K] for each new agent the number of the agent to copy; several may name the same one. An agent
-                with None is initialised, and adapts what agent 0 adapts.
+            settings: the settings of these agents.
 
         Raises:
             ModelError: memory does not hold the agents.
@@ -432,14 +399,11 @@ class AgentStorage:
         for layer in self.layers.values():
             layer.num_agents, layer.dropout = settings.num_agents, dropout
             layer.lora_A, layer.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        adapted = [self._adapted[source or 0] for source in sources[: len(settings.kinds())]]
-        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.trunk, self.head)
+        adapted = [self._adapted[place] for place in kept[: len(settings.kinds())]]
+        storage = AgentStorage(self.layers, settings, dropout, self.casts, self.reading, adapted, self.head)
         storage.pass_per_agent = self.pass_per_agent
-        if None in sources:
-            storage.initialise()
-        for row, source in zip(storage.rows, sources, strict=True):
-            if source is not None:
-                row.copy_(self.rows[source])
+        for row, place in zip(storage.rows, kept, strict=True):
+            row.copy_(self.rows[place])
         return storage
 
     def leave_out(self, agents: Sequence[int]) -> None:
@@ -509,8 +473,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
         layers[name] = StackedLoRALinear(getattr(parent, child), settings.num_agents, dropout, casts, reading, name)
         setattr(parent, child, layers[name])
     adapted = [found[agent.target_modules, agent.layers] for agent in kinds]
-    trunk, head = trunk_of(model, everything), HeadShape.of(model, settings.outputs)
-    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, trunk, head)
+    head = HeadShape.of(model, settings.outputs)
+    storage = AgentStorage(layers, settings, dropout, casts, reading, adapted, head)
     storage.initialise()
     return storage
 

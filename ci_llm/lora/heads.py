@@ -1,7 +1,7 @@
 """The heads of agents: n numbers for a row, from the state of its last token, in place of the logits of the base.
 
 The numbers of a head lie at the end of its agent's row of `weights [K, P]`. So norms, clipping, healing, the optimizer
-and saves include heads. LoRA dropout and DropConnect do not change them; the noise of IVON does. They begin as the
+and saves include heads. LoRA dropout and DropConnect do not change them. They begin as the
 `score` of Transformers' classes for sequences: normally distributed, without a bias.
 
 Legend: K agents, R rows, D hidden width, n numbers of a head.

@@ -14,7 +14,7 @@ features. x, z [K, N, in], h [K, N, r], A [K, r, in], B [K, out, r], W [out, in]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
@@ -54,7 +54,7 @@ class Casts:
 
         Args:
             weights: [K, P] or [1, P] the rows of the agents in the pass, views of the storage.
-            drawn: a copy of these rows with noise and masks applied, which is cast instead; None if there are neither.
+            drawn: a copy of these rows with masks applied, which is cast instead; None if there are none.
         """
         self._under_way, self._is_drawn, self._start = True, drawn is not None, int(weights.storage_offset())
         if drawn is not None or weights.dtype != dtype:
@@ -87,14 +87,12 @@ class Shared:
     """Results that the single agents' passes over one micro-batch share; each is None until the first pass has it.
 
     Attributes:
-        same_rows: whether all agents read the same rows; only then they share states of the trunk.
-        trunk: the output of the trunk's last layer, and a call that sets the generators to their state after it.
+        same_rows: whether all agents read the same rows; only then they share the reference.
         head: the cast head of the base.
         reference: [1, S] the log-probabilities of the base alone.
     """
 
     same_rows: bool
-    trunk: tuple[Any, Callable[[], None]] | None = None
     head: Any = None
     reference: Tensor | None = None
 
@@ -149,7 +147,6 @@ class AgentGroup:
         drops: whether the adapters read their input after dropout.
         stacked: A [n, r, in] and B [n, out, r], views of the crowd's storage; None if they have no adapter here.
         masks: DropConnect masks of the same shapes, or None.
-        noise: the noise that a training pass adds to A and B, or None.
         casts: the casts of A and B in the current pass, or None.
         tokens: the only agent's tokens in an input [1, N, in] of agents with rows of their own; else None.
         gradients: the gradients of A and B, views of the crowd's gradients; None if autograd owns them.
@@ -161,7 +158,6 @@ class AgentGroup:
     drops: bool = False
     stacked: tuple[Tensor, Tensor] | None = None
     masks: tuple[Tensor, Tensor] | None = None
-    noise: tuple[Tensor, Tensor] | None = None
     casts: Casts | None = None
     gradients: tuple[Tensor, Tensor] | None = None
     tokens: slice | None = None
@@ -185,9 +181,9 @@ class AgentGroup:
     def only(self, agent: int) -> AgentGroup:
         """A group of one of these agents, numbered 0."""
         part = slice(agent - self.first, agent - self.first + 1)
-        pairs = (self.stacked, self.masks, self.noise, self.gradients)
-        stacked, masks, noise, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
-        return replace(self, first=0, end=1, stacked=stacked, masks=masks, noise=noise, gradients=gradients)
+        pairs = (self.stacked, self.masks, self.gradients)
+        stacked, masks, gradients = (pair and (pair[0][part], pair[1][part]) for pair in pairs)
+        return replace(self, first=0, end=1, stacked=stacked, masks=masks, gradients=gradients)
 
     def on(self, spans: Sequence[slice]) -> Iterator[AgentGroup]:
         """Yield a group for each of these agents that has tokens in an input of agents with rows of their own."""
@@ -196,24 +192,19 @@ class AgentGroup:
                 yield replace(self.only(k), first=k, end=k + 1, tokens=spans[k])
 
     def at_rest(self) -> AgentGroup:
-        """The group without dropout, DropConnect and noise."""
-        if not (self.drops or self.masks or self.noise):
-            return self
-        return replace(self, masks=None, noise=None, drops=False)
+        """The group without dropout and DropConnect."""
+        return replace(self, masks=None, drops=False) if self.drops or self.masks else self
 
     def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B with noise and masks applied, in `dtype`."""
+        """A and B with masks applied, in `dtype`."""
         assert self.stacked is not None
         a, b = self.stacked
-        if self.masks is None and self.noise is None and a.dtype == dtype:
+        if self.masks is None and a.dtype == dtype:
             return a, b
         if self.casts is not None:
-            is_drawn = self.masks is not None or self.noise is not None
-            ready = [self.casts.ready(view, dtype, is_drawn=is_drawn) for view in (a, b)]
+            ready = [self.casts.ready(view, dtype, is_drawn=self.masks is not None) for view in (a, b)]
             if ready[0] is not None and ready[1] is not None:
                 return ready[0], ready[1]
-        if self.noise is not None:
-            a, b = a + self.noise[0], b + self.noise[1]
         if self.masks is not None:
             a, b = a * self.masks[0], b * self.masks[1]
         return a.to(dtype), b.to(dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ci_llm.base.targets import text_model
-from ci_llm.core.determinism import capture_draws
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded, without_repeats
 from ci_llm.errors import CiLlmError, ModelError
@@ -317,12 +315,11 @@ class Passes:
         """Final hidden states [K, N, D] of the agents that read these rows, in packed order; K is 1 for one agent."""
         if self.agents.pass_per_agent and self.agents.reading.agent is None:
             return torch.cat([self._states_of(part) for part in self.parts(batch)])
+        copies = self.agents.settings.num_agents if self.agents.reading.agent is None else 1
         if self.packed:
             ids, positions, bounds, before, places = self._laid(batch)
-            with once_below(self.agents) as copies:
-                return self._end_to_end(ids.expand(copies, -1), positions, bounds, before)[:, places]
+            return self._end_to_end(ids.expand(copies, -1), positions, bounds, before)[:, places]
         inputs, (rows, columns) = self._rectangle(batch)
-        copies = self.agents.settings.num_agents if self.agents.reading.agent is None else 1
         states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
         return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
@@ -427,64 +424,11 @@ def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
     return max(0, -(-LEAST_ROWS // copies) - tokens)
 
 
-@contextmanager
-def once_below(agents: AgentStorage) -> Iterator[int]:
-    """Run the trunk of the base once for all agents, if they read the same rows, and the layers above it for each.
-
-    Nothing in the trunk is trained, so autograd keeps nothing of it, and checkpointing does not recompute it. Where
-    every agent takes its own pass, the first pass runs the trunk, and the others reuse its output.
-
-    Yields:
-        how many copies of the rows must be given to the base.
-    """
-    reading, trunk = agents.reading, agents.trunk
-    count = agents.settings.num_agents if reading.agent is None else 1
-    shared = reading.shared if reading.shared is not None and reading.shared.same_rows else None
-    if not trunk:
-        yield count
-        return
-
-    def spread(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        if shared is not None:
-            shared.trunk = output, capture_draws(*(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)))
-        return tree_map_only(Tensor, lambda states: states.expand(count, *states.shape[1:]), output)
-
-    if shared is not None and shared.trunk is not None:
-        with _skipped(trunk, *shared.trunk):
-            yield 1
-        return
-    handle = trunk[-1].register_forward_hook(spread)
-    try:
-        yield 1
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _skipped(layers: Sequence[nn.Module], output: Any, restore_draws: Callable[[], None]) -> Iterator[None]:
-    """Make these layers return `output` without computing; `restore_draws` replays the base's own dropout in them."""
-
-    def forward(*_inputs: Any, **_named: Any) -> Any:
-        restore_draws()
-        return output
-
-    own = [vars(layer).get("forward") for layer in layers]  # other libraries put their hooks there
-    for layer in layers:
-        layer.forward = forward
-    try:
-        yield
-    finally:
-        for layer, before in zip(layers, own, strict=True):
-            del layer.forward
-            if before is not None:
-                layer.forward = before
-
-
 def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
     """Switch activation checkpointing on: autograd keeps only the inputs of the base's layers."""
     _checkpointing(model, "enable")({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
     # Transformers gives the embedded tokens a gradient, which reentrant checkpointing needs. Here the gradient would
-    # pass through the trunk, and recompute it for nothing.
+    # pass through the layers below the first adapter, and recompute them for nothing.
     model.disable_input_require_grads()
 
 

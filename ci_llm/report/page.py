@@ -143,8 +143,7 @@ def _verdict(facts: RunFacts) -> str:
         f" step {status.step} at {clock(status.heartbeat)}. This page shows how it stood then.",
         "vanished": f"No sign of life since {clock(status.heartbeat)}, after step {status.step}.",
     }
-    verdict = words.get(status.status, f"Failed{reason} after step {status.step}, in {attempts}.")
-    return f"{verdict} {status.choice[0].upper()}{status.choice[1:]}." if status.choice else verdict
+    return words.get(status.status, f"Failed{reason} after step {status.step}, in {attempts}.")
 
 
 def _tiles(facts: RunFacts) -> Iterator[Tile]:

@@ -218,7 +218,6 @@ class Reading:
             "heartbeat_age_s": round(self.heartbeat_age_s, 1),
             "slurm_job": self.slurm_job,
             "warning": status.warning,
-            "choice": status.choice,
             "exactness": status.exactness,
             "next_command": status.next_command,
         }
@@ -351,7 +350,6 @@ def lines(reading: Reading, job: str | None = None) -> list[str]:
     told = [
         ", ".join(filter(None, [progress(reading), *moving])),
         f"{run.agent_steps:,} agent-steps" if run.agent_steps else "",
-        run.choice or "",
         f"exactness: {run.exactness}" if run.exactness else "",
         describe_losses(reading.losses, reading.loss),
         scores(reading),

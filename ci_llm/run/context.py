@@ -192,7 +192,7 @@ class Run(Resources):
 
     def _measured(self) -> Run:
         """The run with parts that do not depend on the step, to compute fixed rows."""
-        # The loss scale changes from step to step, and so do the moments, from which an optimizer may draw noise.
+        # The loss scale changes from step to step.
         state = replace(self.state, loss_scale=None)
         # The fixed rows are single ones. For other kinds of rows they measure the passes, which all kinds share.
         objective = self.objective if isinstance(self.objective, Objective) else Objective()
@@ -250,8 +250,8 @@ class Run(Resources):
         config = self.present_config
         kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
         yield f"optimizer {type(self.optimizer).__name__}, learning_rate {config.learning_rates}, {kinds}"
-        if self.state.members is not None:
-            yield from (f"          {line}" for line in self.state.members.outlook(steps))
+        for change in self.state.members.planned if self.state.members else ():
+            yield f"          crowd: after step {change.step} of {steps}, {change}"
 
     def describe_stop(self) -> str:
         """What a request to stop does now. If the step under way has voted already, one more step follows."""
@@ -269,8 +269,6 @@ class Run(Resources):
     @property
     def is_out_of_patience(self) -> bool:
         """Whether early stopping ends the run here."""
-        if self.state.members is not None and self.state.members.waits:
-            return False  # the search starts again with the other agents
         patience = self.config.early_stopping_patience
         return patience is not None and self.state.validation.without_better >= patience
 
@@ -289,16 +287,7 @@ class Run(Resources):
         every, step = self.config.eval_steps, self.state.step
         if step >= self.total_steps:
             return False
-        return self.is_choosing or (every is not None and step % every == 0)
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether the evaluation after the present step decides about the crowd (`crowd: auto`)."""
-        members = self.state.members
-        if members is None or self.state.choice is not None:
-            return False
-        due = [change.verb for change in members.planned if change.step == self.state.step + 1]
-        return "join" in due or "stay_alone" in due
+        return every is not None and step % every == 0
 
     @property
     def evaluation_missed(self) -> bool:

@@ -323,7 +323,7 @@ def _resume(
 def _restore(run: Run, source: Source, start: beginning.Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
     saved = TrainState.from_dict(source.checkpoint.state["train_state"])
-    if saved.members is not None and not saved.members.are_configured:
+    if saved.members is not None and saved.members.made:
         run.checkpoint.require_same_settings(source)  # before its agents look for their rows in these settings
     return_to(run, saved)
     restored = run.checkpoint.restore(source)
@@ -416,7 +416,6 @@ def _open(run: Run, number: int) -> None:
         micro_batch_size=run.micro_batch_size,
         warning=run.learning.earlier,
         first_loss=run.learning.first_loss,
-        choice=str(run.state.choice) if run.state.choice else None,
         exactness=run.exactness,
         evaluation_batch_size=run.evaluator.at_most,
     )
@@ -536,7 +535,6 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         "step": step,
         "last_step": run.state.step,
         "agent_steps": run.state.agent_steps,
-        **({"choice": str(run.state.choice)} if run.state.choice else {}),
         "stopped_early": run.state.step < run.total_steps,
         "best": run.state.validation.record(),
         "warning": run.status.current.warning,

@@ -34,14 +34,11 @@ from torch import Tensor
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import MicroBatch, of_agents, stream
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
-from ci_llm.lora.optimizer import Ivon
 from ci_llm.run.context import Run
-from ci_llm.run.crowd_changes import TRAINING_NLL, change_crowd, decide_crowd
-from ci_llm.run.start.loading import data_phases
+from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.step import evaluation
 from ci_llm.run.step.members import is_waiting
 from ci_llm.run.step.nonfinite import Findings, findings_of, nonfinite_here, recovery_metrics
@@ -107,23 +104,20 @@ def train(run: Run, batches: Batches) -> str | None:
 
 def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
-    batches = [
-        stream(
-            rows,
-            plan,
-            start,
-            stop,
-            process_index=run.processes.process_index,
-            num_processes=run.processes.num_processes,
-            micro_batch_size=run.micro_batch_size,
-            num_workers=run.config.num_workers,
-            pin_memory=run.crowd.device.type == "cuda",
-        )
-        for rows, plan, start, stop in data_phases(run.config, run.checkpoint.rows, run.state, run.total_steps)
-    ]
+    batches = stream(
+        run.rows,
+        run.plan,
+        run.state.step,
+        run.total_steps,
+        process_index=run.processes.process_index,
+        num_processes=run.processes.num_processes,
+        micro_batch_size=run.micro_batch_size,
+        num_workers=run.config.num_workers,
+        pin_memory=run.crowd.device.type == "cuda",
+    )
     run.batch_places = [*range(run.crowd.num_agents)]
     # One at a time, when it is asked for: the crowd may change between two steps.
-    return ((step, of_agents(micro_batches, run.batch_places)) for each in batches for step, micro_batches in each)
+    return ((step, of_agents(micro_batches, run.batch_places)) for step, micro_batches in batches)
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:
@@ -160,8 +154,6 @@ def compute_gradients(
     objective = of_step or run.objective
     run.crowd.train()
     run.crowd.agents.begin_step(step)
-    if isinstance(run.optimizer, Ivon):
-        run.optimizer.draw(run.crowd.agents, step)
     sums = torch.zeros(
         _num_sums(run.crowd.num_agents, run.plan, objective), dtype=torch.float64, device=run.crowd.device
     )
@@ -255,15 +247,8 @@ def evaluate(run: Run) -> str | None:
     """Score agents and crowd in the middle of a run; returns the reason of a stop that was asked for meanwhile."""
     with run.step_metrics.paused():
         scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-        training = dict[str, float]()
-        if scores is not None and run.is_choosing:
-            nll = run.evaluator.training_nll(first_rows(run.rows), run.state.step, run.micro_batch_size)
-            if nll is None:
-                scores = None
-            else:
-                training[TRAINING_NLL] = nll
     if scores is not None:
-        metrics = evaluation.evaluation_metrics(scores, run.state.names) | training
+        metrics = evaluation.evaluation_metrics(scores, run.state.names)
         run.log.metrics(run.state.step, metrics)
         note_evaluation(run, metrics)
         run.last_scores = scores
@@ -298,14 +283,11 @@ def save(run: Run) -> None:
 
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Decide by the evaluation after the present step which step is best, and about the crowd. A collective."""
+    """Decide by the evaluation after the present step which step is best. A collective."""
     threshold = run.config.early_stopping_threshold
     validation = evaluation.validation_after(run.state, metrics, threshold, run.processes)
     run.state = replace(run.state, validation=validation)
     run.status.update(best_step=validation.best_step)
-    if run.is_choosing and TRAINING_NLL in metrics:
-        run.state = decide_crowd(run.config, run.state, metrics, run.processes, run.manager.holds_lease)
-        run.status.update(choice=str(run.state.choice))
 
 
 def memory_in_use(device: torch.device) -> dict[str, int]:

@@ -126,17 +126,15 @@ def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Pa
 @contextmanager
 def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
     """Leave the base only its first layer that has an adapter, within the block."""
-    agents, model = crowd.agents, crowd.model
+    model = crowd.model
     name, layers = layer_list(model)
-    layer = layers[min(layer_numbers(model, agents.layers).values())]
-    every, trunk = model.get_submodule(name), agents.trunk
+    layer = layers[min(layer_numbers(model, crowd.agents.layers).values())]
+    every = model.get_submodule(name)
     model.set_submodule(name, nn.ModuleList([layer]))
-    agents.trunk = ()
     try:
         yield layer
     finally:
         model.set_submodule(name, every)
-        agents.trunk = trunk
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluation import Evaluator, StopVote
-from ci_llm.run.step.members import Members, config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.step.out_of_memory import MemoryRelief
@@ -133,15 +132,13 @@ def assemble(
     config, processes, manager = resources.config, resources.processes, resources.manager
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = loading.steps_of(config, lengths_of(rows), rows_per_step)
-    members = Members.first(config, steps)
-    rows_now, plan = loading.rows_and_plan(config, rows, members, rows_per_step)
-    total_steps, beginning = members.total_steps(config, steps) if members else steps, config_of(config, members)
-    optimizer = agent_settings.optimizer_of(beginning, crowd, rows_now)
+    rows, plan = loading.rows_and_plan(config, rows, None, rows_per_step)
+    optimizer = agent_settings.optimizer_of(config, crowd)
     manager.watch(optimizer)
     last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     vote = StopVote(processes, resources.interrupts, heartbeat)
-    objective = agent_settings.objective_of(beginning, crowd)
+    objective = agent_settings.objective_of(config, crowd)
     evaluator = Evaluator(config, crowd, eval_rows, vote, memory)
     evaluator.objective, evaluator.judged = objective, [*{id(own): own for own in judged}.values()]
     return Run(
@@ -153,11 +150,11 @@ def assemble(
         rows=rows,
         eval_rows=eval_rows,
         status=RunStatus(config.run_folder, 0, is_main_process=False),
-        state=_first_state(beginning, rows_per_step, members),
+        state=_first_state(config, rows_per_step),
         plan=plan,
-        total_steps=total_steps,
-        learning_rates=agent_settings.schedules(config, members, total_steps),
-        max_grad_norms=[own.max_grad_norm for own in beginning.each_agent],
+        total_steps=steps,
+        learning_rates=agent_settings.schedules(config, steps),
+        max_grad_norms=[own.max_grad_norm for own in config.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
@@ -181,14 +178,13 @@ def _nonfinite_response(
     return NonFiniteResponse(bounds, last_good, config.run_folder, may_write, drops_agents=config.drop_nonfinite_agents)
 
 
-def _first_state(config: Config, rows_per_step: int, members: Members | None) -> TrainState:
+def _first_state(config: Config, rows_per_step: int) -> TrainState:
     return TrainState(
         rows_per_step=rows_per_step,
         skipped=(0,) * config.num_agents,
         recovery=RecoveryState(agents=(AgentRecovery(),) * config.num_agents),
         loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
         validation=Validation(config.metric_for_best_model),
-        members=members,
     )
 
 
@@ -198,12 +194,7 @@ def lengths_of(rows: TrainingRows) -> list[int]:
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
-    """The agents on their base, by the route through it that gives the base's own logits.
-
-    With `branch_at` there is one agent, which branches later.
-    """
-    agent_settings.require_distinct_branches(config)
-    config = config_of(config, Members.first(config, 2))
+    """The agents on their base, by the route through it that gives the base's own logits."""
     crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
     crowd.classes = config.label_names or ()
     crowd.reads_pairs = row_kind(config) == "pairs"

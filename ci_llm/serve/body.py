@@ -1,7 +1,7 @@
 """The fields of a request: their names in OpenAI's API, the values that they take, and those that are refused.
 
-An unknown field is refused: a typo in `agents_per_prompt` would cost K times as much. Known fields without effect on an
-answer are accepted, because clients send them unasked.
+An unknown field is refused: a typo in `minimum_confidence` would let wrong answers through. Known fields without effect
+on an answer are accepted, because clients send them unasked.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "best_of": (1,),
 }
+#: Fields that there were, and what to use instead.
+_REMOVED: Final = {"ci_llm.agents_per_prompt": "; all agents answer, and a single one as the model agent0"}
 MOST_STOPS: Final = 4
 
 #: pydantic's types of errors with OpenAI's codes; other types are errors of a value.
@@ -122,13 +124,11 @@ class Own(_Strict):
 
     Attributes:
         minimum_confidence: an answer that is right with a lower probability is not given.
-        agents_per_prompt: ask one agent first, and all where it is unsure, with this many agents on average.
         aggregator: how the agents' distributions or answers become the crowd's.
         include_agents: also return each agent's own answer, and the share of agents that give the crowd's answer.
     """
 
     minimum_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
-    agents_per_prompt: Annotated[float, Field(ge=1)] | None = None
     aggregator: str | None = None
     include_agents: bool = False
 
@@ -284,7 +284,8 @@ def _problem(error: ValidationError) -> ApiProblem:
     kind, place = str(first["type"]), [part for part in first["loc"] if part not in _BRANCHES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if kind == "extra_forbidden":
-        return ApiProblem(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+        told = f"Unrecognized request argument supplied: {param}{_REMOVED.get(param, '')}"
+        return ApiProblem(400, told, param, "unknown_parameter")
     if param in ("model", "messages") and kind != "missing":
         return bad(param, first["msg"], "missing_required_parameter" if len(place) == 1 else "invalid_value")
     code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")

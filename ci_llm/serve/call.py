@@ -145,7 +145,7 @@ class Call:
     @property
     def decides_at_the_end(self) -> bool:
         """Whether nothing can be shown before the whole text is there."""
-        return self.votes or self.own.minimum_confidence is not None or self.own.agents_per_prompt is not None
+        return self.votes or self.own.minimum_confidence is not None
 
 
 def prompts_of(body: AnyBody, served: Served) -> Sequence[Prompt]:
@@ -254,17 +254,12 @@ def _own(body: AnyBody, served: Served) -> Own:
     own = served.defaults.model_copy(update=said.model_dump(exclude_unset=True, exclude_none=True))
     name = own.aggregator or served.aggregators[0]
     reason = uncalibrated(served.calibration, name)
-    if (body.temperature or reason) and said.agents_per_prompt is None:
-        own = own.model_copy(update={"agents_per_prompt": None})  # this default only saves work
     if name not in served.aggregators:
         raise bad("ci_llm.aggregator", f"expected one of {', '.join(served.aggregators)}")
     if find_vote(name) and body.temperature:
         raise bad("ci_llm.aggregator", f"{name} is a vote: leave temperature out")
-    if own.agents_per_prompt is not None and body.temperature:
-        raise bad("ci_llm.agents_per_prompt", "takes the most probable tokens: leave temperature out")
-    for field_name in ("minimum_confidence", "agents_per_prompt"):
-        if getattr(said, field_name) is not None and reason:
-            raise bad(f"ci_llm.{field_name}", reason, "no_calibration")
+    if said.minimum_confidence is not None and reason:
+        raise bad("ci_llm.minimum_confidence", reason, "no_calibration")
     if own.minimum_confidence is not None and reason:
         raise bad("ci_llm.aggregator", f"{reason}, as the server's own minimum_confidence needs it", "no_calibration")
     return own

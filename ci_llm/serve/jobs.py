@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -117,13 +117,11 @@ class Job:
 
 @dataclass(eq=False)
 class TextJob(Job):
-    """A text that is chosen token by token: by the crowd, by one agent, or by one first and all if it is unsure.
+    """A text that is chosen token by token, by the crowd or by one agent.
 
     Attributes:
         lines: the tokens that were not sent yet.
         pieces: the text that was not sent yet.
-        agents: how many agents were asked.
-        escalated: whether one agent was asked first, and was unsure.
         stopped: whether a stop string has ended the text.
         text: the text so far.
         request: the request to the decoder.
@@ -131,33 +129,22 @@ class TextJob(Job):
 
     lines: list[TokenLine] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    agents: int = 0
-    escalated: bool = False
     stopped: bool = False
     text: TextSoFar | None = None
     request: Request | None = None
 
-    @property
-    def _asks_one_first(self) -> bool:
-        return self.call.own.agents_per_prompt is not None and not self.escalated
-
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call = self.call
-        if call.body.echo and not self.escalated:
+        if call.body.echo:
             lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
             self.tell(Piece(str(_prompter(crowd).tokenizer.decode(list(self.prompt))), lines))
         if call.only_echo:
             return []
-        who, decoding = call.who, call.decoding
-        if self._asks_one_first:
-            assert crowd.calibration is not None, "the request was read so"
-            who, decoding = crowd.calibration.agent, replace(decoding, aggregator="probability")
         self.text = TextSoFar(_prompter(crowd).tokenizer, call.body.stop, self.pieces.append)
-        self.agents += len(crowd.names) if who is None else int(who >= 0)
         self.request = Request(
             self.prompt,
-            decoding,
-            who,
+            call.decoding,
+            call.who,
             key=generate_key(self.number),
             uncertainty=call.own.include_agents or _right_of(crowd, call) is not None,
             top=call.body.top or 0,
@@ -184,17 +171,11 @@ class TextJob(Job):
     def close(self, crowd: CrowdModel) -> Ended | None:
         assert self.request is not None, "it was asked for"
         own, chosen, sure = self.call.own, self.request.chosen, self.request.sure
-        judge = _right_of(crowd, self.call, alone=self._asks_one_first)
+        judge, who = _right_of(crowd, self.call), self.call.who
         right = None if judge is None else judge(signals(sure))
-        if self._asks_one_first:
-            assert crowd.calibration is not None, "the request was read so"
-            if (right or 0) < crowd.calibration.escalates_below(own.agents_per_prompt or 1):
-                self.escalated = True
-                self.lines.clear()
-                self.pieces.clear()
-                return None
         confidence = math.exp(sum(each.log_probability for each in chosen))
-        said = about(confidence, self.agents, right=right, minimum=own.minimum_confidence, sure=sure)
+        agents = len(crowd.names) if who is None else int(who >= 0)
+        said = about(confidence, agents, right=right, minimum=own.minimum_confidence, sure=sure)
         if said["abstained"]:
             self.pieces.clear()
             self.lines.clear()
@@ -294,17 +275,13 @@ def _prompter(crowd: CrowdModel) -> Prompter:
     return crowd.prompter
 
 
-def _right_of(crowd: CrowdModel, call: Call, *, alone: bool = False) -> Logistic | None:
-    """The function from signals to the probability that an answer is right; None without a calibration for it.
-
-    Args:
-        alone: whether the agent that is asked first has answered for the crowd.
-    """
+def _right_of(crowd: CrowdModel, call: Call) -> Logistic | None:
+    """The function from signals to the probability that an answer is right; None without a calibration for it."""
     found = crowd.calibration
     if found is None or (call.who is None and found.aggregator != call.decoding.aggregator):
         return None
     if call.who is None:
-        return found.agent_right if alone else found.right
+        return found.right
     return found.agent_right if call.who == found.agent else None
 
 

@@ -22,7 +22,7 @@ class Options:
         name: the name of the model of all agents together.
         slots, queue: how many texts are written at a time, and how many more may wait.
         context: how many tokens a prompt and its answer may have together; None for the base's limit.
-        minimum_confidence, agents_per_prompt: the defaults of requests.
+        minimum_confidence: the default of requests.
         drain_s: how many seconds open requests get at the end.
         engine: the address of a server that holds the agents; None to open them here.
         engine_key: the API key of that server; None if it needs none.
@@ -41,14 +41,13 @@ class Options:
     queue: int = 128
     context: int | None = None
     minimum_confidence: float | None = None
-    agents_per_prompt: float | None = None
     drain_s: int = 30
     engine: str | None = None
     engine_key: str | None = None
     base_model: str | None = None
 
     def __post_init__(self) -> None:
-        minimum, agents, engine = self.minimum_confidence, self.agents_per_prompt, self.engine
+        minimum, engine = self.minimum_confidence, self.engine
         requirements = {
             "--port must be from 0 to 65535": 0 <= self.port <= 65535,
             "--max-num-seqs must be at least 1": self.slots >= 1,
@@ -56,12 +55,10 @@ class Options:
             "--max-model-len must be at least 2": self.context is None or self.context >= 2,
             "--drain-seconds must be at least 0": self.drain_s >= 0,
             "--minimum-confidence must be a probability, from 0 to 1": minimum is None or 0 <= minimum <= 1,
-            "--agents-per-prompt must be at least 1: one agent always answers": agents is None or agents >= 1,
             "--served-model-name is the name of the base": self.name != "base",
             "--engine is an address such as http://host:8000": engine is None
             or engine.startswith(("http://", "https://")),
-            "--minimum-confidence and --agents-per-prompt need the crowd here, and no --engine": engine is None
-            or (minimum is None and agents is None),
+            "--minimum-confidence needs the crowd here, and no --engine": engine is None or minimum is None,
         }
         if broken := [text for text, holds in requirements.items() if not holds]:
             raise ConfigError("; ".join(broken), where="command line", hint="change the values named")

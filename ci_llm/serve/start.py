@@ -45,11 +45,11 @@ def of_run(crowd: Crowd, options: Options) -> Service:
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )
     prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
-    defaults = Own(minimum_confidence=options.minimum_confidence, agents_per_prompt=options.agents_per_prompt)
+    defaults = Own(minimum_confidence=options.minimum_confidence)
     reason = uncalibrated(crowd.calibration, "probability") if defaults != Own() else None
     if reason:
         hint = "ci-llm evaluate RUN --split validation --calibrate"
-        raise BadInput(reason, where="--minimum-confidence, --agents-per-prompt", hint=hint)
+        raise BadInput(reason, where="--minimum-confidence", hint=hint)
     if options.name in crowd.names:
         raise BadInput("an agent has this name", where=f"--served-model-name {options.name}", hint="give another one")
     served = Served(

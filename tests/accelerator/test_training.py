@@ -49,7 +49,6 @@ MODES: dict[str, tuple[list[str], int]] = {
     "recomputed": (["use_gradient_checkpointing=true"], 370),
     "dropout": (["lora_dropout=0.1"], 357),
     "dropconnect": (["dropconnect_p=0.1"], 339),
-    "ivon": (["optimizer=ivon"], 337),
     "swd": (["diversity=swd"], 343),
     "own rows": (["row_weights=bootstrap"], 307),
 }

@@ -58,7 +58,7 @@ def test_a_running_job_gets_the_request_and_its_answer_is_printed(
 
 def test_a_refusal_is_printed_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = answering(run, "there is no agent9: there are agent0, agent1")
-    assert main(["agents", "clone", str(run), "9", "--json", f"--wait={DEADLINE_S}"]) == 1
+    assert main(["agents", "stop", str(run), "9", "--json", f"--wait={DEADLINE_S}"]) == 1
     taken.join(DEADLINE_S)
     told = json.loads(capsys.readouterr().out)
     assert told["decision"] == {"step": 4, "refused": "there is no agent9: there are agent0, agent1"}
@@ -68,11 +68,11 @@ def test_a_request_to_a_run_that_is_not_training_is_left_until_it_resumes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended(run, "interrupted")
-    assert main(["agents", "clone", str(run), "0", "lr=1e-3", "name=slow"]) == 0
+    assert main(["agents", "stop", str(run), "0"]) == 0
     assert "after its first step, once it resumes" in capsys.readouterr().out
     (asked,) = read_waiting(run)
     assert asked.refused is None
-    assert (asked.verb, asked.agent, asked.own) == ("clone", 0, {"name": "slow", "learning_rate": 1e-3})
+    assert asked.agent == 0
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,8 @@ def test_a_request_to_a_run_that_is_not_training_is_left_until_it_resumes(
     [
         ["stop", "RUN"],
         ["stop", "RUN", "one"],
-        ["clone", "RUN", "0", "seed"],
-        ["clone", "RUN", "0", "batch_size=3"],
-        ["clone", "RUN", "0", "lora_rank=3"],
-        ["clone", "RUN", "0", "learning_rate=fast"],
+        ["stop", "RUN", "1", "seed=3"],
+        ["clone", "RUN", "0"],
     ],
     ids=" ".join,
 )

@@ -153,7 +153,7 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "--top-p must be" in told
     assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
     assert "--batch-size must be" in refused(capsys, run, "hello", "--batch-size", "0")
-    assert "--agents asks all agents" in refused(capsys, run, "hello", "--agents", "--agents-per-prompt", "1.6")
+    assert "all agents answer" in refused(capsys, run, "hello", "--agents-per-prompt", "1.6")
 
 
 @pytest.mark.slow

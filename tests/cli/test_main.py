@@ -106,7 +106,7 @@ def test_the_exit_code_reports_a_failure_that_cannot_be_printed() -> None:
 
 
 VERBS = [[verb] for verb in main.COMMANDS]
-VERBS += [["agents", "stop"], ["agents", "clone"]]
+VERBS += [["agents", "stop"]]
 OF_CHECKPOINTS = ("list", "verify", "diff", "prune", "import", "pull", "push")
 VERBS += [["checkpoints"], *(["checkpoints", verb] for verb in OF_CHECKPOINTS)]
 

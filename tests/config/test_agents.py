@@ -117,7 +117,7 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
         "agents: [{dataset_weights: [1]}]",
         "max_train_samples: [4, 0]",
         "dataset_name: [[a, b], [c]]\ndataset_weights: [1, 2]",
-        "data_seed: [1, 2]\ndiversity: joint",
+        "data_seed: [1, 2]\ndiversity: swd",
         "agents: [{num_agents: 2}]",
         "agents: [{lr: -1}]",
         "agents: [{lr: 1, learning_rate: 2}]",

@@ -70,7 +70,6 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("optim=adamw_torch", {}),
     ("optimizer=adamw", {}),
     ("optimizer=adamw_torch", {}),
-    ("optim=ivon", {"optimizer": "ivon"}),
     ("adam_beta1=0.95", {"adam_beta1": 0.95}),
     ("adam_beta2=0.95", {"adam_beta2": 0.95}),
     ("adam_epsilon=1e-6", {"adam_epsilon": 1e-6}),
@@ -334,11 +333,6 @@ def test_a_switch_that_is_off_on_the_command_line_switches_off_what_the_file_swi
     assert load_config(tmp_path / "c.yaml", ["bf16=false"]).mixed_precision == "no"
 
 
-def test_an_optimizer_of_the_command_line_replaces_that_of_the_file(tmp_path: Any) -> None:
-    (tmp_path / "c.yaml").write_text("optimizer: ivon\nlearning_rate: 1\n")
-    assert load_config(tmp_path / "c.yaml", ["optim=adamw_torch"]).optimizer == "adamw"
-
-
 def test_no_limit_of_steps_leaves_the_epochs_to_decide(tmp_path: Any) -> None:
     (tmp_path / "c.yaml").write_text("max_steps: -1\nnum_train_epochs: 2\n")
     assert changed(load_config(tmp_path / "c.yaml")) == {"epochs": 2}
@@ -348,10 +342,8 @@ def test_no_limit_of_steps_leaves_the_epochs_to_decide(tmp_path: Any) -> None:
 
 
 def test_names_of_others_work_in_python_too() -> None:
-    config = Config(lr=1e-3, K=2, bf16=True, optim="ivon", max_steps=-1, torch_dtype="bfloat16", resume=True)
-    assert config == Config(
-        learning_rate=1e-3, num_agents=2, mixed_precision="bf16", optimizer="ivon", model_dtype="bf16"
-    )
+    config = Config(lr=1e-3, K=2, bf16=True, optim="adamw_torch", max_steps=-1, torch_dtype="bfloat16", resume=True)
+    assert config == Config(learning_rate=1e-3, num_agents=2, mixed_precision="bf16", model_dtype="bf16")
     assert Config(target_modules=["q_proj"]).lora_target_modules == ("q_proj",)
     assert Config.model_validate({"lr": 1e-3}).learning_rate == 1e-3
 
@@ -367,7 +359,7 @@ def test_names_of_others_work_in_python_too() -> None:
         {"sed": 1},
         {"lr": 1e-3, "learning_rate": 1e-3},
         {"use_dora": True},
-        {"diversity": "joint", "lambda_sw": 2.0},
+        {"model_dtype": "fp64", "mixed_precision": "bf16"},
     ],
     ids=lambda values: ",".join(values),
 )

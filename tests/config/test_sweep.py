@@ -145,7 +145,6 @@ def test_the_longest_warm_up_of_any_trial(words: list[str], steps: int) -> None:
         ["lr=[1e-3,2e-3]", "early_stopping_patience=3"],
         ["lr=[1e-3,2e-3]", "mirror=memory:///one"],
         ["lr=[1e-3,2e-3]", "resume_from_checkpoint=old"],
-        ["lr=[1e-3,2e-3]", "branch_at=0.5"],
         ["lr=[1e-3,2e-3]", "push_to_hub=true"],
         ["lr=[1e-3,2e-3]", "overwrite_output_dir=true"],
     ],

@@ -29,11 +29,10 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
     ),
     (own_keys.SHAPE_KEYS, ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules", "agent_layers")),
     (own_keys.ROWS_KEYS, ROWS),
-    (own_keys.ORDER_KEYS, (*ROWS, "data_seed")),
     (
         {*config.DUMPED_IF_SET},
         {
-            *("agents", "branch_at", "crowd", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
+            *("agents", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
             *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
             *("simpo_gamma", "cpo_alpha", "objective"),
             *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
@@ -53,7 +52,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
         {*sweep._UNFIT},
         {
             *("num_agents", "diversity", "early_stopping_patience", "load_best_model_at_end", "schedule_steps"),
-            *("resume_from_checkpoint", "restart_from", "overwrite_output_dir", "branch_at", "crowd", "mirror"),
+            *("resume_from_checkpoint", "restart_from", "overwrite_output_dir", "mirror"),
             "push_to_hub",
         },
     ),

@@ -1,4 +1,4 @@
-"""Calibration: fits whose optimum is known, prices of escalation, and what is kept of it with a crowd."""
+"""Calibration: fits whose optimum is known, and what is kept of it with a crowd."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
-from tests.support.crowds import K, bits_in_company, disturbed_crowd, save_crowd
+from tests.support.crowds import K, disturbed_crowd, save_crowd
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
 SHORT: Any = {"max_new_tokens": 24}
@@ -202,53 +202,13 @@ def test_answers_carry_the_probability_that_they_are_right(
 
 
 @pytest.mark.slow
-@bits_in_company
-def test_one_agent_answers_and_all_are_asked_where_it_is_unsure(
-    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompter = prompter_of(crowd)
-    ids = [prompter.ids(question) for question in QUESTIONS]
-    alone = crowd.generate_ids(ids, decoding_of_crowd(crowd), agent=1, uncertainty=True)
-    assert [prompter.text(text) for text in alone.crowd] == [answer.agents[1] for answer in plain]
-    own = calibration_of(plain)
-    p = [own.agent_right(signals(tokens)) for tokens in alone.tokens]
-    monkeypatch.setattr(crowd, "calibration", replace(own, quantiles=tuple(sorted(p))))
-    found = crowd.generate(QUESTIONS, details=True, agents_per_prompt=1 + K * 0.4, **SHORT)
-    limit = crowd.calibration.escalates_below(1 + K * 0.4)
-    assert [a.agents_asked for a in found] == [1 + K if each < limit else 1 for each in p]
-    assert {a.agents_asked for a in found} == {1, 1 + K}
-    for answer, whole in zip(found, plain, strict=True):
-        assert answer.answer == (whole.agents[1] if answer.agents_asked == 1 else whole.answer)
-        assert answer.disagreement == 0 or answer.agents_asked == 1 + K
-    texts = crowd.generate(QUESTIONS, agents_per_prompt=1 + K * 0.4, batch_size=2, **SHORT)
-    assert texts == [answer.answer for answer in found], "batches change nothing"
-
-
-def decoding_of_crowd(crowd: Crowd) -> Any:
-    from ci_llm.crowd.decoding import Decoding
-
-    return Decoding(24, prompter_of(crowd).ends)
-
-
-def test_a_price_becomes_the_share_of_prompts_that_all_are_asked() -> None:
-    even = Logistic((0.0,), 0.0)
-    made = Calibration(Learned((0.25,) * 4), even, 0, even, tuple(n / 100 for n in range(101)), "probability", 9, "")
-    assert [made.escalates_below(price) for price in (1, 1.6, 3, 5, 9)] == pytest.approx([0, 0.15, 0.5, 1, 1])
-
-
-@pytest.mark.slow
 def test_requests_that_need_a_calibration_are_refused_without_one(
     crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for choice in ({"abstain_below": 0.5}, {"agents_per_prompt": 1.6}):
-        with pytest.raises(BadInput, match="this crowd has no calibration"):
-            crowd.generate("hello", **choice)
+    with pytest.raises(BadInput, match="this crowd has no calibration"):
+        crowd.generate("hello", abstain_below=0.5)
     with pytest.raises(BadInput, match="abstain_below must be a probability"):
         crowd.generate("hello", abstain_below=1.5)
-    with pytest.raises(BadInput, match="agents_per_prompt must be at least 1"):
-        crowd.generate("hello", agents_per_prompt=0.5)
-    with pytest.raises(BadInput, match="leave sampling out"):
-        crowd.generate("hello", agents_per_prompt=2, do_sample=True)
     monkeypatch.setattr(crowd, "calibration", calibration_of(plain))
     with pytest.raises(BadInput, match="the calibration is of aggregator probability and not logit"):
         crowd.generate("hello", abstain_below=0.5, aggregator="logit")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +165,3 @@ def test_a_row_that_was_cut_does_not_say_how_answers_end() -> None:
     cut, whole, odd = row(5, 6, 7, 8), row(5, 6, 2), row(5, 3)
     assert distilling._end([cut, whole, odd, whole], max_seq_length=4) == 2
     assert distilling._end([cut], max_seq_length=4) == 8
-
-
-def test_after_ivon_a_learning_rate_must_be_given(saved: Pretrained) -> None:
-    after_ivon = CONFIG.model_copy(update={"optimizer": "ivon", "learning_rate": 1.0})
-    with pytest.raises(BadInput, match="is one for IVON") as raised:
-        distil(saved, after_ivon, replace(HOW, learning_rate=None))
-    assert "--distill-rate" in str(raised.value)

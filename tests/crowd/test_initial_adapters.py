@@ -131,7 +131,7 @@ def trained(made: Crowd, diversity: str = "none") -> Crowd:
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("diversity", ["none", "joint", "swd", "swd_raw"])
+@pytest.mark.parametrize("diversity", ["none", "swd"])
 def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> None:
     made = crowd(initialize_adapters_rand=False)
     with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.diversity.joint import jensen_gap
+from ci_llm.crowd.diversity.none import jensen_gap
 from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
@@ -100,13 +100,13 @@ def test_diversity_terms_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda p: jensen_gap(p.log_softmax(0), ALL_AGENTS), (log_probs,))
 
 
-@pytest.mark.parametrize("term", ["joint", "swd"])
+@pytest.mark.parametrize("term", ["jensen", "swd"])
 def test_a_nonfinite_agent_is_masked_out_before_the_operation(term: str) -> None:
     finite = torch.tensor([True, False, True])
     directions = unit_directions(4, 5, torch.Generator().manual_seed(3))
 
     def value(x: Tensor, mask: Tensor) -> Tensor:
-        return jensen_gap(x[..., 0], mask) if term == "joint" else sliced_wasserstein(x, directions, mask)
+        return jensen_gap(x[..., 0], mask) if term == "jensen" else sliced_wasserstein(x, directions, mask)
 
     clean = random(3, 6, 4) - 5
     broken = clean.clone()
@@ -133,16 +133,14 @@ def crowd() -> Crowd:
     return made
 
 
-def test_joint_is_a_sum_over_tokens_and_interpolates_to_the_crowds_loss(crowd: Crowd) -> None:
-    packed = batch((9, 17, 23))
-    output = output_of(crowd, packed)
+def test_the_gap_is_a_sum_over_tokens_and_that_of_the_crowds_loss(crowd: Crowd) -> None:
+    output = output_of(crowd, batch((9, 17, 23)))
     gap = jensen_gap(output.log_probs, ALL_AGENTS)
     halves = jensen_gap(output.log_probs[:, :10], ALL_AGENTS) + jensen_gap(output.log_probs[:, 10:], ALL_AGENTS)
     assert gap.item() == pytest.approx(halves.item(), rel=1e-12)
     assert gap.item() > 0
-    full = Objective("joint", weight=1.0)(output, packed, step=0).total
-    crowd_loss = -aggregate(output.log_probs, "probability").sum()
-    assert full.item() == pytest.approx(3 * crowd_loss.item(), rel=1e-12)
+    difference = aggregate(output.log_probs, "probability").sum() - output.log_probs.mean(0).sum()
+    assert gap.item() == pytest.approx(difference.item(), rel=1e-12)
 
 
 def test_diversity_none_adds_no_term_and_measures_the_gap(crowd: Crowd) -> None:

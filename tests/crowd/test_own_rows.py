@@ -222,8 +222,8 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
 def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
     rows = AgentBatches((SHORT[0], LONG[0]))
-    with pytest.raises(BadInput, match="diversity joint has gradients through all agents"):
-        Objective(diversity="joint", weight=0.1)(crowd(rows), rows, 0)
+    with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
+        Objective(diversity="swd", weight=0.1)(crowd(rows), rows, 0)
 
 
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -210,27 +209,6 @@ def test_agents_without_settings_of_their_own_draw_what_they_draw_alone() -> Non
     assert found[0].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_trunk_runs_once_and_changes_no_bit(family: str) -> None:
-    """GPT-2 drops within its own layers: what it draws above the trunk is what an agent alone draws there."""
-    model, rows = base(family, torch.float32, layers=4), MANY[0]
-    kinds = [{**own, "layers": (2, 3)} for own in AGENTS]
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(kinds)), "toy").train()
-    crowd.agents.pass_per_agent = True
-    ran = Counter[bool]()
-    for layer in (crowd.agents.trunk[-1], next(iter(crowd.agents.layers.values()))):
-        adapted = layer is not crowd.agents.trunk[-1]
-        inside = layer if adapted else next(each for each in layer.modules() if not [*each.children()])
-        inside.register_forward_hook(lambda *_, adapted=adapted: ran.update([adapted]))
-    crowd.agents.begin_step(0)
-    micro_step(crowd, Objective(), rows[0], 0)
-    assert ran == {False: 1, True: len(AGENTS)}
-    together = train(model, kinds, rows)
-    for k, own in enumerate(kinds):
-        assert differences(together[k], train(model, [own], rows)[0]) == []
-
-
 def test_recomputed_layers_know_whose_pass_they_repeat() -> None:
     model, rows, found = base(dtype=torch.float32), MANY[0][0], []
     for recomputed in (False, True):
@@ -261,8 +239,8 @@ def test_states_without_gradients_are_those_that_an_agent_has_alone() -> None:
 def test_a_form_with_gradients_through_all_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
     crowd.agents.pass_per_agent = True
-    with pytest.raises(BadInput, match="diversity joint has gradients through all agents"):
-        micro_step(crowd, Objective("joint", 0.1), MANY[0][0], 0)
+    with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
+        micro_step(crowd, Objective("swd", 0.1), MANY[0][0], 0)
 
 
 def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:

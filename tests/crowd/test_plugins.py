@@ -12,7 +12,7 @@ from ci_llm.errors import BadInput, ConfigError
 
 
 def test_the_modules_are_the_values_of_the_keys() -> None:
-    assert plugin_names("ci_llm.crowd.diversity", first="none") == ("none", "joint", "swd", "swd_raw")
+    assert plugin_names("ci_llm.crowd.diversity", first="none") == ("none", "swd")
     voting = ("majority", "rerank", "self_consistency", "weighted_vote")
     assert sorted(AGGREGATORS) == sorted(("probability", "confidence", "dirichlet", "logit", *voting))
     assert AGGREGATORS[0] == "probability"

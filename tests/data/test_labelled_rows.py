@@ -228,7 +228,7 @@ def test_a_labelled_unit_learns_nothing() -> None:
         ({"objective": "dpo", "reference": "start"}, "agents begin as the base"),
         ({"objective": "dpo", "disable_dropout": True, "lora_dropout": 0.1}, "lora_dropout is above 0"),
         ({"objective": "kto", "shared_prompts": True}, "objective kto has no pairs"),
-        ({"objective": "reward", "diversity": "joint"}, "diversity is for objective sft"),
+        ({"objective": "reward", "diversity": "swd"}, "diversity is for objective sft"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
 )

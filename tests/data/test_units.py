@@ -238,9 +238,9 @@ def test_keys_that_the_objective_does_not_read_are_named(
 
 def test_keys_that_do_not_fit_the_objective_are_refused_once_it_is_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
-        objective_by_rows(Config(diversity="joint"), [rows_of(tmp_path, TEXTS)], 4)
+        objective_by_rows(Config(diversity="swd"), [rows_of(tmp_path, TEXTS)], 4)
     with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
-        Config(objective="dpo", diversity="joint")
+        Config(objective="dpo", diversity="swd")
     with pytest.raises(ConfigError, match="a step has one row"):
         objective_by_rows(Config(), [rows_of(tmp_path, RATED)], 1)
 

@@ -86,18 +86,9 @@ def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -
     assert failed_rows([wrong[1], right[0], wrong[2], wrong[0]]) == wrong
 
 
-def test_escalation_is_priced_from_answers_that_are_there() -> None:
+def test_a_calibration_of_another_aggregator_is_not_taken() -> None:
     surer = Logistic((1.0, 0, 0, 0, 0), 0.0)
-    made = Calibration(Learned((0.5, 0.5)), IDENTITY, 1, surer, (0.0, 0.5, 1.0), "probability", 4, "here")
-    rows = [
-        row(0.9, True, [False, False], signal=-5),
-        row(0.9, True, [False, False], signal=5),
-        row(0.9, False, [False, True], signal=5),
-        row(0.9, True, [False, True], signal=5),
-    ]
-    found = sureness_record(rows, made, "probability", agents_per_prompt=1.5, names=["agent0", "agent4"])
-    assert found["by"] == "probability_right"
-    assert found["escalation"] == {"agent": "agent4", "below": 0.25, "agents_per_prompt": 1.5, "exact_match": 0.75}
-    other = sureness_record(rows, made, "logit", agents_per_prompt=3)
-    assert other["by"] == "confidence", "the calibration is of another aggregator"
-    assert other["escalation"]["agents_per_prompt"] == 3
+    made = Calibration(Learned((0.5, 0.5)), IDENTITY, 1, surer, "probability", 4, "here")
+    rows = [row(0.9, True, [False, False], signal=-5), row(0.9, False, [False, True], signal=5)]
+    assert sureness_record(rows, made, "probability")["by"] == "probability_right"
+    assert sureness_record(rows, made, "logit")["by"] == "confidence"

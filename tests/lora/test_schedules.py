@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from ci_llm.config import Config
-from ci_llm.lora.optimizer import SCHEDULES, factor
+from ci_llm.lora.schedules import SCHEDULES, factor
 
 FOLLOW_THE_LOSS = {"reduce_lr_on_plateau", "greedy"}
 #: (warm-up, steps)

@@ -20,7 +20,6 @@ from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.run.start import loading
-from ci_llm.run.start.agent_settings import optimizer_groups
 from ci_llm.run.start.loading import eval_samples_of
 from tests.run.test_call import StopAt
 
@@ -85,7 +84,7 @@ def test_auto_keeps_the_length_of_answers_with_which_the_run_began(given: Any, h
 def test_auto_on_the_embedded_base_and_rows_gives_the_numbers_of_earlier_files() -> None:
     found = load_config(ROOT / "configs.yaml")
     assert values(found, NUMBERS) == NUMBERS
-    assert (found.held_out, found.long_rows, found.crowd) == ("auto", "split", "fixed")
+    assert (found.held_out, found.long_rows) == ("auto", "split")
     assert not re.search(rf"^({'|'.join(NUMBERS)}): *[\d.]", (ROOT / "configs.yaml").read_text(), re.MULTILINE)
 
 
@@ -119,29 +118,6 @@ def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
     assert given.learning_rate == 8e-3
     found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
     assert (found.learning_rate, found.lora_rank, found.seed) == (2e-4, 16, 3)
-
-
-def test_auto_of_crowd_applies_only_to_the_base_that_it_was_measured_on(own_base: Path) -> None:
-    assert Config(crowd="auto").crowd == "auto"
-    config = Config(crowd="auto", model_name=str(own_base))
-    assert config.crowd == "fixed"
-    assert any(line.startswith('crowd "fixed": auto lets one agent') for line in config.told_auto())
-    begun = config.model_copy(update={"crowd": "auto"})
-    assert config.settled_as(begun).crowd == "auto"
-
-
-def test_rate_and_noise_under_ivon_follow_the_base(own_base: Path) -> None:
-    found = Config(optimizer="ivon")
-    assert (found.learning_rate, found.ivon_ess) == (2, None)
-    own = Config(optimizer="ivon", model_name=str(own_base), num_agents=2, agents=[{"lora_rank": 1}, {}])
-    assert (own.learning_rate, own.is_open("ivon_ess"), own.notices()) == (1, True, [])
-    rows: Any = SimpleNamespace(num_targets=7)
-    agents = SimpleNamespace(rows=[torch.zeros(50), torch.zeros(5_000)])
-    crowd: Any = SimpleNamespace(agents=agents, num_agents=2)
-    assert [group["ess"] for group in optimizer_groups(own, crowd, rows)] == [7, 100]
-    for given, ess in ((None, 7), (3.0, 3.0)):
-        config = own.model_copy(update={"ivon_ess": given})
-        assert [group["ess"] for group in optimizer_groups(config, crowd, rows)] == [ess, ess]
 
 
 @pytest.mark.slow

@@ -26,11 +26,10 @@ ONE_PROCESS = matrix(moment=MOMENTS, accumulation=(1, 4), dropout=(0.0, 0.1), wo
 OTHER_MATHS = [
     *matrix(moment=MOMENTS, accumulation=(4,), dropout=(0.1,), precision=("bf16",)),
     Cell("mid epoch 1", dropout=0.1, workers=2, precision="bf16"),
-    Cell("mid epoch 0", accumulation=4, dropout=0.1, diversity="joint"),
+    Cell("mid epoch 0", accumulation=4, dropout=0.1, diversity="swd"),
     Cell("mid epoch 0", dropout=0.1, precision="bf16", quantization="int8"),
     Cell("mid epoch 1", accumulation=4, dropout=0.1, quantization="nf4"),
     Cell("mid epoch 1", accumulation=4, dropout=0.1, diversity="swd"),
-    Cell("mid epoch 1", accumulation=4, dropout=0.1, optimizer="ivon"),
 ]
 TWO_PROCESSES = [
     Cell("mid epoch 0", accumulation=1, dropout=0.0, workers=0, ranks=2),
@@ -38,7 +37,7 @@ TWO_PROCESSES = [
     Cell("boundary", accumulation=1, dropout=0.1, workers=2, ranks=2),
     Cell("boundary", accumulation=4, dropout=0.1, workers=0, ranks=2),
     Cell("mid epoch 1", accumulation=1, dropout=0.1, workers=0, ranks=2),
-    Cell("mid epoch 1", accumulation=1, dropout=0.1, workers=2, ranks=2, precision="bf16", optimizer="ivon"),
+    Cell("mid epoch 1", accumulation=1, dropout=0.1, workers=2, ranks=2, precision="bf16"),
 ]
 INTERRUPTED = [
     Cell("mid epoch 0", accumulation=4, dropout=0.1),

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
@@ -168,22 +167,6 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
         assert targets == sorted({name.split(".")[-3] for name in tensors})
     assert "--lora-modules $(for k in {0..2}" in (final / "README.md").read_text()
     assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "now"), [([], ["optimizer=ivon", "learning_rate=1"]), (["optimizer=ivon"], [])])
-def test_with_another_optimizer_the_moments_begin_again(
-    before: list[str], now: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another optimizer is refused unless `allow_inexact_resume` is set."""
-    assert train(tmp_path, *before, "max_train_steps=2") == 0
-    assert train(tmp_path, *now, "max_train_steps=4") == 2
-    assert "optimizer was" in capsys.readouterr().err
-    assert train(tmp_path, *now, "max_train_steps=4", "allow_inexact_resume=true") == 0
-    assert "the moments of the optimizer begin again" in capsys.readouterr().out
-    saved: Any = load_checkpoint(tmp_path / "final_checkpoint").state["optimizer"]
-    names = {"step", "momentum", "hess"} if now else {"step", "exp_avg", "exp_avg_sq"}
-    assert all({*moments} == names and float(moments["step"]) == 2 for moments in saved.values())
 
 
 @pytest.mark.slow
@@ -434,17 +417,6 @@ def test_a_completed_run_writes_a_damaged_final_checkpoint_again(
     assert verify_folder(final).files.keys() == json.loads(before)["files"].keys()
     assert train(run) == 0
     assert "This run is complete at step 6" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["branch_at=0.5", "crowd=auto"])
-def test_patience_does_not_end_a_run_before_the_agents_of_its_crowd_train(how: str, tmp_path: Path) -> None:
-    words = ["eval_steps=1", "early_stopping_patience=1", "early_stopping_threshold=99", "generation_eval_samples=0"]
-    assert train(tmp_path / "run", how, *words) == 0
-    status, record = read_status(tmp_path / "run"), json.loads((tmp_path / "run/evaluation.json").read_text())
-    assert status.step < status.total_steps
-    assert record["stopped_early"]
-    assert len(record["exact_match"]["agents"]) == (1 if "stays alone" in (status.choice or "") else 3)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ SETTINGS = (
     "mixed_precision=bf16 lora_dropout=0.1 dropconnect_p=0.05",
     "model_dtype=bf16 diversity=swd",
     "model_dtype=fp64 agent_layers=upper_half",
-    "optimizer=ivon batch_size=1",
+    "batch_size=1",
     'agents=[{},{"lora_rank":4,"data_seed":3}]',
 )
 WORDS = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "max_seq_length=256", "num_workers=0"]

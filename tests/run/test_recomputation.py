@@ -32,7 +32,7 @@ Train = Callable[..., int]
         ({"base_sharding": "layers"}, "cpu", False),
         ({"base_sharding": "layers", "deterministic": True}, "cuda", False),  # K passes would gather K times
         ({"base_sharding": "layers", "pass_per_agent": True}, "cpu", True),
-        ({"diversity": "joint", "deterministic": True}, "cpu", False),
+        ({"diversity": "swd", "deterministic": True}, "cpu", False),
     ],
 )
 def test_auto_of_pass_per_agent_resolves_by_settings(keys: dict[str, Any], device: str, becomes: bool | None) -> None:

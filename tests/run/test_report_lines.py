@@ -52,8 +52,6 @@ def test_the_log_says_where_evaluation_rows_are_from(
     [
         ({"early_stopping_patience": 3}, "the best step"),
         ({"load_best_model_at_end": True}, "the best step"),
-        ({"crowd": "auto", "num_agents": 2}, "one agent or a crowd"),
-        ({"crowd": "auto", "num_agents": 2, "eval_split": "validation"}, None),
         ({"early_stopping_patience": 3, "val_set_size": 9}, None),
         ({"early_stopping_patience": 3, "dataset_split": "test", "val_set_size": 9}, None),
         ({}, None),

@@ -59,7 +59,7 @@ def compare(server: ForkServer, folder: Path, ranks: int, *faults: Fault, **keys
 WORLDS: list[tuple[int, dict[str, Any]]] = [
     (2, {"use_gradient_checkpointing": "true", "mixed_precision": "bf16", "pass_per_agent": "false"}),
     (4, {"lora_dropout": 0.1}),
-    (2, {"model_dtype": "bf16", "diversity": "joint", "pass_per_agent": "false"}),
+    (2, {"model_dtype": "bf16", "diversity": "swd", "pass_per_agent": "false"}),
     (3, {"model_dtype": "fp64"}),
     (2, {"quantization": "nf4"}),
 ]

@@ -136,12 +136,3 @@ def test_agents_with_settings_of_their_own_train_the_same_weights_in_two_process
     assert samples(together) == samples(alone) == planned(ODD, 12)
     assert difference(losses(together), losses(alone)) < 1e-8
     assert difference(weights(together), weights(alone)) < 1e-6
-
-
-def test_ivon_draws_the_same_noise_in_two_processes(worlds: Worlds) -> None:
-    keys = {**DOUBLE, "max_train_steps": 12, "optimizer": "ivon", "learning_rate": 0.5}
-    alone, together = worlds.run(1, **keys), worlds.run(2, **keys)
-    assert samples(together) == samples(alone) == planned(ODD, 12)
-    assert difference(losses(together), losses(alone)) < 1e-8
-    assert difference(weights(together), weights(alone)) < 1e-6
-    assert difference(weights(alone), weights(worlds.run(1, **keys, ivon_ess=1e6))) > 1e-3

@@ -15,7 +15,7 @@ from ci_llm.serve.options import Options
 from ci_llm.serve.start import of_run
 from tests.crowd.test_calibration import calibration_of
 from tests.serve.listening import Listening, chat
-from tests.support.crowds import K, disturbed_crowd
+from tests.support.crowds import disturbed_crowd
 
 pytestmark = pytest.mark.slow
 
@@ -72,22 +72,6 @@ def test_an_answer_below_the_minimum_is_withheld(sure: Listening, answers: list[
     assert withheld == 3
 
 
-def test_one_agent_answers_and_all_are_asked_where_it_is_unsure(sure: Listening, calibrated: Crowd) -> None:
-    wanted = calibrated.generate(QUESTIONS, agents_per_prompt=2.5, details=True, **SHORT)
-    found = []
-    for question, answer in zip(QUESTIONS, wanted, strict=True):
-        [choice] = sure.ask(question, max_tokens=24, ci_llm={"agents_per_prompt": 2.5})["choices"]
-        assert choice["message"]["content"] == answer.answer
-        assert choice["ci_llm"]["confidence"] == pytest.approx(answer.probability_right, abs=1e-4)
-        found.append(choice["ci_llm"]["agents"])
-    assert found == [answer.agents_asked for answer in wanted]
-    assert {*found} == {1, 1 + K}
-    unsure = {"agents_per_prompt": 1 + K, "minimum_confidence": 0.0}
-    [echo] = sure.complete(prompt="Ann has", echo=True, max_tokens=4, ci_llm=unsure)["choices"]
-    assert echo["ci_llm"]["agents"] == 1 + K
-    assert echo["text"].count("Ann has") == 1
-
-
 def test_the_server_s_own_minimum_holds_where_a_request_says_nothing(calibrated: Crowd) -> None:
     served = disturbed_crowd()
     with pytest.raises(BadInput, match="no calibration"):
@@ -105,12 +89,6 @@ def test_defaults_that_need_the_calibration_apply_only_to_its_aggregator(calibra
     served = disturbed_crowd()
     served.calibration = calibrated.calibration
     vote = {"aggregator": "majority"}
-    with Listening(of_run(served, Options(agents_per_prompt=1.0))) as thrifty:
-        assert thrifty.ask(QUESTIONS[0], max_tokens=4)["choices"][0]["ci_llm"]["agents"] == 1
-        assert thrifty.ask(QUESTIONS[0], max_tokens=4, ci_llm=vote)["choices"][0]["ci_llm"]["agents"] == K
-        own = {**vote, "agents_per_prompt": 1.0}
-        answer = thrifty.post("/v1/chat/completions", chat(QUESTIONS[0], max_tokens=4, ci_llm=own))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ci_llm.agents_per_prompt")
     with Listening(of_run(served, Options(minimum_confidence=0.5))) as strict:
         answer = strict.post("/v1/chat/completions", chat(QUESTIONS[0], max_tokens=4, ci_llm=vote))
         error = answer.json()["error"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,22 +33,17 @@ def train_asked(
     folder: str,
     arguments: list[str],
     asks: Sequence[tuple[int, Sequence[str]]] = (),
-    place: str | None = None,
-    call: int = 0,
     fate: dict[str, Any] | None = None,
 ) -> int:
     """A trial for the fork server: `train.py`, to which somebody speaks by `ci-llm agents`.
 
     Args:
         asks: (step, words): the words behind `ci-llm agents`, said in this step of the attempt, counted from 1.
-        place, call: a dotted path of a function; every process is killed just before this call of it.
         fate: see `train_watched`.
     """
     for step, words in asks:
         if os.environ.get("RANK", "0") == "0":
             interfere(IN_A_STEP, step, partial(_ask, [*words]))
-    if place is not None:
-        interfere(place, call, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return train_watched(folder, arguments, fate)
 
 

@@ -63,12 +63,11 @@ class Cell:
     precision: str = "no"
     diversity: str = "none"
     quantization: str = "null"
-    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         parts = [self.moment, f"accumulation {self.accumulation}", f"dropout {self.dropout:g}"]
         parts += [f"{self.workers} workers", f"{self.ranks} process{'es' * (self.ranks > 1)}"]
-        words = (self.precision, self.diversity, self.quantization, self.optimizer)
+        words = (self.precision, self.diversity, self.quantization)
         parts += [word for word in words if word not in DEFAULTS]
         return ", ".join(parts)
 
@@ -99,10 +98,9 @@ class Cell:
             "mixed_precision": self.precision,
             "diversity": self.diversity,
             "quantization": self.quantization,
-            "optimizer": self.optimizer,
             "num_agents": 2,
             "lora_rank": 2,
-            "learning_rate": 1.0 if self.optimizer == "ivon" else 4e-3,
+            "learning_rate": 4e-3,
             "logging_steps": 2,  # the checkpoints of two moments lie between two lines
             "eval_steps": 4,
             "eval_samples": 4,

@@ -21,12 +21,11 @@ AGENTS = 2
 GLOBAL_BATCH = 8
 SEED = 42
 ODD = 21  # rows: every third step of a run finds five
-#: Neither the Jensen gap nor the masks of DropConnect know how a step is split.
+#: The masks of DropConnect do not know how a step is split.
 DOUBLE: dict[str, Any] = {
     "model_dtype": "fp64",
     "max_train_samples": ODD,
     "max_train_steps": 30,
-    "diversity": "joint",
     "dropconnect_p": 0.1,
 }
 

@@ -8,8 +8,6 @@ Legend: K agents, B rows, N packed tokens, D hidden width, L projections.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,22 +15,6 @@ from torch import Tensor
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.diversity import DiversityForm, TermInputs
 from ci_llm.data.batches import Batch
-
-
-def distance_between_rows(inputs: TermInputs, scale: Callable[[Tensor], Tensor] = lambda points: points) -> Tensor:
-    """The distance [] between the agents' row states, times the number of targets.
-
-    Args:
-        scale: applied to the points [K, B, D] before they are compared.
-    """
-    batch = inputs.batch
-    if batch.num_rows < 2:  # there is nothing to compare in sets of one point
-        return inputs.log_probs.new_zeros(())
-    points = scale(row_states(inputs.states, batch, inputs.representation).to(inputs.log_probs.dtype))
-    # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
-    generator = generator_for(inputs.seed, "directions", inputs.step)
-    directions = unit_directions(points.shape[-1], inputs.projections, generator)
-    return sliced_wasserstein(points, directions.to(points, non_blocking=True), inputs.finite) * batch.num_targets
 
 
 def sliced_wasserstein(points: Tensor, directions: Tensor, finite: Tensor) -> Tensor:
@@ -81,8 +63,16 @@ def row_states(states: Tensor, batch: Batch, representation: str) -> Tensor:
 
 
 def term(inputs: TermInputs) -> Tensor:
-    """The distance [] times the number of targets; 0 for fewer than two rows."""
-    return distance_between_rows(inputs, lambda points: F.normalize(points, dim=-1))
+    """The distance [] between the agents' row states, times the number of targets; 0 for fewer than two rows."""
+    batch = inputs.batch
+    if batch.num_rows < 2:  # there is nothing to compare in sets of one point
+        return inputs.log_probs.new_zeros(())
+    states = row_states(inputs.states, batch, inputs.representation).to(inputs.log_probs.dtype)
+    points = F.normalize(states, dim=-1)
+    # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
+    generator = generator_for(inputs.seed, "directions", inputs.step)
+    directions = unit_directions(points.shape[-1], inputs.projections, generator)
+    return sliced_wasserstein(points, directions.to(points, non_blocking=True), inputs.finite) * batch.num_targets
 
 
 form = DiversityForm(term)

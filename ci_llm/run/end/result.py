@@ -146,8 +146,6 @@ logger = logging.getLogger(__name__)
 def score_table(record: Mapping[str, Any], run: Path | str) -> str:
     """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
     lines = [*table(record, run)]
-    if record.get("choice"):
-        lines.append(f"crowd: auto, {record['choice']}")
     if record.get("warning"):
         lines.append(f"warning: while they trained, {record['warning']}")
     return "\n".join(lines)

@@ -126,10 +126,9 @@ def trace(
 
 def agent_copies(config: Config, device: torch.device) -> int:
     """The copies of each trained parameter that the device holds: weights, gradients, moments, snapshots."""
-    drawn = 2 if config.optimizer == "ivon" else 0  # the noise of a step, and the weights with it
     saved = 3 if device.type == "cpu" else 0  # the copy of weights and moments that a checkpoint is written from
     started = 2 if config.reference == "start" else 0  # the start, and the weights while agents are compared with it
-    return 7 + drawn + saved + started  # weights, gradients, two moments; the last good weights and moments
+    return 7 + saved + started  # weights, gradients, two moments; the last good weights and moments
 
 
 def trace_longest(

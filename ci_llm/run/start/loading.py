@@ -33,7 +33,6 @@ from ci_llm.errors import BadInput, ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized, require_class
 from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
 from ci_llm.run.step.members import Members, config_of
-from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[T
 
 def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
     """The rows with which a run begins: those of every agent, or of all if they take the same in the same order."""
-    return AgentRows(tuple(each)) if config_of(config, Members.first(config, 2)).has_own_rows else each[0]
+    return AgentRows(tuple(each)) if config.has_own_rows else each[0]
 
 
 def rows_and_plan(
@@ -234,45 +233,22 @@ def rows_and_plan(
         rows_per_step: the rows per step of all agents, or of each that has its own.
 
     Raises:
-        BadInput: a member descends from an agent that the configuration no longer has.
+        BadInput: the configuration no longer has the entry of a member.
     """
     now = config_of(config, members)
     if isinstance(rows, AgentRows):
-        origins = [each.origin for each in members.agents] if members else [*range(len(rows.each))]
-        if max(origins) >= len(rows.each):
+        numbers = [each.number for each in members.agents] if members else [*range(len(rows.each))]
+        if max(numbers) >= len(rows.each):
             raise BadInput(
-                f"a run that began with at least {max(origins) + 1} agents resumes with {len(rows.each)} in agents",
+                f"a run that began with at least {max(numbers) + 1} agents resumes with {len(rows.each)} in agents",
                 where="agents",
                 hint="leave the entry of an agent that was stopped where it was: the others have their rows by place",
             )
-        each = tuple(rows.each[origin] for origin in origins)
-    elif now.has_own_rows:
-        each = (rows,) * now.num_agents
+        each = tuple(rows.each[number] for number in numbers)
     else:
         return rows, Plan(len(rows), rows_per_step, now.data_seeds[0])
     plans = zip(each, now.data_seeds, strict=True)
     return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
-
-
-def data_phases(
-    config: Config, rows: TrainingRows, state: TrainState, total_steps: int
-) -> list[tuple[TrainingRows, Plan | AgentPlans, int, int]]:
-    """(rows, order, first step, end) of the steps that are left: up to where the crowd branches, and after that.
-
-    Both are known when an attempt begins, so that the loader workers of both are forked then.
-
-    Args:
-        rows: see `rows_and_plan`.
-    """
-    members, branch = state.members, None
-    if members is not None:
-        branch = next((change.step for change in members.planned if change.verb == "branch"), None)
-    now = rows_and_plan(config, rows, members, state.rows_per_step)
-    if members is None or branch is None:
-        return [(*now, state.step, total_steps)]
-    later, _ = members.after(branch, config)
-    branched = rows_and_plan(config, rows, later, state.rows_per_step)
-    return [(*now, state.step, branch), (*branched, branch, total_steps)]
 
 
 def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:
@@ -303,10 +279,8 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
         if evaluated.rows.num_trained_on:
             level = logging.INFO if evaluated.rows.trained_on == "all" else logging.WARNING
             logger.log(level, f"data      {evaluated.rows.description[-1]}")
-    if config.keeps_best or config.crowd == "auto":
-        chosen = "the best step" if config.keeps_best else "one agent or a crowd"
-        if note := choice_by_test_rows(chosen, eval_rows.sets):
-            logger.info(f"data      {note}")
+    if config.keeps_best and (note := choice_by_test_rows("the best step", eval_rows.sets)):
+        logger.info(f"data      {note}")
 
 
 def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str | None:
@@ -400,8 +374,6 @@ RATIO: Final = 3
 
 def steps_of(config: Config, num_rows: Sequence[int], rows_per_step: int) -> int:
     """The steps of a run. Its epochs are those of the agent with the most rows: all agents take steps together.
-
-    For a crowd that branches see `Members.total_steps`.
 
     Args:
         num_rows: the number of rows of every agent that has its own, or of all.

@@ -317,13 +317,11 @@ class RunCheckpoint:
         self.require_same_settings(source)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
-        same_moments = not _has_other_optimizer(changes)
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         for k, (name, row) in enumerate(self._named_rows()):
             self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
-            moments = saved["optimizer"].get(name, {}) if same_moments else {}
-            self.optimizer.state[row] = placed(moments, row, self.optimizer)
-        self.last_good.load(_in_episode(state), saved.get("guard", {}), with_moments=same_moments)
+            self.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.optimizer)
+        self.last_good.load(_in_episode(state), saved.get("guard", {}))
         return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
 
     def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
@@ -479,23 +477,15 @@ def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
 
 
 def _follows_length(config: Config) -> bool:
-    """Whether a step depends on the length of the run: by its learning rate, or by the agents that take it."""
-    rates = any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
-    return rates or config.crowd != "fixed" or config.branch_at is not None
+    """Whether the learning rate of a step depends on the length of the run."""
+    return any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
 
 
 def _shown(changes: Sequence[Change], config: Config) -> list[str]:
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" for c in _bits_changing(changes, config)):
         lines.append("the schedule follows the new length from here: not the run that would have been that long")
-    if _has_other_optimizer(changes):
-        lines.append("the moments of the optimizer begin again")
     return lines
-
-
-def _has_other_optimizer(changes: Sequence[Change]) -> bool:
-    """Whether the moments of the checkpoint are those of another optimizer."""
-    return any(change.key == "optimizer" for change in changes)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

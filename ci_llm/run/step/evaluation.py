@@ -242,26 +242,12 @@ class Evaluator:
         found = self._on_all_processes("judge", step, len(rows), 2 * micro_batch_size, work)
         return None if found is None else Ranking.joined(found)
 
-    def training_nll(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> float | None:
-        """The mean NLL of the agents on training rows, in nats per target token; None if a stop was asked for.
-
-        A collective. It takes the first rows, at most as many as an evaluation has.
-
-        Raises:
-            OutOfMemory: on every process, when the batches cannot be made smaller.
-        """
-        found = self._scores_on(rows, step, micro_batch_size, at_most=len(self.rows))
-        return None if found is None else fmean(found.mean_nll[:-1])
-
-    def _scores_on(
-        self, rows: TokenizedRows, step: int, micro_batch_size: int, at_most: int | None = None
-    ) -> Scores | None:
+    def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
         def work(rounds: Rounds) -> Scores | None:
             batches = (pack([rows[i] for i in part], part) for part in rounds.batches)
             return score(self._crowd, batches, self._config.aggregator, stop=rounds.stop_requested_here)
 
-        count = len(rows) if at_most is None else min(len(rows), at_most)
-        found = self._on_all_processes("score", step, count, 4 * micro_batch_size, work)
+        found = self._on_all_processes("score", step, len(rows), 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:

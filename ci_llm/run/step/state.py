@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.core.scores import METRICS
-from ci_llm.errors import CheckpointError
-from ci_llm.run.step.members import Members, OldPlaces
+from ci_llm.run.step.members import Members
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 
 
@@ -106,45 +105,6 @@ _KEYS: Final = {"rows_per_step": "effective_batch", "recovery": "healing"}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The decision of `crowd: auto`, and the numbers that led to it.
-
-    Attributes:
-        step: the step of the evaluation that decided.
-        training: nats per target token of the one agent on training rows.
-        validation: its nats per target token on validation rows.
-        alone: whether the agent stays alone; otherwise the others join it.
-    """
-
-    step: int
-    training: float
-    validation: float
-    alone: bool
-
-    def __str__(self) -> str:
-        what = "one agent stays alone" if self.alone else "the others join"
-        return (
-            f"decided after step {self.step}: {what}, because its nll is {self.training:.3f} on training rows and"
-            f" {self.validation:.3f} on new ones"
-        )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Choice:
-        """The inverse of `dataclasses.asdict`.
-
-        Raises:
-            CheckpointError: an earlier version made the choice, in whose runs all agents began.
-        """
-        if "alone" not in values:
-            raise CheckpointError(
-                "an earlier version decided about this crowd, in another way",
-                where="crowd: auto",
-                hint="overwrite_output_dir=true begins the run again and moves this one aside",
-            )
-        return cls(**values)
-
-
-@dataclass(frozen=True)
 class TrainState:
     """The position of a run.
 
@@ -159,7 +119,6 @@ class TrainState:
         clean_steps: steps since the last overflow or the last growth of the loss scale.
         validation: what the evaluations have shown so far.
         members: the members of the crowd; None: the agents of the configuration, from the first step on.
-        choice: the decision of `crowd: auto`; None: there is none yet.
     """
 
     step: int = 0
@@ -172,7 +131,6 @@ class TrainState:
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
     members: Members | None = None
-    choice: Choice | None = None
 
     @property
     def names(self) -> list[str]:
@@ -191,25 +149,19 @@ class TrainState:
         """Optimizer steps taken, counted for every agent that took them: they compare runs of different crowds."""
         return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
 
-    def with_members(self, members: Members, sources: OldPlaces) -> TrainState:
-        """The state of a crowd that has changed; the search for its best step begins again.
+    def with_members(self, members: Members, kept: Sequence[int]) -> TrainState:
+        """The state of a crowd from which agents have left; the search for its best step begins again.
 
         Args:
-            sources: see `OldPlaces`.
+            kept: the places of those that stay.
         """
-        before, new = self.recovery.agents, AgentRecovery()
-        recovery = replace(self.recovery, agents=tuple(new if place is None else before[place] for place in sources))
         return replace(
             self,
             members=members,
-            skipped=tuple(0 if place is None else self.skipped[place] for place in sources),
-            recovery=recovery,
+            skipped=tuple(self.skipped[place] for place in kept),
+            recovery=replace(self.recovery, agents=tuple(self.recovery.agents[place] for place in kept)),
             validation=Validation(self.validation.metric, self.validation.step),
         )
-
-    def with_choice(self, choice: Choice, members: Members) -> TrainState:
-        """The state with this decision, and the members that follow from it."""
-        return replace(self, choice=choice, members=members)
 
     def advance(self, samples: int, tokens: int, left_out: Sequence[int], overflowed: Sequence[int] = ()) -> TrainState:
         """The state after one optimizer step over `samples` rows.
@@ -238,11 +190,10 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        plain = {name: value for name, value in asdict(self).items() if name not in ("members", "choice")}
+        plain = {name: value for name, value in asdict(self).items() if name != "members"}
         values = {_KEYS.get(name, name): value for name, value in plain.items()}
         members = {"members": self.members.to_dict()} if self.members else {}
-        choice = {"choice": asdict(self.choice)} if self.choice else {}
-        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members | choice
+        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
@@ -256,7 +207,6 @@ class TrainState:
             else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
             "validation": Validation.from_dict(values.get("validation", {})),
             "members": Members.from_dict(values["members"]) if values.get("members") else None,
-            "choice": Choice.from_dict(values["choice"]) if values.get("choice") else None,
         }
         return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})
 
@@ -288,14 +238,10 @@ class LastGood:
         self._rows, self._optimizer = rows, optimizer
         self._snapshots: dict[int, _Snapshot] = {}
 
-    def replace_agents(self, rows: Sequence[nn.Parameter], sources: OldPlaces) -> None:
-        """Continue with the rows of a crowd that has changed."""
-        before, self._rows = self._snapshots, rows
-        known = {k: before[source] for k, source in enumerate(sources) if source is not None and source in before}
-        self._snapshots = {
-            k: _Snapshot(s.step, s.weights.clone(), {name: tensor.clone() for name, tensor in s.moments.items()})
-            for k, s in known.items()
-        }
+    def keep_agents(self, rows: Sequence[nn.Parameter], kept: Sequence[int]) -> None:
+        """Continue with the agents at these places, whose weights are `rows` now."""
+        self._rows = rows
+        self._snapshots = {k: self._snapshots[place] for k, place in enumerate(kept) if place in self._snapshots}
 
     def keep(self, agent: int, step: int) -> None:
         """Copy the agent as it is after `step` steps, into the place of the copy before."""
@@ -336,16 +282,11 @@ class LastGood:
         snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
         return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
 
-    def load(self, agents: Iterable[int], saved: Mapping[str, Any], *, with_moments: bool = True) -> None:
-        """The inverse of `state_of`.
-
-        Args:
-            with_moments: false if the moments are those of another optimizer.
-        """
+    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
+        """The inverse of `state_of`."""
         for k in agents:
             row, state = self._rows[k], saved[f"agent{k}"]
-            found = state["moments"] if with_moments else {}
-            moments = placed(found, row, self._optimizer)
+            moments = placed(state["moments"], row, self._optimizer)
             self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
 
 

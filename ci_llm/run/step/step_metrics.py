@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ci_llm.core.quantities import mean_of
 from ci_llm.core.run_status import RunStatus
-from ci_llm.run.step.members import OldPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +59,11 @@ class StepMetrics:
         self._trained = 0  # steps among the sums
         self.restart_clock()
 
-    def replace_agents(self, names: Sequence[str]) -> None:
-        """Continue with the agents of these names; a new one begins without any step."""
-        places = [self._names.index(name) if name in self._names else None for name in names]
-        self._sums = [*(0.0 if at is None else self._sums[at] for at in places), self._sums[-1]]
-        self._targets = [*(0 if at is None else self._targets[at] for at in places), self._targets[-1]]
-        norms = torch.zeros(2, len(places), dtype=torch.float64, device=self._device)
-        for place, at in enumerate(places):
-            if at is not None:
-                norms[:, place] = self._norms[:, at]
-        self._names, self._norms = [*names], norms
+    def keep_agents(self, kept: Sequence[int]) -> None:
+        """Continue with the agents at these places."""
+        self._names, self._norms = [self._names[place] for place in kept], self._norms[:, [*kept]]
+        self._sums = [*(self._sums[place] for place in kept), self._sums[-1]]
+        self._targets = [*(self._targets[place] for place in kept), self._targets[-1]]
 
     def restart_clock(self) -> None:
         """Measure the speed from here."""
@@ -193,13 +187,11 @@ class Learning:
     _recent: deque[tuple[float, ...]] = field(default_factory=deque)
     _still: list[int] = field(default_factory=list)
 
-    def replace_agents(self, names: Sequence[str], sources: OldPlaces) -> None:
-        """Continue with a crowd that has changed."""
-        self.names = names
-        self._recent = deque(
-            tuple(math.nan if place is None else losses[place] for place in sources) for losses in self._recent
-        )
-        self._still = [0 if place is None else self._still[place] for place in sources] if self._still else []
+    def keep_agents(self, kept: Sequence[int]) -> None:
+        """Continue with the agents at these places."""
+        self.names = [self.names[place] for place in kept]
+        self._recent = deque(tuple(losses[place] for place in kept) for losses in self._recent)
+        self._still = [self._still[place] for place in kept] if self._still else []
 
     @property
     def window(self) -> int:
