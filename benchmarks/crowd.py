@@ -241,7 +241,7 @@ def over_rows(values: Tensor) -> float:
 
 def choose_learning_rates(rows: int, folder: Path, jobs: int) -> str:
     """The results of crowd and controls on the validation split with each learning rate; no test row is used."""
-    wanted = [(system, rate) for system in (CROWD, RANK, STEPS, BRANCHES) for rate in LEARNING_RATES]
+    wanted = [(system, rate) for system in (CROWD, RANK, STEPS) for rate in LEARNING_RATES]
     paths = [folder / f"{rows}" / "rates" / system.name.replace(" ", "_") / rate for system, rate in wanted]
     with ThreadPoolExecutor(jobs) as pool:
         own = {"seed": str(SEED_OF_CHOICES)}

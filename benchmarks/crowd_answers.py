@@ -5,7 +5,6 @@ Legend: K agents, S targets, n rows.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ci_llm.base.gguf import gguf_file, plain_folder
 from ci_llm.base.load import load_base
-from ci_llm.cli.main import main as ci_llm
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
@@ -121,13 +119,6 @@ def distillates(checkpoint: Path, _: Path) -> Answers:
     student, control = distil(saved, parse_config(saved.run_config, "config.yaml"), Distillation(learning_rate=2e-3))
     rows = embedded("test")
     return {"distilled": alone(saved, student, rows), "distilled, own labels": alone(saved, control, rows)}
-
-
-def _ask(run: Path, split: str, *options: str) -> list[dict[str, Any]]:
-    output = run / f"{split}.jsonl"
-    if ci_llm(["evaluate", str(run), "--split", split, "--output", str(output), *options]):
-        raise SystemExit(2)
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 # Teacher forcing
