@@ -90,6 +90,8 @@ def read_run_config(checkpoint: Path) -> Config | None:
     if record is None:
         return None
     config = parse_config(read_file(checkpoint, _CONFIG, record).decode(), str(checkpoint / _CONFIG))
+    if META_FILE not in manifest.files:  # no crowd: who opens it says so
+        return config
     meta = json.loads(read_file(checkpoint, META_FILE, manifest.files[META_FILE]))
     found: Config = without_function(config, LoraSettings.from_dict(meta["lora"]).outputs)
     return found

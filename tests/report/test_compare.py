@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.core.curves import HEIGHT, draw_curves
 from ci_llm.core.scores import share_interval, unpaired_interval
@@ -201,8 +203,9 @@ def test_processes_and_rows_per_step_are_shown_where_they_differ(
     """No key differs between runs of one and of two processes with the same batch_size."""
     for folder, processes, rows in ((two[0], 1, 8), (two[1], 2, 16)):
         checkpoint = Path(folder, "checkpoint_step_20")
-        (checkpoint / "manifest.json").write_text(json.dumps({"surroundings": {"processes": processes}}))
-        (checkpoint / "train_state.json").write_text(json.dumps({"effective_batch": rows}))
+        state = {"config.yaml": (checkpoint / "config.yaml").read_bytes(), "train_state": {"effective_batch": rows}}
+        shutil.rmtree(checkpoint)
+        write_checkpoint(checkpoint, state, step=20, info={"surroundings": {"processes": processes}})
     assert main(["compare", *two]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^processes +1 +2$", said, re.MULTILINE)

@@ -277,7 +277,7 @@ def test_a_short_request_is_answered_while_a_long_text_is_tokenised(
     asking = threading.Thread(target=lambda: answers.append(small_pieces.post("/v1/completions", body)))
     asking.start()
     assert tokenizer.at_gate.wait(DEADLINE_S)
-    other = httpx.post(f"{small_pieces.url}/v1/completions", json={**body, "prompt": "x"}, timeout=10)
+    other = httpx.post(f"{small_pieces.url}/v1/completions", json={**body, "prompt": "x"}, timeout=DEADLINE_S)
     assert other.json()["usage"]["completion_tokens"] == 1
     assert not answers
     tokenizer.opened.set()
