@@ -94,7 +94,7 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
         chat(ci_llm={"minimum_confidence": 0.5}), 400, "no_calibration", "ci_llm.minimum_confidence",
     ),
     "an agent has no crowd": (chat(model="agent0", ci_llm={"include_agents": True}), 400, "invalid_value", "ci_llm"),
-    "9 MiB": (b'{"model": "' + b"x" * (9 << 20) + b'"}', 413, "request_too_large", None),
+    "3 MiB": (b'{"model": "' + b"x" * (3 << 20) + b'"}', 413, "request_too_large", None),
 }  # fmt: skip
 COMPLETIONS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "a token id out of range": ({"prompt": [10**6]}, 400, "invalid_type", "prompt"),
@@ -219,7 +219,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
 @pytest.mark.slow
 def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, tokenizer: Tokenizer) -> None:
     text = "7 pens " * 100_000
-    said = [{"role": "user", "content": ""}] * 100_000
+    said = [{"role": "user", "content": ""}] * 50_000
     bodies: dict[str, tuple[str, Any, tuple[int, str, str]]] = {
         "a text": ("completions", {"prompt": text}, (400, "context_length_exceeded", "prompt")),
         "a chat": ("chat/completions", says(text), (400, "context_length_exceeded", "messages")),
