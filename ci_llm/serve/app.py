@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Handle = Callable[[Request], Awaitable[Response]]
-#: Reading a body takes the interpreter for so long that nobody else is answered: 0.06 s for the worst of this size.
+#: Reading a body takes the interpreter, and nobody else is answered: less than 0.1 s for this size.
 LARGEST_BODY: Final = 2 << 20
 _ENDLESS: Final = 8  # times the largest body
 _OWN_PAGES: Final = ("same-origin", "none")
