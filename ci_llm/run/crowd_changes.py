@@ -65,6 +65,7 @@ def make_due_changes(run: Run) -> None:
     if members is not before:
         kept = [before.folders.index(name) for name in members.folders]
         keep_agents(run, members, kept)
+        run.learning.keep_agents(kept)
         run.batch_places = [run.batch_places[place] for place in kept]
         for change in members.made[len(before.made) :]:
             logger.info(f"crowd     after step {run.state.step}: {change}; the crowd is {', '.join(members.folders)}")
@@ -90,7 +91,6 @@ def keep_agents(run: Run, members: Members, kept: Sequence[int]) -> None:
     run.max_grad_norms = [own.max_grad_norm for own in config.each_agent]
     run.last_good.keep_agents(crowd.agents.rows, kept)
     run.step_metrics.keep_agents(kept)
-    run.learning.keep_agents(kept)
     run.state = run.state.with_members(members, kept)
 
 
