@@ -22,6 +22,7 @@ from torch import Tensor
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
+from ci_llm.errors import BadInput
 from ci_llm.run.context import Run
 from ci_llm.run.setup import lengths_of
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
@@ -99,12 +100,22 @@ def return_to(run: Run, saved: TrainState) -> None:
 
     Args:
         saved: the state in the checkpoint.
+
+    Raises:
+        BadInput: the configuration no longer has the entry of an agent.
     """
     run.state = replace(run.state, rows_per_step=saved.rows_per_step)
     run.total_steps = steps_of(run.config, lengths_of(run.rows), saved.rows_per_step)
     run.rows, run.plan = rows_and_plan(run.config, run.rows, run.state.members, saved.rows_per_step)
     if saved.members is not None and saved.members.made:
-        keep_agents(run, saved.members, [each.number for each in saved.members.agents])
+        numbers = [each.number for each in saved.members.agents]
+        if max(numbers) >= run.crowd.num_agents:
+            raise BadInput(
+                f"a run that began with at least {max(numbers) + 1} agents resumes with {run.crowd.num_agents}",
+                where="agents, num_agents",
+                hint="leave the entry of an agent that was stopped where it was: the others have their place by it",
+            )
+        keep_agents(run, saved.members, numbers)
     run.learning_rates = schedules(run.present_config, run.total_steps)
 
 

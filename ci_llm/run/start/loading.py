@@ -29,7 +29,7 @@ from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.data.units import FEW_CLASSES, Label, are_numbers, class_names, labels_of, name_of
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import BadInput, ConfigError, DataError
+from ci_llm.errors import ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized, require_class
 from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
 from ci_llm.run.step.members import Members, config_of
@@ -231,22 +231,12 @@ def rows_and_plan(
     Args:
         rows: the rows with which the run begins; those of every agent, if agents of the configuration have their own.
         rows_per_step: the rows per step of all agents, or of each that has its own.
-
-    Raises:
-        BadInput: the configuration no longer has the entry of a member.
     """
     now = config_of(config, members)
-    if isinstance(rows, AgentRows):
-        numbers = [each.number for each in members.agents] if members else [*range(len(rows.each))]
-        if max(numbers) >= len(rows.each):
-            raise BadInput(
-                f"a run that began with at least {max(numbers) + 1} agents resumes with {len(rows.each)} in agents",
-                where="agents",
-                hint="leave the entry of an agent that was stopped where it was: the others have their rows by place",
-            )
-        each = tuple(rows.each[number] for number in numbers)
-    else:
+    if not isinstance(rows, AgentRows):
         return rows, Plan(len(rows), rows_per_step, now.data_seeds[0])
+    numbers = [each.number for each in members.agents] if members else [*range(len(rows.each))]
+    each = tuple(rows.each[number] for number in numbers)
     plans = zip(each, now.data_seeds, strict=True)
     return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
 
