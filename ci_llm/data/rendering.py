@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Template, TemplateError, nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +77,8 @@ class Rendering:
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> tuple[Template, bool]:
     """The template with its notes, and whether it marks what is generated."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds: not for help alone
+
     environment = _compile_jinja_template(template).environment  # the sandbox of Transformers, with its filters
     tree, noting = environment.parse(template), _Noting()
     noting.mark(tree)

@@ -263,7 +263,9 @@ def test_a_save_whose_thread_does_not_start_is_not_written_later(
         assert contents(dict(manager.restore(2))) == contents(training.state)
 
 
-LEAVES = """
+LEAVES = (
+    f"DEADLINE_S = {DEADLINE_S}"
+    + """
 import sys, threading, torch
 from pathlib import Path
 from ci_llm.checkpoints.layout import numbered_steps
@@ -289,6 +291,7 @@ if "lose" in sys.argv:
     (folder / ".attempt-1").rename(folder / ".attempt-9")
 last_line.set()
 """
+)
 
 
 def leave(*arguments: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +31,7 @@ from ci_llm.config.config import DUMPED_IF_SET
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
 from ci_llm.config.parsing import NULL_WORDS, Scalar, UnreadableError, kinds_of, read_value
 from ci_llm.errors import ConfigError
+from tests.config.fuzz import fuzz
 from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
@@ -920,7 +920,7 @@ def test_scheduler_names_are_those_of_transformers() -> None:
 
 @pytest.mark.slow
 def test_mutated_configurations_are_valid_or_refused_in_words() -> None:
-    outcome = runpy.run_path(str(ROOT / "benchmarks" / "config_fuzz.py"))["fuzz"](cases=300, seed=1)
+    outcome = fuzz(cases=300, seed=1)
     assert outcome.valid + outcome.refused == 300
     assert min(outcome.valid, outcome.refused) > 20
 

@@ -156,7 +156,7 @@ def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_layers_below_the_agents_keep_one_cache_for_all() -> None:
+def test_layers_without_adapters_keep_a_cache_for_each_agent() -> None:
     crowd = moved(crowd_of(base("llama", torch.float32, layers=4), layers="upper_half"))
     requests = mixed(PROMPTS[:5])
     decoder = Decoder(crowd, len(requests), reuse=False)
@@ -164,7 +164,7 @@ def test_layers_below_the_agents_keep_one_cache_for_all() -> None:
     decoder.step()
     shape = crowd.model.config
     column = 2 * shape.num_key_value_heads * shape.head_dim * 4
-    assert decoder.nbytes == sum(map(whole_blocks, map(len, PROMPTS[:5]))) * column * (2 + 2 * K)
+    assert decoder.nbytes == sum(map(whole_blocks, map(len, PROMPTS[:5]))) * column * 4 * K
     written(crowd, again := mixed(PROMPTS[:5]), slots=7)
     for request in again:
         found = request.tokens, [each.log_probability for each in request.chosen]

@@ -272,7 +272,7 @@ def test_the_estimate_of_a_preset_fits_the_hardware_that_it_names(preset: str) -
     assert needed == pytest.approx(float(told[1]), abs=1)
 
 
-def test_the_estimate_counts_the_layers_below_all_agents_once_and_nothing_kept_of_them() -> None:
+def test_the_estimate_counts_nothing_kept_of_the_layers_below_all_adapters() -> None:
     shape, sizes = AutoConfig.from_pretrained(BASE_FOLDER), {"rows": 1, "tokens": 64, "targets": 4}
     every, upper = (
         trace(load_config(None, [f"agent_layers={layers}"]), shape, torch.device("cpu"), **sizes)
@@ -281,7 +281,7 @@ def test_the_estimate_counts_the_layers_below_all_agents_once_and_nothing_kept_o
     assert upper.agent_parameters * 2 == every.agent_parameters
     assert upper.base_bytes == every.base_bytes
     assert upper.activation_bytes < 0.6 * every.activation_bytes
-    assert upper.flops < 0.6 * every.flops
+    assert upper.flops < 0.8 * every.flops  # no backward pass there
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("null", 32), ("nf4", 4), ("int8", 8)])

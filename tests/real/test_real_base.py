@@ -255,7 +255,7 @@ def test_agents_and_crowd_write_what_plain_peft_does(crowd: Crowd, undisturbed: 
 
 def test_a_chat_has_the_tokens_of_its_template(crowd: Crowd) -> None:
     tokenizer = tokenizer_of(crowd)
-    turns = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "1 + 1?"), ("assistant", " 2\n")]
+    turns = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "1 + 1?"), ("assistant", "2\n")]
     lines = (ROWS / "test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     chats = [Chat(tuple(Message(*turn) for turn in turns)), *(as_chat(json.loads(line)) for line in lines)]
     for chat in chats:

@@ -164,7 +164,7 @@ def test_a_resumed_run_names_the_agents_that_are_left(tmp_path: Path, monkeypatc
     class StopsAgent0:
         def on_step_end(self, args: object, state: TrainerState, control: TrainerControl) -> None:
             if state.global_step == 1:
-                ask(tmp_path, "stop", 0, {})
+                ask(tmp_path, 0)
             control.should_training_stop = state.global_step == 3
 
     begun: list[Learning] = []

@@ -18,9 +18,12 @@ K = 3
 
 
 def _rows_are_alike() -> bool:
-    x, weight = (torch.arange(64.0 * rows).sin().view(rows, 64) for rows in (32, 48))
-    whole = torch.nn.functional.linear(x, weight)
-    return all(torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n]) for n in range(4, 32))
+    for inner in (64, 128, 352):  # the widths of the toys and of the embedded base
+        x, weight = (torch.arange(float(inner * rows)).sin().view(rows, inner) for rows in (32, 128))
+        whole = torch.nn.functional.linear(x, weight)
+        if not all(torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n]) for n in range(4, 32)):
+            return False
+    return True
 
 
 #: Bits in any company, and in batches of any size, are promised where a row of a product does not depend on how many
