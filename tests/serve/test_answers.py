@@ -15,7 +15,7 @@ from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.embedded import rows
 from tests.serve.listening import QUESTION, Listening, chat
-from tests.support.crowds import K
+from tests.support.crowds import K, bits_in_company
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +170,7 @@ def test_prompts_of_completions_are_strings_or_ids_and_are_continued_as_they_are
     assert told["count"] == served.ask(max_tokens=1)["usage"]["prompt_tokens"] == len(told["tokens"])
 
 
+@bits_in_company
 def test_developer_messages_and_text_parts_are_read_as_system_messages_and_texts(served: Listening) -> None:
     def ask(role: str, content: Any) -> dict[str, Any]:
         messages = [{"role": role, "content": "Be short."}, {"role": "user", "content": content}]
