@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -45,17 +43,6 @@ def seed_everything(*parts: int | str) -> None:
     random.seed(key)
     np.random.seed(key % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(key)
-
-
-def capture_draws(*tensors: Tensor) -> Callable[[], None]:
-    """A call that sets torch's generators, on the CPU and where these tensors are, to the state that they have now."""
-    on_cpu, elsewhere = torch.get_rng_state(), get_device_states(*tensors)
-
-    def restore_draws() -> None:
-        torch.set_rng_state(on_cpu)
-        set_device_states(*elsewhere)
-
-    return restore_draws
 
 
 def capture() -> dict[str, Any]:
