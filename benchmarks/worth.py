@@ -50,7 +50,7 @@ from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
 
 K, ROWS_PER_STEP, RANK = 4, 8, 16
-DTYPE = "bf16"  # of training and of scoring
+DTYPE = "fp32"  # of training and of scoring: processors without bf16 units take part
 #: The rule, which decides what README may promise; `verdict` applies it.
 RULE: Final = (
     "If no crowd beats the single agent of the same compute in NLL with its interval above zero in a regime,"
