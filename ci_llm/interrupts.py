@@ -152,18 +152,6 @@ class Interrupts:
         self._install_handlers(self._stop_signals | self._save_signals)
         return self
 
-    def set_signals(self, stop: Iterable[str], save: Iterable[str]) -> None:
-        """Change the signals that stop and that save. Requests stay; a signal in neither gets its old handler back.
-
-        Raises:
-            ConfigError: as above; then nothing has changed.
-        """
-        self._stop_signals, self._save_signals = _signal_numbers(stop, save)
-        if self.installed:
-            wanted, handled = self._stop_signals | self._save_signals, self._old_handlers.keys()
-            self._restore_handlers(handled - wanted)
-            self._install_handlers(wanted - handled)
-
     def restore(self) -> None:
         """Restore the previous handlers and end the thread; the requests stay readable. For the main thread."""
         if not self.installed:

@@ -184,6 +184,16 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
         return found
 
+    def of_trials(self, steps: int, changes: Mapping[str, Any]) -> Config:
+        """The changed configuration, in which the agents are trials of a sweep with `steps` optimizer steps each.
+
+        A learning rate follows the schedule of so many, wherever this run ends, and a trial that stays nonfinite takes
+        no further steps, while the others continue.
+        """
+        found = self.model_copy(update=changes)
+        super(Config, found).__setattr__("_trial_steps", steps)
+        return found
+
     @property
     def run_folder(self) -> Path:
         """`output_dir`, or its sub-folder `experiment_name`."""

@@ -93,10 +93,6 @@ else:
     Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
-Signals = Annotated[
-    tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
-    BeforeValidator(_as_tuple),
-]
 
 
 class Traits(TypedDict, total=False):

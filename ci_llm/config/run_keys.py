@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from ci_llm.config.key import (
     Amount,
@@ -16,12 +16,10 @@ from ci_llm.config.key import (
     PathText,
     Positive,
     Seconds,
-    Signals,
     Size,
     Text,
     Trackers,
     ending,
-    exact,
     free,
     rounding,
 )
@@ -75,16 +73,11 @@ class LogKeys(Keys):
     progress_bar: bool = free(
         True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
     )
-    show_loss_curve: bool = free(False, "draw the losses in characters after every evaluation")
-    show_example: bool = free(
-        True, "show one question with the crowd's answer after every evaluation, if rows have questions"
-    )
     write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
     loss_csv: bool = free(
         False, "write the loss of every optimizer step to loss_log.csv, with the columns Step and Loss"
     )
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
-    log_memory_usage: bool = free(False, "log the memory in use with every logged step")
     profile_steps: Count | None = free(
         None, "trace the first n steps after each start into the sub-folder profile; null: off"
     )
@@ -163,33 +156,17 @@ class CheckpointKeys(Keys):
 class InterruptionKeys(Keys):
     """Interruption, walltime, SLURM"""
 
-    stop_signals: Signals = free(("SIGTERM", "SIGINT", "SIGUSR2"), "signals after which the run saves and ends")
-    save_signals: Signals = free(("SIGUSR1",), "signals after which the run saves and continues")
     grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
     max_runtime: Seconds | None = free(
         None, "save and end before n seconds, 1h30m or HH:MM:SS have passed; null: no limit"
     )
-    stop_before_walltime: bool | Literal["auto"] = free(
-        "auto", "save and end before the time limit of the job; auto: under SLURM"
-    )
     requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
-    max_requeues: Size = free(100, "how often a job is requeued at most")
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
 
 
 class RecoveryKeys(Keys):
     """Self-healing"""
 
-    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(
-        1.5, "divides the learning rate of an agent after a non-finite step"
-    )
-    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row after which an agent is rolled back")
-    good_after_steps: Count = exact(50, "finite steps in a row after which an agent counts as healthy again")
-    drop_nonfinite_agents: bool = exact(
-        False,
-        "an agent that stays nonfinite takes no further steps, and the others continue; false: the run ends",
-        if_set=True,
-    )
     hang_timeout: Seconds | None = free(
         None, "seconds without progress that count as a hang; null: learned from the steps so far"
     )

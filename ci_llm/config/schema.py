@@ -379,12 +379,6 @@ class TrainingKeys(Keys):
         own=3,
         stronger_than="num_warmup_steps_ratio",
     )
-    schedule_steps: Count | None = exact(
-        None,
-        "optimizer steps over which the learning rate follows its schedule; null: those of the whole run",
-        if_set=True,
-        no_sweep=("every trial follows the schedule of the whole length", "leave it out"),
-    )
     row_weights: Literal["uniform", "bootstrap"] = exact(
         "uniform",
         "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1",

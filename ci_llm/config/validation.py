@@ -51,9 +51,6 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
     if c.without_effect.get("greater_is_better") not in (None, greater):
         what = f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better"
         yield Clash(("greater_is_better", "metric_for_best_model"), what, "leave greater_is_better out")
-    if both := [name for name in c.stop_signals if name in c.save_signals]:
-        what = f"{both[0]} cannot mean both stop and save"
-        yield Clash(("stop_signals", "save_signals"), what, "take it out of stop_signals or out of save_signals")
     if c.restart_from is not None and c.overwrite_output_dir:
         yield Clash(
             ("restart_from", "overwrite_output_dir"),

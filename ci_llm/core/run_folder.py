@@ -328,6 +328,10 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
 SKIPPED_BATCHES: Final = "skipped_batches.json"
 
 
+#: Finite steps in a row that end an episode of nonfinite ones: what leads to one begins some steps before it.
+GOOD_AFTER_STEPS: Final = 50
+
+
 @dataclass(frozen=True)
 class BadBatch:
     """A step in which every agent was nonfinite. A later attempt compares the rows: the step may hold others then."""

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import socket
 import statistics
 import sys
@@ -25,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.cluster.slurm import read_job
 from ci_llm.core import work
-from ci_llm.core.curves import draw_curves
 from ci_llm.core.durable import write_bytes
-from ci_llm.core.metrics_file import METRICS_NAME, Record, number, read_records, record_of
+from ci_llm.core.metrics_file import METRICS_NAME, Record, read_records, record_of
 from ci_llm.core.quantities import duration, finite, size
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
@@ -130,10 +128,6 @@ class MetricsFile(FileOfSteps):
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
         return {name: value for record in self._records() if record["step"] == step for name, value in record.items()}
 
-    def points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a number, in order."""
-        return [(record["step"], number(record[name])) for record in self._records() if name in record]
-
     def last(self) -> dict[str, Any]:
         """`step` and `time` of the last whole record; empty without any."""
         record = next(filter(None, map(record_of, reversed(self._lines()))), {})
@@ -163,7 +157,6 @@ def _json_value(value: object) -> object:
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
 LOSSES_NAME: Final = "loss_log.csv"
-WIDEST_CURVE: Final = 100  # columns
 
 
 class RunLog:
@@ -268,14 +261,6 @@ class RunLog:
         if result is not None and result.saved and result.step > self._last_saved:
             self._last_saved = result.step
             logger.info(f"saved     step {result.step}, {size(result.nbytes)} in {duration(result.seconds)}")
-
-    def show_loss_curve(self) -> None:
-        """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
-        if not self._is_main_process or self._quiet:
-            return
-        curves = {"o": self._metrics.points("train/task_loss"), "x": self._metrics.points("eval/crowd/nll")}
-        if drawn := draw_curves(curves, min(shutil.get_terminal_size().columns - 1, WIDEST_CURVE)):
-            self._terminal.show(f"{drawn}\n{'':10}o training loss, mean of the agents   x loss of the crowd, held out")
 
     def begin_progress(self, position: Position) -> None:
         """Show where the run begins."""

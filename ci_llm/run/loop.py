@@ -235,9 +235,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         run.learning.look(norms.tolist())
     run.learning.report(run.status, run.present_config.learning_rates)
     metrics |= recovery_metrics(run.state, run.config.batch_size)
-    if run.config.log_memory_usage:
-        metrics |= memory_in_use(run.crowd.device)
-    metrics |= run.step_metrics.speed() | run.mirror.metrics()
+    metrics |= memory_in_use(run.crowd.device) | run.step_metrics.speed() | run.mirror.metrics()
     run.log.metrics(step, metrics)
     run.step_metrics.restart()
     run.call_event("on_log", logs=metrics)
@@ -254,13 +252,10 @@ def evaluate(run: Run) -> str | None:
         run.last_scores = scores
         line = evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)
         logger.info(f"{line}{run.state.best_note}")
-        if run.config.show_loss_curve:
-            run.log.show_loss_curve()
-        if run.config.show_example:
-            with run.step_metrics.paused():
-                example = run.evaluator.example(run.state.step)
-            if example is not None:
-                logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
+        with run.step_metrics.paused():
+            example = run.evaluator.example(run.state.step)
+        if example is not None:
+            logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
         run.call_event("on_evaluate", metrics=metrics)
         if run.is_finished:
             threshold = run.config.early_stopping_threshold

@@ -174,8 +174,8 @@ def _nonfinite_response(
     def may_write() -> bool:
         return processes.is_main_process and manager.holds_lease()
 
-    bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write, drops_agents=config.drop_nonfinite_agents)
+    drops = config.trial_steps is not None
+    return NonFiniteResponse(Bounds(), last_good, config.run_folder, may_write, drops_agents=drops)
 
 
 def _first_state(config: Config, rows_per_step: int) -> TrainState:

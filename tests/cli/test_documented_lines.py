@@ -62,7 +62,6 @@ WORK: list[tuple[str, dict[str, Any]]] = [
             "save_steps": 10,
             "experiment_name": "default-exp",
             "checkpoint_backend": "distributed",
-            "stop_before_walltime": True,
         },
     ),
     (f"python train.py {PYRECOVER} --distributed", {"max_train_steps": 1000}),
@@ -78,7 +77,7 @@ WORK: list[tuple[str, dict[str, Any]]] = [
         "sbatch slurm/train.sbatch --distributed --continue --use_torch_distributed_ckpt",
         {"checkpoint_backend": "distributed"},
     ),
-    ("sbatch slurm/train.sbatch --distributed --timeaware-checkpointing", {"stop_before_walltime": True}),
+    ("sbatch slurm/train.sbatch --distributed --timeaware-checkpointing", {}),
 ]
 
 #: Lines that are refused; the one message names every way.

@@ -28,7 +28,7 @@ from ci_llm.config import (
     read_config,
 )
 from ci_llm.config.config import DUMPED_IF_SET
-from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
+from ci_llm.config.foreign import ALIASES, NO_EFFECT, REMOVED, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.parsing import NULL_WORDS, Scalar, UnreadableError, kinds_of, read_value
 from ci_llm.errors import ConfigError
 from tests.config.fuzz import fuzz
@@ -135,7 +135,7 @@ def test_the_contract_of_names_and_defaults() -> None:
     defaults = Config().model_dump()
     assert {key: defaults[key] for key in FIXED_DEFAULTS} == FIXED_DEFAULTS
     for key in KEYS_OF_THE_ORIGINAL:
-        assert ALIASES.get(key, key) in {*defaults, *NO_EFFECT}, key
+        assert ALIASES.get(key, key) in {*defaults, *NO_EFFECT, *TRANSLATIONS}, key
 
 
 def test_tables_name_existing_keys() -> None:
@@ -254,10 +254,6 @@ def test_a_file_that_is_not_a_configuration_is_refused_by_name(value: Any) -> No
         (["report_to=[]"], {"report_to": ()}),
         (["report_to=['none']"], {"report_to": ()}),
         (["report_to=wandb,tensorboard"], {"report_to": ("wandb", "tensorboard")}),
-        (
-            ["stop_signals=SIGUSR1,SIGTERM", "save_signals=none"],
-            {"stop_signals": ("SIGUSR1", "SIGTERM"), "save_signals": ()},
-        ),
         (["--auto_resume"], {}),
         (
             ["--resume-from-checkpoint", "runs/checkpoint_step_20"],
@@ -266,7 +262,7 @@ def test_a_file_that_is_not_a_configuration_is_refused_by_name(value: Any) -> No
         (["--resume_from_checkpoint=false"], {"resume_from_checkpoint": None}),
         (["--use-torch-distributed-ckpt"], {"checkpoint_backend": "distributed"}),
         (["--use_torch_distributed_ckpt", "--seed=1"], {"checkpoint_backend": "distributed", "seed": 1}),
-        (["--timeaware-checkpointing"], {"stop_before_walltime": True}),
+        (["--timeaware-checkpointing"], {}),
         (["--training-steps", "9", "--sequence-length", "64"], {"max_train_steps": 9, "max_seq_length": 64}),
         (["--model-dtype", "bfloat16"], {"model_dtype": "bf16"}),
         (["checkpoint_interval=60", "samples=7"], {"save_interval_seconds": 60.0, "max_train_samples": 7}),
@@ -289,8 +285,8 @@ def test_forms_of_the_command_line(arguments: list[str], values: dict[str, Any])
 
 
 @pytest.mark.parametrize("none", ['"none"', "[none]", '["none"]', "[]", "none", "null"])
-@pytest.mark.parametrize("key", ["report_to", "save_signals"])
-def test_none_is_an_empty_list_of_choices_however_it_is_written(key: str, none: str, file: Path) -> None:
+def test_none_is_an_empty_list_of_choices_however_it_is_written(none: str, file: Path) -> None:
+    key = "report_to"
     for text in (f"{key}: {none}\n", f'{{"{key}": {none}}}'):
         file.write_text(text)
         assert getattr(load_config(file), key) == ()
@@ -616,7 +612,7 @@ def test_a_command_line_without_some_keys() -> None:
         "lora_target_modules: []",
         "agent_layers: [-1]",
         "agent_layers: upper_hal",
-        "stop_signals: [[SIGTERM]]",
+        "report_to: [[wandb]]",
         "report_to: [tensorbord]",
         "report_to: wand",
         "model_name: null",
@@ -627,8 +623,6 @@ def test_a_command_line_without_some_keys() -> None:
         "interrupted_exit_code: 256",
         "model_dtype: fp64\nmixed_precision: bf16",
         "early_stopping_patience: 2\neval_steps: null",
-        "stop_signals: [SIGTERM, SIGUSR1]",
-        "save_signals: [SIGKILL]",
     ],
 )
 def test_bad_lines(file: Path, line: str, messages: Messages) -> None:
@@ -668,10 +662,6 @@ def test_bad_lines(file: Path, line: str, messages: Messages) -> None:
         ["diversity=joint"],
         ["diversity=swd_raw"],
         ["crowd=auto"],
-        ["branch_at=0.5"],
-        ["optimizer=ivon"],
-        ["ivon_ess=100"],
-        ["ivon_hess_init=2"],
     ],
     ids=lambda value: ascii(" ".join(value)),
 )
@@ -791,8 +781,8 @@ def test_a_slice_that_has_no_other_form_is_not_said_to_have_one(split: str, hint
 
 
 def test_one_name_alone_is_a_list_of_one_in_python_too() -> None:
-    config = Config(report_to="tensorboard", lora_target_modules="q_proj", stop_signals="SIGTERM")
-    assert config == load_config(None, ["report_to=tensorboard", "lora_target_modules=q_proj", "stop_signals=SIGTERM"])
+    config = Config(report_to="tensorboard", lora_target_modules="q_proj")
+    assert config == load_config(None, ["report_to=tensorboard", "lora_target_modules=q_proj"])
     words = ["report_to=wandb,tensorboard", "lora_target_modules=[q_proj, v_proj]"]
     assert Config(report_to="wandb,tensorboard", lora_target_modules="[q_proj, v_proj]") == load_config(None, words)
     with pytest.raises(ConfigError, match="report_to is 'tensorbord', but takes a list of"):
@@ -814,9 +804,15 @@ def test_notices() -> None:
     assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
 
 
-def test_the_value_of_a_removed_key_that_means_off_is_accepted() -> None:
-    off = ["crowd=fixed", "branch_at=null", "optimizer=adamw", "ivon_ess=null", "diversity=none"]
-    assert load_config(None, off) == Config()
+@pytest.mark.parametrize("name", [*REMOVED, "optimizer"])
+def test_a_removed_key_is_refused_but_for_the_values_that_mean_what_every_run_does(name: str, file: Path) -> None:
+    usual, _, instead = REMOVED.get(name, (["adamw"], "", UNSUPPORTED[name][1]))
+    for value in usual:
+        file.write_text(f"{name}: {value}\n")
+        assert load_config(file) == load_config(None, [f"{name}={value}"]) == Config()
+    error = refusal(None, f"{name}=another")
+    assert error.what.startswith(f"{name} is not a key here")
+    assert error.hint == instead
 
 
 @pytest.mark.parametrize(

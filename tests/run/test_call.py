@@ -117,7 +117,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_callbacks_receive_every_event_and_change_no_bit(plain: Path, tmp_path: Path) -> None:
     witness = Witness()
-    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], show_example=False)
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness])
     assert (result.status, result.step, result.reason) == ("completed", 4, None)
     assert witness.told == [
         ("begin", 0),

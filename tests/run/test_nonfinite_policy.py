@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ci_llm.config import Config
 from ci_llm.core.run_folder import BadBatch
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.step.nonfinite import Findings, findings_of
@@ -104,12 +103,6 @@ def test_a_finite_step_of_a_run_without_faults_changes_nothing() -> None:
     assert (recovery.lr_factor(0), recovery.limit(8), recovery.is_bad_batch(5, lambda _: [1])) == (1.0, 8, False)
     assert (recovery.micro_batch_size, recovery.recompute) == (None, False)
     assert replace(recovery, micro_batch_size=4).limit(8) == 4
-
-
-def test_the_bounds_are_those_of_the_configuration() -> None:
-    config = Config()
-    told = (config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    assert Bounds(*told) == Bounds()
 
 
 def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:

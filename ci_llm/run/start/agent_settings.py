@@ -90,10 +90,9 @@ def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     """The learning rate as a pure function of the 0-based step.
 
-    With `schedule_steps` it is the rate of a run of that many steps, wherever this run ends; later steps have the last
-    rate.
+    That of a trial follows the length of a whole trial, wherever this run ends; later steps have the last rate.
     """
-    total = config.schedule_steps or total_steps
+    total = config.trial_steps or total_steps
     share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
     return lambda step: config.learning_rate * share(min(step, total))
 

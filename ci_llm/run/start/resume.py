@@ -478,7 +478,7 @@ def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
 
 def _follows_length(config: Config) -> bool:
     """Whether the learning rate of a step depends on the length of the run."""
-    return any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
+    return config.trial_steps is None and any(own.lr_scheduler_type != "constant" for own in config.each_agent)
 
 
 def _shown(changes: Sequence[Change], config: Config) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from ci_llm.core.run_folder import BadBatch
+from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
 
 #: The smallest factor to which cuts reduce an agent's learning rate. Below it, an agent that is nonfinite now and then
 #: would stop moving.
@@ -24,18 +24,18 @@ LEAST_LR_FACTOR: Final = 0.01
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits of the responses, by keys of the configuration.
+    """The limits of the responses.
 
     Attributes:
-        lr_divisor: `nonfinite_lr_factor`, at least 1: a nonfinite step divides the agent's learning rate by it.
-        max_in_a_row: `max_consecutive_nonfinite`.
-        good_after: `good_after_steps`: this many finite steps in a row end an episode.
+        lr_divisor: a nonfinite step divides the agent's learning rate by it; 1.5 as in safe_train.py.
+        max_in_a_row: one bad batch or two pass, and five are neither.
+        good_after: this many finite steps in a row end an episode.
         own_rows: whether each agent has rows of its own in a step.
     """
 
     lr_divisor: float = 1.5
     max_in_a_row: int = 5
-    good_after: int = 50
+    good_after: int = GOOD_AFTER_STEPS
     own_rows: bool = False
 
 
