@@ -89,13 +89,6 @@ class BaseModelKeys(Keys):
         if_set=True,
         recorded=True,
     )
-    shared_prompts: bool | Literal["auto"] = rounding(
-        "auto",
-        "compute what the two answers of a pair begin with once, where a trial at the start finds the base's states"
-        " unchanged; auto: for objectives of pairs, and a run keeps what it began with",
-        before=False,
-        recorded=True,
-    )
 
 
 class AgentKeys(Keys):
@@ -187,11 +180,6 @@ class ObjectiveKeys(Keys):
         "what dpo and kto compare agents with: the base without agents, or the adapters of init_from",
         if_set=True,
     )
-    disable_dropout: bool = exact(
-        False,
-        "switch off the dropout of the base as well, which most bases do not have; lora_dropout must be 0 then",
-        if_set=True,
-    )
     center_rewards_coefficient: Amount | None = exact(
         None, "in reward, weight of the squared sum of a pair's two rewards; null: none", if_set=True
     )
@@ -210,19 +198,10 @@ class ObjectiveKeys(Keys):
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
     swd_num_projections: Count = exact(64, "random directions of the sliced Wasserstein distance")
-    swd_representation: Literal["last_token", "mean", "first_token"] = exact(
-        "last_token", "hidden state of a row that swd compares: last_token, first_token or mean"
-    )
     aggregator: Aggregator = free(
         "probability",
         "how agents become one crowd: token by token (probability, logit, confidence, dirichlet), or by a vote over"
         " whole answers (majority, weighted_vote, rerank, self_consistency)",
-        evaluable=True,
-    )
-    dirichlet_alpha_aggregator: Positive = free(
-        1.0,
-        "concentration, per agent, of the Dirichlet from which a calibration learns the weights of dirichlet; without"
-        " effect until ci-llm evaluate --calibrate",
         evaluable=True,
     )
 
@@ -385,7 +364,6 @@ class TrainingKeys(Keys):
         own=15,
         if_set=True,
     )
-    fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
     seed: Seed = exact(42, "seed of everything random", own=14)
     data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed", own=24, if_set=True)
 

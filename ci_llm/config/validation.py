@@ -97,12 +97,6 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.reference == "start" and c.init_from is None:
         what = "agents begin as the base, unless init_from names adapters to start from"
         yield Clash(("reference", "init_from"), what, "reference=base, or init_from=FOLDER")
-    if c.disable_dropout and any(own.lora_dropout for own in c.each_agent):
-        what = "disable_dropout switches all dropout off, and lora_dropout is above 0"
-        yield Clash(("disable_dropout", "lora_dropout"), what, "leave one of them out")
-    if c.shared_prompts is True and c.objective in ("sft", "kto", "classification", "regression"):
-        what = f"objective {c.objective} has no pairs, whose answers share a prompt"
-        yield Clash(("shared_prompts", "objective"), what, "shared_prompts=auto")
     if c.objective == "sft":
         return
     wrong = {
@@ -183,13 +177,10 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
             f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
             " because no tested term made a better crowd (docs/crowd.md); lambda_sw=0 silences this line"
         )
-    if c.diversity == "swd" and c.swd_representation == "first_token":
-        yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
-    alpha = c.dirichlet_alpha_aggregator
-    if c.aggregator == "dirichlet" or alpha != type(c).model_fields["dirichlet_alpha_aggregator"].default:
+    if c.aggregator == "dirichlet":
         yield (
-            f"dirichlet_alpha_aggregator {alpha:g} has no effect until `ci-llm evaluate --calibrate`: before a"
-            " calibration has learned weights from it, aggregator dirichlet is the uniform mean, as probability is"
+            "aggregator dirichlet is the uniform mean, as probability is, until `ci-llm evaluate --calibrate` has"
+            " learned its weights"
         )
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"

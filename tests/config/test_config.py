@@ -799,8 +799,6 @@ def test_notices() -> None:
         "parallel_mode",
         "use_deepspeed",
     ]
-    said = load_config(None, ["diversity=swd", "swd_representation=first_token"]).notices()
-    assert len(said) == 1
     assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
 
 
@@ -813,23 +811,6 @@ def test_a_removed_key_is_refused_but_for_the_values_that_mean_what_every_run_do
     error = refusal(None, f"{name}=another")
     assert error.what.startswith(f"{name} is not a key here")
     assert error.hint == instead
-
-
-@pytest.mark.parametrize(
-    ("words", "is_told"),
-    [
-        (["dirichlet_alpha_aggregator=4"], True),
-        (["aggregator=dirichlet"], True),
-        (["aggregator=dirichlet", "dirichlet_alpha_aggregator=4"], True),
-        (["aggregator=logit"], False),
-        (["dirichlet_alpha_aggregator=1"], False),
-    ],
-)
-def test_the_concentration_is_named_as_without_effect_until_a_calibration(words: list[str], is_told: bool) -> None:
-    said = [line.partition(" has no effect until ")[::2] for line in load_config(None, words).notices()]
-    assert [(key.split()[0], rest[:32]) for key, rest in said] == [
-        ("dirichlet_alpha_aggregator", "`ci-llm evaluate --calibrate`: b")
-    ] * is_told
 
 
 @pytest.mark.parametrize(

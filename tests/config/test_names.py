@@ -230,6 +230,7 @@ def test_every_translation_is_a_valid_key_and_value() -> None:
 
 #: A value of each that asks for something.
 ASKED = {
+    "dirichlet_alpha_aggregator": 4.0,
     "parallel_mode": True,
     "greater_is_better": False,
     "use_deepspeed": True,

@@ -32,7 +32,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
     (
         {*config.DUMPED_IF_SET},
         {
-            *("agents", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
+            *("agents", "row_weights", "data_seed"),
             *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
             *("simpo_gamma", "cpo_alpha", "objective"),
             *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
@@ -51,7 +51,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
     (
         {*sweep._UNFIT},
         {
-            *("num_agents", "diversity", "early_stopping_patience", "load_best_model_at_end", "schedule_steps"),
+            *("num_agents", "diversity", "early_stopping_patience", "load_best_model_at_end"),
             *("resume_from_checkpoint", "restart_from", "overwrite_output_dir", "mirror"),
             "push_to_hub",
         },
@@ -59,7 +59,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
     (
         {*loading.KEYS},
         {
-            *("aggregator", "dirichlet_alpha_aggregator", "max_new_tokens_eval", "max_seq_length", "dataset_subset"),
+            *("aggregator", "max_new_tokens_eval", "max_seq_length", "dataset_subset"),
             *("prompt_column", "answer_column", "text_column", "messages_column", "objective"),
         },
     ),

@@ -226,8 +226,6 @@ def test_a_labelled_unit_learns_nothing() -> None:
         ({"objective": "reward", "num_labels": 2}, "num_labels is about classes, and this is reward"),
         ({"objective": "classification", "num_labels": 2, "label_names": ("a", "b", "c")}, "label_names has 3"),
         ({"objective": "dpo", "reference": "start"}, "agents begin as the base"),
-        ({"objective": "dpo", "disable_dropout": True, "lora_dropout": 0.1}, "lora_dropout is above 0"),
-        ({"objective": "kto", "shared_prompts": True}, "objective kto has no pairs"),
         ({"objective": "reward", "diversity": "swd"}, "diversity is for objective sft"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",

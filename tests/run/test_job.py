@@ -322,11 +322,11 @@ def test_another_version_of_a_library_is_named_and_not_refused(
     ("words", "grade"),
     [
         (
-            ["learning_rate=1e-3", "fused_optimizer=false"],
-            "sample-exact (fused_optimizer True -> False); another run from here on (learning_rate)\n",
+            ["learning_rate=1e-3", "tf32=true"],
+            "sample-exact (tf32 False -> True); another run from here on (learning_rate)\n",
         ),
         (["max_train_samples=10"], "bitwise; another run from here on (max_train_samples, training rows)\n"),
-        (["fused_optimizer=false"], "sample-exact (fused_optimizer True -> False)"),
+        (["tf32=true"], "sample-exact (tf32 False -> True)"),
         (["batch_size=2"], "sample-exact (micro_batch 4 -> 2)"),
         (["logging_steps=1"], "bitwise\n"),
     ],

@@ -35,7 +35,6 @@ class TermInputs:
         batch: the rows of the micro-batch.
         step: the optimizer step; with `seed` it keys random numbers, so that a resumed run draws the same.
         projections: `swd_num_projections`.
-        representation: `swd_representation`.
     """
 
     log_probs: Tensor
@@ -45,7 +44,6 @@ class TermInputs:
     step: int
     seed: int
     projections: int
-    representation: str
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
         config.diversity,
         config.lambda_sw,
         config.swd_num_projections,
-        config.swd_representation,
         config.seed,
         bootstrap=bootstrap,
     )
@@ -68,8 +67,8 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
 
 def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
     """The optimizer of the agents of `config`."""
-    betas, fused = (config.adam_beta1, config.adam_beta2), config.fused_optimizer
-    return torch.optim.AdamW(optimizer_groups(config, crowd), betas=betas, eps=config.adam_epsilon, fused=fused)
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(optimizer_groups(config, crowd), betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
