@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from ci_llm.config.key import (
-    Amount,
     AutoLimit,
     Backend,
     Count,
@@ -48,7 +47,6 @@ class EvaluationKeys(Keys):
         "end after n evaluations in a row that did not improve the crowd; null: off",
         no_sweep=("it looks at the crowd, and trials are single agents", "rungs end the losers"),
     )
-    early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
     metric_for_best_model: Metric = ending(
         "nll",
         "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is); of"
@@ -74,9 +72,6 @@ class LogKeys(Keys):
         True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
     )
     write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
-    loss_csv: bool = free(
-        False, "write the loss of every optimizer step to loss_log.csv, with the columns Step and Loss"
-    )
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
     profile_steps: Count | None = free(
         None, "trace the first n steps after each start into the sub-folder profile; null: off"
@@ -125,9 +120,6 @@ class CheckpointKeys(Keys):
     checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
-    on_disk_full: Literal["drop", "pause"] = free(
-        "drop", "drop: give the new checkpoint up and continue; pause: wait for space"
-    )
     mirror: Text | None = free(
         None,
         "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none",
@@ -136,11 +128,6 @@ class CheckpointKeys(Keys):
     )
     mirror_max_mb_per_s: Positive | None = free(
         None, "megabytes per second that the mirror may take; null: no bound", if_set=True
-    )
-    mirror_compression: Literal["auto", "zstd", "none"] = free(
-        "auto",
-        "auto: compress the blocks that zstd makes at least 5 % smaller; zstd: all that become smaller; or none",
-        if_set=True,
     )
     push_to_hub: bool = free(
         False,

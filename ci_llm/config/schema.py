@@ -197,7 +197,6 @@ class ObjectiveKeys(Keys):
         no_sweep=("it couples the agents, and trials must not depend on each other", "leave it out"),
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
-    swd_num_projections: Count = exact(64, "random directions of the sliced Wasserstein distance")
     aggregator: Aggregator = free(
         "probability",
         "how agents become one crowd: token by token (probability, logit, confidence, dirichlet), or by a vote over"
@@ -254,9 +253,6 @@ class DataKeys(Keys):
     text_column: Text | None = exact(
         None, "column of plain text to learn; null: found by its name", evaluable=True, one_data_set=True
     )
-    messages_column: Text | None = exact(
-        None, "column of chats; null: found by its name", evaluable=True, one_data_set=True
-    )
     label_column: Text | None = exact(
         None,
         "column of labels, beside text_column; null: found by its name",
@@ -271,11 +267,6 @@ class DataKeys(Keys):
         None, "date that a chat template with a clock shows; null: that of the run's first start", if_set=True
     )
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
-    held_out: Literal["auto", "drawn", "spread"] = exact(
-        "auto",
-        "rows to evaluate on: drawn by seed, or spread evenly; auto: drawn, but spread for the embedded rows",
-        before="spread",
-    )
     max_seq_length: AutoLength = exact(
         "auto",
         "tokens per row; auto: 256 on the embedded base, else of the longest row, if the base has the positions",

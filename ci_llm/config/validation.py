@@ -129,14 +129,12 @@ def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.has_own_rows and c.diversity != "none":
         what = f"diversity {c.diversity} compares agents on the same rows, and these train on different ones"
         yield Clash(("diversity",), what, "set diversity to none, or let all agents train on the same rows")
-    ways = [
-        keys for keys in (("messages_column",), ("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)
-    ]
+    ways = [keys for keys in (("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)]
     if len(ways) > 1:
         yield Clash(
             tuple(key for keys in ways for key in keys if _any(c, (key,))),
             f"{ways[0][0]} and {ways[1][0]} name two ways to read a row",
-            "name messages_column, or text_column, or prompt_column with answer_column",
+            "name text_column, or prompt_column with answer_column",
         )
     for key in ("eval_split", "eval_dataset_name"):
         if c.val_set_size and _any(c, (key,)):

@@ -52,7 +52,6 @@ class Objective:
     Args:
         diversity: a module of `ci_llm.crowd.diversity`: none or swd.
         weight: the weight of the term; without effect for `none`.
-        projections: how many random directions the sliced Wasserstein distance has.
         seed: the seed of the directions.
         bootstrap: [K] the key of an agent's random row weights, None for an agent that weighs all rows the same; empty
             if all agents do. Weights change what is learned, and not the reported losses.
@@ -60,7 +59,6 @@ class Objective:
 
     diversity: str = "none"
     weight: float = 0.0
-    projections: int = 64
     seed: int = 42
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
     metric_names: ClassVar[tuple[str, ...]] = ()
@@ -129,7 +127,6 @@ class Objective:
             batch=batch,
             step=step,
             seed=self.seed,
-            projections=self.projections,
         )
         return find_form(self.diversity).term(inputs)
 

@@ -211,7 +211,6 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
         checkpoint_backend=config.checkpoint_backend,
         processes=processes,
         interrupts=interrupts,
-        on_disk_full=config.on_disk_full,
     )
 
 

@@ -1228,39 +1228,6 @@ def test_without_space_nothing_is_even_begun(run: Run) -> None:
     assert store.save(1, files(1)).saved
 
 
-def test_pause_waits_for_space_and_then_saves(run: Run) -> None:
-    disk, naps = FullDisk(), []
-
-    def sleep(seconds: float) -> None:
-        naps.append(seconds)
-        disk.full = len(naps) < 3
-
-    store = run.open(disk=disk, on_disk_full="pause", sleep=sleep)
-    assert store.save(1, files(1)).saved
-    assert len(naps) == len(run.said) == 3
-    assert "the disk is full" in run.said[0]
-
-
-def test_another_value_of_on_disk_full_is_refused(run: Run) -> None:
-    with pytest.raises(CheckpointError, match="'wait' is neither drop nor pause"):
-        run.open(on_disk_full="wait")
-
-
-def test_pause_ends_when_the_run_is_to_stop(run: Run) -> None:
-    naps: list[float] = []
-    paused: list[float] = []
-
-    def stop(paused_s: float) -> bool:
-        paused.append(paused_s)
-        return len(naps) >= 2
-
-    store = run.open(disk=FullDisk(), on_disk_full="pause", sleep=naps.append, stop_waiting=stop)
-    assert not store.save(1, files(1)).saved
-    assert len(naps) == 2
-    assert paused == sorted(paused)
-    assert 0 <= paused[0] < paused[-1]
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real filesystem of two megabytes."""

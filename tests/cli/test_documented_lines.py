@@ -64,8 +64,7 @@ WORK: list[tuple[str, dict[str, Any]]] = [
             "checkpoint_backend": "distributed",
         },
     ),
-    (f"python train.py {PYRECOVER} --distributed", {"max_train_steps": 1000}),
-    (f"python train.py {PYRECOVER} --log-loss-to-csv", {"loss_csv": True}),
+    (f"python train.py {PYRECOVER} --distributed --log-loss-to-csv", {"max_train_steps": 1000}),
     (
         "python train.py --llama_id meta-llama/Llama-3.1-8B --samples 100",
         {"model_name": "meta-llama/Llama-3.1-8B", "max_train_samples": 100},

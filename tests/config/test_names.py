@@ -230,6 +230,8 @@ def test_every_translation_is_a_valid_key_and_value() -> None:
 
 #: A value of each that asks for something.
 ASKED = {
+    "loss_csv": True,
+    "swd_num_projections": 50,
     "dirichlet_alpha_aggregator": 4.0,
     "parallel_mode": True,
     "greater_is_better": False,

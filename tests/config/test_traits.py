@@ -35,10 +35,10 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
             *("agents", "row_weights", "data_seed"),
             *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
             *("simpo_gamma", "cpo_alpha", "objective"),
-            *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
+            *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
         },
     ),
-    ({*load.BEFORE.items()}, {*{"pass_per_agent": False, "held_out": "spread", "long_rows": "truncate"}.items()}),
+    ({*load.BEFORE.items()}, {*{"pass_per_agent": False, "long_rows": "truncate"}.items()}),
     (
         tuple(parsing.STRONGER.items()),
         (
@@ -60,7 +60,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
         {*loading.KEYS},
         {
             *("aggregator", "max_new_tokens_eval", "max_seq_length", "dataset_subset"),
-            *("prompt_column", "answer_column", "text_column", "messages_column", "objective"),
+            *("prompt_column", "answer_column", "text_column", "objective"),
         },
     ),
     (resume.NAMED_AS_WELL, {"model_name", "dataset_name", "eval_split", "epochs", "max_train_steps"}),
@@ -70,7 +70,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
         report._ABOUT_OTHER_ROWS,
         (
             *("dataset_weights", "dataset_subset", "dataset_split", "eval_split", "eval_dataset_name"),
-            *("prompt_column", "answer_column", "text_column", "messages_column", "max_train_samples"),
+            *("prompt_column", "answer_column", "text_column", "max_train_samples"),
         ),
     ),
 ]

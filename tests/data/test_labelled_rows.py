@@ -151,7 +151,7 @@ def test_keys_of_another_objective_are_said_to_have_no_effect(
 def test_the_hint_about_missing_columns_names_the_keys_of_the_objective(tmp_path: Path) -> None:
     row = {"subject": "A", "body": "Where is it?", "topic": "delivery"}
     for objective, keys in (
-        ("classification", "text_column= (or messages_column=) and label_column="),
+        ("classification", "text_column= and label_column="),
         ("dpo", "prompt_column="),
     ):
         with pytest.raises(DataError, match="The objective takes") as refusal:

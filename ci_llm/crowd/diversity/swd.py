@@ -8,12 +8,17 @@ Legend: K agents, B rows, N packed tokens, D hidden width, L projections.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.diversity import DiversityForm, TermInputs
+
+#: Random directions of a step: the states of a step are far fewer, and the next step draws others.
+NUM_DIRECTIONS: Final = 64
 
 
 def sliced_wasserstein(points: Tensor, directions: Tensor, finite: Tensor) -> Tensor:
@@ -52,7 +57,7 @@ def term(inputs: TermInputs) -> Tensor:
     points = F.normalize(states, dim=-1)
     # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
     generator = generator_for(inputs.seed, "directions", inputs.step)
-    directions = unit_directions(points.shape[-1], inputs.projections, generator)
+    directions = unit_directions(points.shape[-1], NUM_DIRECTIONS, generator)
     return sliced_wasserstein(points, directions.to(points, non_blocking=True), inputs.finite) * batch.num_targets
 
 

@@ -59,7 +59,6 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     return Objective(
         config.diversity,
         config.lambda_sw,
-        config.swd_num_projections,
         config.seed,
         bootstrap=bootstrap,
     )

@@ -272,7 +272,7 @@ _FIRST_DEFAULTS: Final = {"learning_rate": 2e-4, "lora_rank": 8, "lora_alpha": 1
 
 def _settings(config: Config) -> dict[str, Any]:
     """The keys that are not at their defaults, and whose change would make this another run."""
-    defaults = Config(**_FIRST_DEFAULTS, held_out=config.held_out, long_rows=config.long_rows)
+    defaults = Config(**_FIRST_DEFAULTS, long_rows=config.long_rows)
     settings = {one.key: one.new for one in defaults.diff(config) if one.kind == "sample-exact"}
     return json.loads(json.dumps(settings))  # type: ignore[no-any-return]  # lists for tuples, as in the record
 

@@ -34,7 +34,7 @@ class Validation:
         metric: what is compared: "nll" or "exact_match".
         step: the step of the last evaluation; 0: there was none.
         crowd, agents: the best of the crowd, and of each agent alone; None before there is one.
-        without_better: evaluations in a row in which the crowd did not get better by more than the threshold.
+        without_better: evaluations in a row in which the crowd did not get better.
     """
 
     metric: str = "nll"
@@ -43,11 +43,10 @@ class Validation:
     agents: tuple[Best | None, ...] = ()
     without_better: int = 0
 
-    def after(self, step: int, crowd: float, agents: Sequence[float], threshold: float = 0.0) -> Validation:
+    def after(self, step: int, crowd: float, agents: Sequence[float]) -> Validation:
         """The state with the evaluation after `step`.
 
-        As in Transformers, every gain makes a new best, and a gain above the threshold resets the count. NaN is never
-        better.
+        Every gain makes a new best and resets the count. NaN is never better.
         """
         lead = self._lead(crowd, self.crowd)
         known = self.agents or (None,) * len(agents)
@@ -59,7 +58,7 @@ class Validation:
                 Best(step, value) if self._lead(value, best) > 0 else best
                 for value, best in zip(agents, known, strict=True)
             ),
-            without_better=0 if lead > threshold else self.without_better + 1,
+            without_better=0 if lead > 0 else self.without_better + 1,
         )
 
     def _lead(self, value: float, best: Best | None) -> float:
@@ -73,12 +72,11 @@ class Validation:
         """The step after which the crowd was best; None before its first evaluation."""
         return self.crowd.step if self.crowd else None
 
-    def described(self, threshold: float = 0.0) -> str:
-        """The state in words; for `threshold` see `after`."""
+    def described(self) -> str:
+        """The state in words."""
         if self.crowd is None:
             return f"no evaluation has given the crowd a {self.metric} yet"
-        gain = f"gain above {threshold:g}" if threshold else "gain"
-        later = f", no {gain} in the last {self.without_better} evaluation(s)" if self.without_better else ""
+        later = f", no gain in the last {self.without_better} evaluation(s)" if self.without_better else ""
         return f"best crowd by {self.metric} {self.crowd.value:.4f} after step {self.crowd.step}{later}"
 
     def record(self) -> dict[str, Any]:
