@@ -732,6 +732,7 @@ def test_a_file_to_evaluate_on_keeps_every_row_for_training(tmp_path: Path) -> N
     assert "split test" in held.where
 
 
+@pytest.mark.usefixtures("evenly")
 def test_a_bad_row_keeps_its_number_when_others_are_held_out(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": list(TURNS)} for _ in range(30)]
     rows[17] = {"messages": [{"content": "hi"}]}
