@@ -138,25 +138,20 @@ class CheckpointKeys(Keys):
     mirror: Text | None = free(
         None,
         "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none",
-        if_set=True,
         no_sweep=("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
     )
-    mirror_max_mb_per_s: Positive | None = free(
-        None, "megabytes per second that the mirror may take; null: no bound", if_set=True
-    )
+    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take; null: no bound")
     mirror_compression: Literal["auto", "zstd", "none"] = free(
         "auto",
         "auto: compress the blocks that zstd makes at least 5 % smaller; zstd: all that become smaller; or none",
-        if_set=True,
     )
     push_to_hub: bool = free(
         False,
         "publish the result on the Hugging Face Hub when the run is complete",
-        if_set=True,
         no_sweep=("a sweep has many runs", "leave it out, and push the best one afterwards"),
     )
     hub_model_id: Text | None = free(
-        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder", if_set=True
+        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"
     )
 
 
@@ -188,7 +183,6 @@ class RecoveryKeys(Keys):
     drop_nonfinite_agents: bool = exact(
         False,
         "an agent that stays nonfinite takes no further steps, and the others continue; false: the run ends",
-        if_set=True,
     )
     hang_timeout: Seconds | None = free(
         None, "seconds without progress that count as a hang; null: learned from the steps so far"

@@ -27,7 +27,6 @@ from ci_llm.config import (
     read_call,
     read_config,
 )
-from ci_llm.config.config import DUMPED_IF_SET
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, VALUE_ALIASES
 from ci_llm.config.parsing import NULL_WORDS, Scalar, UnreadableError, kinds_of, read_value
 from ci_llm.errors import ConfigError
@@ -775,13 +774,6 @@ def test_a_slice_is_not_a_split(file: Path) -> None:
     assert "write eval_split=test, and the number of rows as eval_samples" in said
 
 
-def test_a_run_of_an_older_release_with_a_slice_stays_readable() -> None:
-    """The older release took the slice as the name of the only split."""
-    with pytest.raises(ConfigError, match="is a slice"):
-        Config(dataset_split="train[:10]")
-    assert parse_config('dataset_split: "train[:10]"', "config.yaml").dataset_split == "train[:10]"
-
-
 @pytest.mark.parametrize(("split", "hint"), [("train[10:]", "a file of their own"), ("[test]", "a file of their own")])
 def test_a_slice_that_has_no_other_form_is_not_said_to_have_one(split: str, hint: str, file: Path) -> None:
     file.write_text("seed: 1\n")
@@ -880,8 +872,7 @@ def test_any_dump_reads_back_and_is_plain_yaml(
     path.write_text(config.dump(), encoding="utf-8")
     assert load_config(path) == config
     values = yaml.safe_load(config.dump())
-    told = config.model_dump(exclude={*DUMPED_IF_SET})
-    assert {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()} == told
+    assert {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()} == config.model_dump()
 
 
 @pytest.mark.parametrize(

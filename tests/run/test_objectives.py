@@ -145,10 +145,9 @@ def trained(folder: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.usefixtures("threads_as_they_were")
-def test_an_older_run_keeps_whole_rows_and_sharing_prompts_is_not_a_bitwise_resume(
+def test_a_run_keeps_whole_rows_and_sharing_prompts_is_not_a_bitwise_resume(
     data: Mapping[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The older run is one of a release without the key; `before` of the key has its behaviour."""
     words = [*small_run.WORDS, *(f"{key}={value}" for key, value in data["dpo"].items()), f"output_dir={tmp_path}"]
 
     def train(steps: int, *more: str) -> str:
