@@ -17,7 +17,7 @@ from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
-from ci_llm.config.schema import AllKeys, meaning_of, with_trait
+from ci_llm.config.schema import AllKeys, meaning_of
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.core.imports import allow_import
@@ -91,9 +91,6 @@ def _described(key: str) -> str:
 IN_PYTHON: Final = "Config(...)"
 AS_BEGUN: Final = "as this run began"
 
-#: Keys that `Config.dump` writes only if they are set.
-DUMPED_IF_SET: Final = tuple(with_trait("if_set"))
-
 
 @dataclass(frozen=True)
 class Change:
@@ -145,15 +142,9 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return NotImplemented
         return self.__dict__ == other.__dict__ and self._without_effect == other._without_effect
 
-    def settle_auto(self, *, recorded: bool = False) -> None:
-        """Put a value in place of auto, before anybody reads the configuration.
-
-        Args:
-            recorded: by a run, whose crowd keeps its rule.
-        """
+    def settle_auto(self) -> None:
+        """Put a value in place of auto, before anybody reads the configuration."""
         values, reasons = settled(self)
-        if recorded:
-            values.pop("crowd", None)
         self.__dict__.update(values)
         self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
         super().__setattr__("_reasons", reasons)
@@ -178,8 +169,6 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return self
         decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
         kept = {key: getattr(before, key) for key in decided}
-        if kept.get("objective") == "auto":  # recorded by a release without the key
-            kept["objective"] = "sft"
         found = self.model_copy(update=kept)
         super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
         return found
@@ -239,10 +228,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
     def dump(self) -> str:
         """YAML of all values, in groups; `load_config` reads it back to the same values."""
         values = self.model_dump()
-        unset = {key for key in DUMPED_IF_SET if values[key] == Config.model_fields[key].default}
-        return dump_yaml(
-            {title: {key: values[key] for key in keys if key not in unset} for title, keys in groups().items()}
-        )
+        return dump_yaml({title: {key: values[key] for key in keys} for title, keys in groups().items()})
 
     def diff(self, other: Config) -> list[Change]:
         """The changes from this configuration to `other`, in the order of the keys.
@@ -252,9 +238,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         changes = []
         for key, field in Config.model_fields.items():
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
-            unnamed = key == "objective" and {old, new} == {"auto", "sft"}  # of a release without the key
             alike = key == "data_seed" and self.seed == other.seed and {str(old), str(new)} == {"None", str(self.seed)}
-            if old != new and key != "agents" and not (unnamed or alike):
+            if old != new and key != "agents" and not alike:
                 meaning = meaning_of(field)
                 changes.append(Change(key, old, new, meaning["kind"], meaning["keeps_bits"]))
         return changes

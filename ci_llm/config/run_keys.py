@@ -123,20 +123,16 @@ class CheckpointKeys(Keys):
     mirror: Text | None = free(
         None,
         "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none",
-        if_set=True,
         no_sweep=("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
     )
-    mirror_max_mb_per_s: Positive | None = free(
-        None, "megabytes per second that the mirror may take; null: no bound", if_set=True
-    )
+    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take; null: no bound")
     push_to_hub: bool = free(
         False,
         "publish the result on the Hugging Face Hub when the run is complete",
-        if_set=True,
         no_sweep=("a sweep has many runs", "leave it out, and push the best one afterwards"),
     )
     hub_model_id: Text | None = free(
-        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder", if_set=True
+        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"
     )
 
 

@@ -72,21 +72,18 @@ class BaseModelKeys(Keys):
         "a pass through the base for each agent, not one for all: 1/K of the activations, and an agent has the bits"
         " that it has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit, but not"
         " with base_sharding layers",
-        before=False,
         recorded=True,
     )
     kernels: Literal["auto", "fast", "plain"] = rounding(
         "auto",
         "how head, norms, rotations, gates, attention, shared inputs of layers and, on some CPUs, fp32 products are"
         " computed: plain, as the base's own code does, or fast; auto: fast, and a run keeps what it began with",
-        before="plain",
         recorded=True,
     )
     cpu_threads: Count | Literal["auto"] = rounding(
         "auto",
         "CPU threads of each process; auto: OMP_NUM_THREADS where it is set, else the fastest of a few numbers, by a"
         " trial of one layer whose result the user's cache keeps, and a run keeps what it began with",
-        if_set=True,
         recorded=True,
     )
 
@@ -132,7 +129,7 @@ class AgentKeys(Keys):
         0.0, "probability of dropping a weight of an adapter, drawn again in each step", own=13
     )
     agents: tuple[dict[str, Any], ...] = exact(
-        (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)", if_set=True
+        (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
     init_from: PathText | None = exact(
         None,
@@ -150,47 +147,38 @@ class ObjectiveKeys(Keys):
         " classification or regression (text and label), or module:name; auto: by the columns, dpo for prompt, chosen,"
         " rejected, kto for prompt, completion, label, and classification or regression for text, label"
         " (docs/objectives.md)",
-        if_set=True,
         evaluable=True,
     )
     beta: Positive = exact(
         0.1,
         "weight of dpo, kto, orpo and simpo: more holds agents nearer to the base, or weighs odds more",
         own=16,
-        if_set=True,
     )
     loss_type: Names | None = exact(
         None,
         "form of dpo: sigmoid, robust, ipo, hinge, sigmoid_norm, apo_zero, sft or a list; of kto: kto or"
         " apo_zero_unpaired; null: the first of them",
-        if_set=True,
     )
-    loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each", if_set=True)
+    loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each")
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = exact(
-        0.0, "share of pairs that are taken to be turned round, for loss_type robust", if_set=True
+        0.0, "share of pairs that are taken to be turned round, for loss_type robust"
     )
-    desirable_weight: Positive = exact(1.0, "weight of good rows in kto", own=18, if_set=True)
-    undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto", own=19, if_set=True)
-    simpo_gamma: Amount = exact(0.5, "margin of simpo", own=17, if_set=True)
-    cpo_alpha: Amount = exact(
-        1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO", if_set=True
-    )
+    desirable_weight: Positive = exact(1.0, "weight of good rows in kto", own=18)
+    undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto", own=19)
+    simpo_gamma: Amount = exact(0.5, "margin of simpo", own=17)
+    cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
     reference: Literal["base", "start"] = exact(
         "base",
         "what dpo and kto compare agents with: the base without agents, or the adapters of init_from",
-        if_set=True,
     )
     center_rewards_coefficient: Amount | None = exact(
-        None, "in reward, weight of the squared sum of a pair's two rewards; null: none", if_set=True
+        None, "in reward, weight of the squared sum of a pair's two rewards; null: none"
     )
     num_labels: Count | None = exact(
         None,
         "classes of classification, where some may be missing in the rows; null: as many as the rows have",
-        if_set=True,
     )
-    label_names: Names | None = exact(
-        None, "names of the classes, in the order of their numbers; null: by the rows", if_set=True
-    )
+    label_names: Names | None = exact(None, "names of the classes, in the order of their numbers; null: by the rows")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, or swd, a bounded sliced Wasserstein distance",
@@ -256,7 +244,6 @@ class DataKeys(Keys):
     label_column: Text | None = exact(
         None,
         "column of labels, beside text_column; null: found by its name",
-        if_set=True,
         evaluable=True,
         one_data_set=True,
     )
@@ -264,7 +251,7 @@ class DataKeys(Keys):
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
     chat_date: Day | None = exact(
-        None, "date that a chat template with a clock shows; null: that of the run's first start", if_set=True
+        None, "date that a chat template with a clock shows; null: that of the run's first start"
     )
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
     max_seq_length: AutoLength = exact(
@@ -277,7 +264,6 @@ class DataKeys(Keys):
         "auto",
         "rows of more tokens: truncate: the end is cut off; drop: they are left out; split, as auto: plain text is cut"
         " into blocks, which together teach all of it, and other rows are truncated",
-        before="truncate",
     )
     max_train_samples: AutoLimit = exact(
         None,
@@ -353,10 +339,9 @@ class TrainingKeys(Keys):
         "uniform",
         "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1",
         own=15,
-        if_set=True,
     )
     seed: Seed = exact(42, "seed of everything random", own=14)
-    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed", own=24, if_set=True)
+    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed", own=24)
 
 
 class AllKeys(

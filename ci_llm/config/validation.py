@@ -11,8 +11,6 @@ from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
 from ci_llm.core.scores import METRICS, measures_of
 
-#: Below it a learning rate was surely meant for AdamW.
-
 
 @dataclass(frozen=True)
 class Clash:
@@ -23,14 +21,9 @@ class Clash:
     hint: str
 
 
-def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
-    """Every combination that cannot work.
-
-    Args:
-        recorded: by a run, whose results have to stay readable: older releases took a slice as a name.
-    """
-    if not recorded:
-        yield from _slices(c)
+def find_clashes(c: KeysOfEach) -> Iterator[Clash]:
+    """Every combination that cannot work."""
+    yield from _slices(c)
     kinds = {c.lr_scheduler_type, *(own.get("lr_scheduler_type", c.lr_scheduler_type) for own in c.agents)}
     for kind in sorted(kinds & {"reduce_lr_on_plateau", "greedy"}):
         what = f"lr_scheduler_type {kind} follows the loss, not the step"

@@ -306,7 +306,7 @@ def _resume(
         for line in (*beginning.in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
     recorded: Any = start.source.checkpoint.manifest.info["surroundings"] if start.source else {}
-    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients, recorded))
+    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients))
     if line := run.choose_threads(compute_gradients, recorded):
         logger.info(f"threads   {line}")
     measure = partial(run.measure, compute_gradients)

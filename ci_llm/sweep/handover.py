@@ -100,7 +100,7 @@ _SIZES: Final = "parameters_per_agent"
 #: The paths of lists that have one value per agent, in a checkpoint of a run.
 _PER_AGENT: Final = (
     *(f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}"),
-    *("train_state.skipped", "train_state.healing.agents", "train_state.validation.agents"),
+    *("train_state.skipped", "train_state.recovery.agents", "train_state.validation.agents"),
 )
 _FROM_A_RUN: Final = frozenset({"README.md"})
 
@@ -168,7 +168,7 @@ def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
     """The position of the new segment. Of the recovery of whole packs only the measures against memory are kept."""
-    state = TrainState.from_dict({**values, "skipped": tuple(values["skipped"])})
+    state = TrainState.from_dict(values)
     each = [TrainState.from_dict(one.state["train_state"]).recovery for one in checkpoints]
     limits = [recovery.micro_batch_size for recovery in each if recovery.micro_batch_size is not None]
     recovery = RecoveryState(

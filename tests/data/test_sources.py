@@ -770,7 +770,6 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
-    """Data that an earlier version recognised are still recognised in the same way."""
     for columns, name in {
         ("Question", "Answer", "text"): "text",
         ("prompt", "response", "text"): "text",

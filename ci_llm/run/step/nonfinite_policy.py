@@ -39,18 +39,6 @@ class Bounds:
     own_rows: bool = False
 
 
-#: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
-_AGENT_KEYS: Final = {
-    "lr_factor": "rate_share",
-    "nonfinite_in_a_row": "sick_in_a_row",
-    "episode_start": "trouble_since",
-    "finite_in_a_row": "well_in_a_row",
-    "rolled_back": "set_back",
-    "rollbacks": "set_backs",
-}
-_RUN_KEYS: Final = {"bad_batches_in_a_row": "bad_in_a_row", "requested_lr_factor": "rate_factor"}
-
-
 @dataclass(frozen=True)
 class AgentRecovery:
     """The recovery state of one agent. An episode lasts from a nonfinite step to `good_after` finite ones in a row.
@@ -99,15 +87,6 @@ class AgentRecovery:
     def is_exhausted(self, bounds: Bounds) -> bool:
         """Whether no response is left inside the run."""
         return self.rolled_back and self.nonfinite_in_a_row >= bounds.max_in_a_row
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the keys of train_state.json."""
-        return {_AGENT_KEYS.get(name, name): value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> AgentRecovery:
-        """The inverse of `to_dict`."""
-        return cls(**_attributes(values, _AGENT_KEYS))
 
 
 @dataclass(frozen=True)
@@ -188,20 +167,15 @@ class RecoveryState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        values = {_RUN_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        if not self.pass_per_agent:
-            del values["pass_per_agent"]  # the key is younger than the file
-        batches = [batch.to_dict() for batch in self.bad_batches]
-        return values | {"agents": [agent.to_dict() for agent in self.agents], "bad_batches": batches}
+        lists = {
+            "agents": [asdict(agent) for agent in self.agents],
+            "bad_batches": [batch.to_dict() for batch in self.bad_batches],
+        }
+        return asdict(self) | lists
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RecoveryState:
         """The inverse of `to_dict`."""
-        agents = tuple(AgentRecovery.from_dict(agent) for agent in values["agents"])
+        agents = tuple(AgentRecovery(**agent) for agent in values["agents"])
         batches = tuple(BadBatch(batch["step"], tuple(batch["rows"])) for batch in values["bad_batches"])
-        return cls(**{**_attributes(values, _RUN_KEYS), "agents": agents, "bad_batches": batches})
-
-
-def _attributes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    names = {key: name for name, key in keys.items()}
-    return {names.get(key, key): value for key, value in values.items()}
+        return cls(**{**values, "agents": agents, "bad_batches": batches})

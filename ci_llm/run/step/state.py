@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ci_llm.core.scores import METRICS
 from ci_llm.run.step.members import Members
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.nonfinite_policy import RecoveryState
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,12 @@ class Validation:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validation:
         """The inverse of `dataclasses.asdict`."""
-        agents = tuple(_best(best) for best in values.get("agents", ()))
-        return cls(**{**values, "crowd": _best(values.get("crowd")), "agents": agents})
+        agents = tuple(_best(best) for best in values["agents"])
+        return cls(**{**values, "crowd": _best(values["crowd"]), "agents": agents})
 
 
 def _best(values: Mapping[str, Any] | None) -> Best | None:
     return None if values is None else Best(**values)
-
-
-#: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
-_KEYS: Final = {"rows_per_step": "effective_batch", "recovery": "healing"}
 
 
 @dataclass(frozen=True)
@@ -188,25 +184,19 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        plain = {name: value for name, value in asdict(self).items() if name != "members"}
-        values = {_KEYS.get(name, name): value for name, value in plain.items()}
-        members = {"members": self.members.to_dict()} if self.members else {}
-        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members
+        members = self.members and self.members.to_dict()
+        return asdict(self) | {"skipped": [*self.skipped], "recovery": self.recovery.to_dict(), "members": members}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The inverse of `to_dict`; a key that an older checkpoint lacks has its default."""
-        skipped, recovery = tuple(values["skipped"]), values.get("healing")
-        names = {key: name for name, key in _KEYS.items()}
+        """The inverse of `to_dict`."""
         rebuilt = {
-            "skipped": skipped,
-            "recovery": RecoveryState.from_dict(recovery)
-            if recovery
-            else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
-            "validation": Validation.from_dict(values.get("validation", {})),
-            "members": Members.from_dict(values["members"]) if values.get("members") else None,
+            "skipped": tuple(values["skipped"]),
+            "recovery": RecoveryState.from_dict(values["recovery"]),
+            "validation": Validation.from_dict(values["validation"]),
+            "members": values["members"] and Members.from_dict(values["members"]),
         }
-        return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})
+        return cls(**{**values, **rebuilt})
 
 
 #: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
