@@ -42,26 +42,27 @@ def describe_keys(chosen: Sequence[str] = ()) -> str:
 
 
 def keys_as_markdown() -> str:
-    """All keys as tables, one for each group: key, default, what another value means on a resume, what it is.
+    """All keys as the table of docs/keys.md, group by group: key and default, on a resume, what it is.
 
-    The names that other trainers have for a key stand below what it is. They are the tables of docs/keys.md.
+    The names that other trainers have for a key stand below what it is.
     """
-    head = "| key | default | on a resume | what it is, and its names elsewhere |\n| --- | --- | --- | --- |"
-    parts = []
+    rows = ["| key=default | on a resume | what it is; its names elsewhere |", "| --- | --- | --- |"]
     for title, keys in groups().items():
-        rows = [
-            f"| `{key}` | `{dump_value(FIELDS[key].default)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |"
-            for key in keys
-        ]
-        parts.append("\n".join([f"## {title}", "", head, *rows]))
-    return "\n\n".join(parts)
+        rows.append(f"| **{title}** | | |")
+        rows += [f"| `{_typed(key)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |" for key in keys]
+    return "\n".join(rows)
+
+
+def _typed(key: str) -> str:
+    """The key with its default, as on a command line."""
+    return f"{key}={dump_value(FIELDS[key].default)}".replace('"', "")
 
 
 def _on_resume(key: str) -> str:
-    """A word for what another value means for a resumed run; docs/keys.md explains each."""
+    """A word for what another value means for a resumed run; docs/keys.md explains each. Most keys are free."""
     meaning = meaning_of(FIELDS[key])
     if meaning["kind"] == "free":
-        return "free" if meaning["keeps_bits"] else "rounding"
+        return "" if meaning["keeps_bits"] else "rounding"
     if meaning["kind"] == "schedule":
         return "ending" if meaning["keeps_bits"] else "length"
     return "refused"
@@ -71,7 +72,7 @@ def _elsewhere(key: str) -> str:
     """The names that other trainers have for a key, on a line of their own; some of them mean it by their value."""
     names = [alias for alias, meant in ALIASES.items() if meant == key]
     names += [name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())]
-    return f"<br>elsewhere {', '.join(f'`{name}`' for name in names)}" if names else ""
+    return f"<br>{', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _text(key: str) -> str:
@@ -79,11 +80,10 @@ def _text(key: str) -> str:
 
 
 def _described(key: str) -> str:
-    head = f"  {key}={dump_value(FIELDS[key].default)}".replace('"', "")
     return textwrap.fill(
         str(FIELDS[key].description),
         width=WIDTH,
-        initial_indent=f"{head:<{COLUMN - 1}} ",
+        initial_indent=f"  {_typed(key):<{COLUMN - 3}} ",
         subsequent_indent=" " * COLUMN,
     )
 

@@ -30,31 +30,29 @@ class EvaluationKeys(Keys):
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
     eval_samples: AutoLimit = free(
         "auto",
-        "rows of each evaluation; null: all; auto: 400 on the embedded base, else at least 50, and as many as let all"
-        " evaluations read at most a third of the tokens that training reads",
+        "rows of each evaluation; null: all; auto: 400 on the embedded base, else 50 or as many as let"
+        " evaluations read a third of what training reads",
     )
-    generation_eval_samples: Size = free(
-        100, "of these, rows for which agents and crowd generate answers at the end; 0: none"
-    )
+    generation_eval_samples: Size = free(100, "of these, rows that agents and crowd answer at the end; 0: none")
     max_new_tokens_eval: Count | Literal["auto"] = free(
         "auto",
-        "tokens generated per answer at most; auto: twice those of the longest reference that is asked for, at least"
-        " 16; with the embedded base 256",
+        "tokens of a generated answer at most; auto: twice those of the longest reference, at least 16; on"
+        " the embedded base 256",
         evaluable=True,
     )
     early_stopping_patience: Count | None = ending(
         None,
-        "end after n evaluations in a row that did not improve the crowd; null: off",
+        "end after n evaluations in a row that did not improve the crowd",
         no_sweep=("it looks at the crowd, and trials are single agents", "rungs end the losers"),
     )
     metric_for_best_model: Metric = ending(
         "nll",
-        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is); of"
-        " pairs also rewards/accuracies, of classes f1, of numbers mse, and more (docs/objectives.md)",
+        "measure of the crowd by which an evaluation is best: nll, exact_match, or one of the objective"
+        " (docs/objectives.md)",
     )
     load_best_model_at_end: bool = free(
         False,
-        "make final_checkpoint of the best step, and evaluate that one at the end; false: of the last step",
+        "make final_checkpoint of the best step",
         no_sweep=("it looks at the crowd, and trials are single agents", "leave it out"),
     )
 
@@ -69,13 +67,11 @@ class LogKeys(Keys):
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Trackers = free(("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list")
     progress_bar: bool = free(
-        True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
+        True, "a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
     )
     write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
-    profile_steps: Count | None = free(
-        None, "trace the first n steps after each start into the sub-folder profile; null: off"
-    )
+    profile_steps: Count | None = free(None, "trace the first n steps after each start into the sub-folder profile")
 
 
 class CheckpointKeys(Keys):
@@ -84,8 +80,7 @@ class CheckpointKeys(Keys):
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
     save_interval_seconds: Seconds | Literal["auto"] | None = free(
         300.0,
-        "save every n seconds; auto: at the interval that costs least, from the measured time of a save and the"
-        " interruptions so far; null: off",
+        "save every n seconds; auto: at the interval that costs least, by measured saves and interruptions; null: off",
     )
     save_total_limit: Count | None = free(3, "newest checkpoints that are kept; null: all")
     resume_from_checkpoint: PathText | None = free(
@@ -99,12 +94,12 @@ class CheckpointKeys(Keys):
     )
     restart_from: PathText | None = free(
         None,
-        "go back, once, to this step of the run or this checkpoint; null: off",
+        "go back, once, to this step of the run or this checkpoint",
         no_sweep=("trials resume from where the sweep left them", "leave it out"),
     )
     overwrite_output_dir: bool = free(
         False,
-        "begin a new run, once, where another one is; the other one moves to the sub-folder overwritten",
+        "begin a new run, once, where another one is; that one moves to the sub-folder overwritten",
         no_sweep=("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
     )
     allow_inexact_resume: bool = free(
@@ -113,19 +108,17 @@ class CheckpointKeys(Keys):
     deterministic: bool | Literal["auto"] = rounding(
         "auto", "deterministic algorithms; auto: wherever they exist", recorded=True
     )
-    tf32: bool = rounding(
-        False, "on a GPU, multiply fp32 as TF32: several times faster, with 10 bits of mantissa in place of 23"
-    )
+    tf32: bool = rounding(False, "on a GPU, multiply fp32 as TF32: faster, with 10 bits of mantissa in place of 23")
     async_save: bool = free(True, "write checkpoints while training continues")
     checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
     mirror: Text | None = free(
         None,
-        "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none",
+        "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk",
         no_sweep=("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
     )
-    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take; null: no bound")
+    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take")
     push_to_hub: bool = free(
         False,
         "publish the result on the Hugging Face Hub when the run is complete",
@@ -140,9 +133,7 @@ class InterruptionKeys(Keys):
     """Interruption, walltime, SLURM"""
 
     grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
-    max_runtime: Seconds | None = free(
-        None, "save and end before n seconds, 1h30m or HH:MM:SS have passed; null: no limit"
-    )
+    max_runtime: Seconds | None = free(None, "save and end before n seconds, 1h30m or HH:MM:SS have passed")
     requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
 

@@ -844,6 +844,6 @@ def test_every_key_is_read_by_someone() -> None:
 
 
 def test_the_docs_list_every_key_as_it_is() -> None:
-    """`python -c "from ci_llm.config import keys_as_markdown as k; print(k())"` makes the tables of docs/keys.md."""
+    """`python -c "from ci_llm.config import keys_as_markdown as k; print(k())"` makes the table of docs/keys.md."""
     text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
     assert text.endswith(f"\n\n{keys_as_markdown()}\n")
