@@ -149,7 +149,9 @@ class Interrupts:
         self._listener.start()
         _installed.append(self)  # before the first handler, so that a fork from here on removes all of them
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._install_handlers(self._stop_signals | self._save_signals)
+        for number in sorted(self._stop_signals | self._save_signals):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, self._handle_signal)
         return self
 
     def restore(self) -> None:
@@ -172,17 +174,6 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def _install_handlers(self, numbers: Iterable[int]) -> None:
-        for number in sorted(numbers):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._old_handlers[number] = signal.signal(number, self._handle_signal)
-
-    def _restore_handlers(self, numbers: Iterable[int]) -> None:
-        for number in sorted(numbers):
-            old = self._old_handlers.pop(number)
-            if signal.getsignal(number) == self._handle_signal:
-                signal.signal(number, signal.SIG_DFL if old is None else old)
-
     def _ignore(self) -> None:
         # Not by handlers of Python: the interpreter restores those at its exit, which takes a second with torch.
         for number in self._old_handlers:
@@ -191,7 +182,10 @@ class Interrupts:
 
     def _uninstall(self) -> None:
         """Undo `install`, except for a handler or a descriptor that other code has installed since."""
-        self._restore_handlers(self._old_handlers)
+        for number, old in sorted(self._old_handlers.items()):
+            if signal.getsignal(number) == self._handle_signal:
+                signal.signal(number, signal.SIG_DFL if old is None else old)
+        self._old_handlers.clear()
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(self._old_wakeup_fd if current == self._write_fd else current)
         _installed.remove(self)

@@ -152,10 +152,6 @@ def _put(target: Any, saved: Any, where: str) -> Any:
     return target
 
 
-#: Seconds to wait for a full disk while others wait in a collective, twice in `finish`. NCCL gives up after 600.
-LONGEST_PAUSE_S = 240.0
-
-
 class CheckpointManager:
     """The checkpoints of one training loop.
 
