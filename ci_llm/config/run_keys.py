@@ -144,11 +144,6 @@ class CheckpointKeys(Keys):
     mirror_max_mb_per_s: Positive | None = free(
         None, "megabytes per second that the mirror may take; null: no bound", if_set=True
     )
-    mirror_compression: Literal["auto", "zstd", "none"] = free(
-        "auto",
-        "auto: compress the blocks that zstd makes at least 5 % smaller; zstd: all that become smaller; or none",
-        if_set=True,
-    )
     push_to_hub: bool = free(
         False,
         "publish the result on the Hugging Face Hub when the run is complete",

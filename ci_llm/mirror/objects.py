@@ -1,7 +1,7 @@
-"""An object store as a mirror needs it: whole objects, a conditional put, and a bound on speed.
+"""An object store as a mirror needs it: objects that appear whole, a conditional put, and a bound on speed.
 
 It is S3, Google Cloud Storage, Azure or memory (`RemoteObjects`), or a folder (`FolderObjects`). Nothing depends on a
-listing, except what looks for leftovers or rebuilds a damaged head: listings may be stale.
+listing, except what looks for leftovers or for the copy of a damaged head: listings may be stale.
 
 Credentials come from the environment. A URL that carries any is refused, and so none can reach a log.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from ci_llm.checkpoints.manifest import digest
-from ci_llm.core.durable import locked, make_folders, write_bytes
+from ci_llm.core.durable import locked, make_folders, write_parts
 from ci_llm.core.remote import why_no_mirror
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, MirrorUnreachable
 
@@ -69,7 +69,10 @@ def backoff_s(failures: int, *, hurry: bool) -> float:
 
 
 EXTRA: Final = "pip install 'ci-llm[mirror]'"
-#: One request: an object has a few megabytes at most.
+#: A larger object is sent and read in parts, so that no request lasts long. S3 takes no part below 5 MB.
+PART_BYTES: Final = 8 << 20
+PARTS_AT_ONCE: Final = 4
+#: One request.
 REQUEST_S: Final = 60
 CONNECT_S: Final = 10
 #: The library repeats a failed request this often by itself; what fails for longer is the mirror's business.
@@ -96,20 +99,17 @@ class Objects(Protocol):
 
     url: str
 
-    def get(self, key: str) -> bytes:
-        """The whole object. Raises Missing."""
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """The whole object, or at most `length` bytes of it from `start` on. Raises Missing."""
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         """The whole object, and what `swap` must know to replace this very one. Raises Missing."""
 
-    def put(self, key: str, data: bytes) -> None:
-        """Write an object, whatever is there."""
+    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
+        """Write an object, whatever is there; it appears whole. What comes in chunks is sent in parts."""
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         """Write an object only if it is still that of `version`, or for None only if it is new. Raises Conflict."""
-
-    def size(self, key: str) -> int | None:
-        """Bytes of an object; None without such an object."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; an object that is gone already is not an error."""
@@ -202,8 +202,11 @@ class RemoteObjects(_Store):
         except (BaseError, ValueError) as error:
             raise BadInput(f"this store cannot be opened: {_brief(error)}", where=f"{where}: {url}") from error
 
-    def get(self, key: str) -> bytes:
-        return self.get_version(key)[0]
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        if length is None:
+            return self.get_version(key)[0]
+        with self._reaching("read", key):
+            return bytes(self._api.get_range(self._store, key, start=start, length=length))
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         with self._reaching("read", key):
@@ -211,9 +214,10 @@ class RemoteObjects(_Store):
             version = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
             return bytes(found.bytes()), {name: value for name, value in version.items() if value is not None}
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
+        parts = {"use_multipart": not isinstance(data, bytes), "max_concurrency": PARTS_AT_ONCE}
         with self._reaching("write", key):
-            self._api.put(self._store, key, data, use_multipart=False)
+            self._api.put(self._store, key, data, chunk_size=PART_BYTES, **parts)
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -228,11 +232,6 @@ class RemoteObjects(_Store):
                 if version is None:
                     raise
                 raise Conflict(key) from error
-
-    def size(self, key: str) -> int | None:
-        with contextlib.suppress(Missing), self._reaching("read", key):
-            return int(self._api.head(self._store, key)["size"])
-        return None
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._reaching("remove", ", ".join(keys)), contextlib.suppress(FileNotFoundError):
@@ -310,19 +309,20 @@ class FolderObjects(_Store):
         self.url = url
         self._root = Path(unquote(urlsplit(url).path))
 
-    def get(self, key: str) -> bytes:
-        with self._reaching("read", key):
-            return (self._root / key).read_bytes()
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        with self._reaching("read", key), (self._root / key).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         data = self.get(key)
         return data, {"e_tag": digest([data])}
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
         path = self._root / key
         with self._reaching("write", key):
             make_folders(path.parent)
-            write_bytes(path, data)
+            write_parts(path, [data] if isinstance(data, bytes) else data)
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         with contextlib.ExitStack() as held:
@@ -335,11 +335,6 @@ class FolderObjects(_Store):
             if now != version:
                 raise Conflict(key)
             self.put(key, data)
-
-    def size(self, key: str) -> int | None:
-        with contextlib.suppress(Missing), self._reaching("read", key):
-            return (self._root / key).stat().st_size
-        return None
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -35,7 +35,7 @@ TABLES: list[tuple[Any, Collection[Any]]] = [
             *("agents", "row_weights", "data_seed", "schedule_steps", "drop_nonfinite_agents"),
             *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight"),
             *("simpo_gamma", "cpo_alpha", "objective"),
-            *("mirror", "mirror_max_mb_per_s", "mirror_compression", "push_to_hub", "hub_model_id"),
+            *("mirror", "mirror_max_mb_per_s", "push_to_hub", "hub_model_id"),
         },
     ),
     ({*load.BEFORE.items()}, {*{"pass_per_agent": False, "held_out": "spread", "long_rows": "truncate"}.items()}),

@@ -47,6 +47,16 @@ def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.Mon
     swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
 
 
+def test_a_large_object_is_sent_and_read_in_parts(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    store, chunk = open_objects(f"s3://{BUCKET}/large"), bytes(range(256)) * (1 << 13)
+    store.put("a", iter([chunk] * 5))
+    assert dict(store.list("")) == {"a": 5 * len(chunk)}
+    middle = store.get("a", len(chunk) - 1, objects.PART_BYTES)
+    assert middle == chunk[-1:] + chunk * 3 + (chunk[: objects.PART_BYTES - 1 - 3 * len(chunk)])
+    assert store.get("a") == chunk * 5
+
+
 def test_a_bucket_that_does_not_exist_is_refused_before_the_run_begins(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
