@@ -20,7 +20,7 @@ from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.remote import cache_folder
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
-from ci_llm.mirror.head import NOBODY, Entry, Found, Head, Token, is_checkpoint, read_token, write_token
+from ci_llm.mirror.head import NOBODY, Entry, Found, Head, Token, digest_of, is_checkpoint, read_token, write_token
 from ci_llm.mirror.objects import open_objects, require_writable
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.mirror.writer import another_run
@@ -64,7 +64,7 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
 
 
 def _bring(reader: MirrorReader, entry: Entry) -> Path:
-    folder = cache_folder("mirrors") / entry.digest / entry.name
+    folder = cache_folder("mirrors") / digest_of(entry.place) / entry.name
     with contextlib.suppress(DamagedCheckpoint):
         verify_folder(folder)
         return folder

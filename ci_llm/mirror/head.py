@@ -14,12 +14,16 @@ does. A writer that has lost its claim finds another head than it knows, and com
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final, TypeAlias
+
+from pydantic import AfterValidator, TypeAdapter
 
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manifest import check_name
@@ -38,10 +42,22 @@ NOBODY: Final = ""
 NOT_DUMPED: Final = (ValueError, TypeError, KeyError, RecursionError)
 
 #: Whatever a writer sends has a key that begins so; the number counts the claims.
-SENT: Final = re.compile(r"(\d{6})-[0-9a-f]{8}/")
+SENT: Final = re.compile(r"([0-9]{6})-[0-9a-f]{8}/")
 COPY: Final = re.compile(SENT.pattern + re.escape(HEAD))
 _PLACE = re.compile(SENT.pattern + r"[0-9a-f]{32}")
+_WRITER = re.compile(SENT.pattern.removesuffix("/"))
 _STEP = re.compile(r"checkpoint_step_(0|[1-9]\d{0,15})")
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a mirror may hold a checkpoint of this name."""
+    return name == FINAL or _STEP.fullmatch(name) is not None
+
+
+def _require(valid: Callable[[str], object], text: str) -> str:
+    if not valid(text):
+        raise ValueError(f"{text!r} cannot be there")
+    return text
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,9 @@ def read_token(folder: Path) -> Token | None:
     raise CheckpointError(what, where=str(path), hint="remove this file, and give the run another mirror")
 
 
+Place: TypeAlias = Annotated[str, AfterValidator(partial(_require, _PLACE.fullmatch))]
+
+
 @dataclass(frozen=True)
 class Entry:
     """One committed step.
@@ -102,14 +121,10 @@ class Entry:
         place: the writer that sent it, and the digest of its manifest.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(partial(_require, is_checkpoint))]
     step: int
     nbytes: int
-    place: str
-
-    @property
-    def digest(self) -> str:
-        return self.place.partition("/")[2]
+    place: Place
 
     def key(self, file: str) -> str:
         """The key of one of its files."""
@@ -121,11 +136,7 @@ class RunFile:
     """A file of the run that is not part of a checkpoint; `place`: the writer that sent it, and its digest."""
 
     size: int
-    place: str
-
-    @property
-    def digest(self) -> str:
-        return self.place.partition("/")[2]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -143,12 +154,12 @@ class Head:
     """
 
     run: str = ""
-    writer: str = NOBODY
+    writer: Annotated[str, AfterValidator(partial(_require, _WRITER.fullmatch))] = NOBODY
     attempt: int = 0
     line: tuple[Entry, ...] = ()
     superseded: tuple[Entry, ...] = ()
     quarantine: tuple[tuple[Entry, str], ...] = ()
-    files: Mapping[str, RunFile] = field(default_factory=dict)
+    files: Mapping[Annotated[str, AfterValidator(check_name)], RunFile] = field(default_factory=dict)
 
     @property
     def newest(self) -> Entry | None:
@@ -193,37 +204,24 @@ class Head:
         return replace(self.without(entry.name for entry, _ in hurt), quarantine=(*self.quarantine, *hurt))
 
     def dump(self) -> bytes:
-        body: dict[str, Any] = {"format_version": VERSION, "run": self.run, "writer": self.writer}
-        body |= {"attempt": self.attempt, "line": [vars(each) for each in self.line]}
-        body |= {"superseded": [vars(each) for each in self.superseded]}
-        body |= {"quarantine": [{**vars(each), "damage": why} for each, why in self.quarantine]}
-        return seal({**body, "files": {name: vars(file) for name, file in self.files.items()}}, hashlib.sha256)
+        return seal({"format_version": VERSION, **_HEAD.dump_python(self, mode="json")}, hashlib.sha256)
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
         """Raises one of `NOT_DUMPED`: it is not what `dump` wrote. CheckpointError: it is of another version."""
         body = unseal(data, hashlib.sha256, "it")
-        _require_version(body["format_version"])
-        match body:
-            case {
-                "run": str(run),
-                "writer": str(writer),
-                "attempt": int(attempt),
-                "line": list(line),
-                "superseded": list(superseded),
-                "quarantine": list(quarantine),
-                "files": dict(files),
-            } if SENT.fullmatch(f"{writer}/"):
-                hurt = tuple((_entry(each), str(each["damage"])) for each in quarantine)
-                lines = tuple(map(_entry, line)), tuple(map(_entry, superseded))
-                named = {check_name(name): _run_file(each) for name, each in files.items()}
-                return cls(run, writer, attempt, *lines, hurt, named)
-        raise ValueError("the head lacks a field")
+        _require_version(body.pop("format_version"))
+        if body.keys() != {each.name for each in fields(cls)}:
+            raise ValueError("the head lacks a field")
+        return _HEAD.validate_json(json.dumps(body), strict=True)
 
 
-def is_checkpoint(name: str) -> bool:
-    """Whether a mirror may hold a checkpoint of this name."""
-    return name == FINAL or _STEP.fullmatch(name) is not None
+_HEAD: Final = TypeAdapter(Head)
+
+
+def digest_of(place: str) -> str:
+    """The digest in the name of a place."""
+    return place.partition("/")[2]
 
 
 def _require_version(version: object) -> None:
@@ -233,18 +231,3 @@ def _require_version(version: object) -> None:
         raise CheckpointError(what, hint="give this run another prefix, or pull the old mirror with that commit")
     if version != VERSION:
         raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")
-
-
-def _entry(value: Any) -> Entry:
-    match value:
-        case {"name": str(name), "step": int(step), "nbytes": int(nbytes), "place": str(place)}:
-            if is_checkpoint(name) and _PLACE.fullmatch(place):
-                return Entry(name, step, nbytes, place)
-    raise ValueError("the head names a step that cannot be")
-
-
-def _run_file(value: Any) -> RunFile:
-    match value:
-        case {"size": int(size), "place": str(place)} if _PLACE.fullmatch(place):
-            return RunFile(size, place)
-    raise ValueError("the head names a file that cannot be")

@@ -13,7 +13,7 @@ from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-from ci_llm.mirror.head import COPY, HEAD, NOT_DUMPED, Entry, Head, RunFile
+from ci_llm.mirror.head import COPY, HEAD, NOT_DUMPED, Entry, Head, RunFile, digest_of
 from ci_llm.mirror.objects import PART_BYTES, Missing, Objects, Version
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class MirrorReader:
     def manifest(self, entry: Entry) -> Manifest:
         """The manifest of a step. Raises DamagedCheckpoint: missing, or not as it was written."""
         try:
-            manifest = Manifest.parse(self._read(entry.key(MANIFEST), 0, entry.digest))
+            manifest = Manifest.parse(self._read(entry.key(MANIFEST), 0, digest_of(entry.place)))
             if (manifest.step, manifest.nbytes) != (entry.step, entry.nbytes):
                 raise ValueError("it is that of another step")
         except NOT_DUMPED as error:
@@ -123,7 +123,7 @@ class MirrorReader:
 
     def file(self, name: str, file: RunFile) -> bytes:
         """The bytes of another file of the run. Raises DamagedCheckpoint, MirrorUnreachable."""
-        return self._read(f"{file.place}/{name}", file.size, file.digest)
+        return self._read(f"{file.place}/{name}", file.size, digest_of(file.place))
 
     def newest(self, head: Head, *, after: int = -1) -> tuple[Opened | None, dict[str, str]]:
         """The newest step that verifies, and what is wrong with those passed over, by their places.

@@ -18,7 +18,7 @@ import xxhash
 from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
 from ci_llm.core.durable import read_chunks
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
-from ci_llm.mirror.head import HEAD, NOBODY, SENT, Entry, Found, Head, RunFile
+from ci_llm.mirror.head import HEAD, NOBODY, SENT, Entry, Found, Head, RunFile, digest_of
 from ci_llm.mirror.objects import PART_BYTES, Conflict, Missing, Objects, Version, require_conditions
 from ci_llm.mirror.reader import FoundHead, MirrorReader
 
@@ -109,16 +109,16 @@ class MirrorWriter:
         entry = Entry(folder.name, manifest.step, manifest.nbytes, self._place(digest([data])))
         for name, record in manifest.files.items():
             self._send(entry.key(name), _chunks(folder / name, record.digest), record.size, record.digest)
-        self._send(entry.key(MANIFEST), [data], len(data), entry.digest)
+        self._send(entry.key(MANIFEST), [data], len(data), digest_of(entry.place))
         return entry
 
     def send_file(self, name: str, data: bytes) -> RunFile:
         """Send another file of the run, if it is not as the mirror has it. Raises MirrorUnreachable."""
         known = self.head.files.get(name)
         file = RunFile(len(data), self._place(digest([data])))
-        if known is not None and known.digest == file.digest:
+        if known is not None and digest_of(known.place) == digest_of(file.place):
             return known
-        self._send(f"{file.place}/{name}", [data], file.size, file.digest)
+        self._send(f"{file.place}/{name}", [data], file.size, digest_of(file.place))
         return file
 
     def _place(self, known: str) -> str:
@@ -197,7 +197,7 @@ class MirrorWriter:
     def holds(self, folder: Path) -> bool:
         """Whether this very step, and not another one of its name, is in the line."""
         known = digest([(folder / MANIFEST).read_bytes()])
-        return any(entry.name == folder.name and entry.digest == known for entry in self.head.line)
+        return any(entry.name == folder.name and digest_of(entry.place) == known for entry in self.head.line)
 
     # Removing
 

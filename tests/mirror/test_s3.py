@@ -79,7 +79,7 @@ def check_context(words: list[str]) -> CheckContext:
 
 
 def test_no_fault_in_a_save_loses_breaks_or_changes_a_step(tmp_path: Path) -> None:
-    wanted = strikes(FAULTS, random.Random(20261122), None if size.in_full else 12, most=36)
+    wanted = strikes(FAULTS, random.Random(20261122), None if size.in_full else 12, most=45)
     outcomes = campaign(mirrored.save_and_mirror, wanted, tmp_path)
     assert len(outcomes) >= 4
     for outcome in outcomes:
