@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.core.durable import locked, make_folders, write_parts
 from ci_llm.core.remote import why_no_mirror
-from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, MirrorUnreachable
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, MirrorUnreachable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -121,25 +121,17 @@ class Objects(Protocol):
         """
 
 
-def check_url(url: str, where: str) -> str:
-    """The URL of a mirror, without a slash at its end.
-
-    Raises:
-        ConfigError: it is not such a URL, or it carries credentials, which must come from the environment.
-    """
-    if problem := why_no_mirror(url):
-        what, hint = problem
-        raise ConfigError(what, where=where, hint=hint)
-    return url.rstrip("/")
-
-
 def open_objects(url: str, where: str = "mirror") -> Objects:
     """The store of a URL; no request is made.
 
     Raises:
-        ConfigError: it is not the URL of a mirror. BadInput: its library is not installed, or does not take it.
+        ConfigError: it is not the URL of a mirror, or it carries credentials, which must come from the environment.
+        BadInput: its library is not installed, or does not take it.
     """
-    url = check_url(url, where)
+    if problem := why_no_mirror(url):
+        what, hint = problem
+        raise ConfigError(what, where=where, hint=hint)
+    url = url.rstrip("/")
     if urlsplit(url).scheme == "file":
         return FolderObjects(url)
     try:
@@ -172,7 +164,10 @@ def _open_store(url: str) -> ObjectStore:
 class _Store:
     """What both kinds of `Objects` share: which errors are those of the store, and what becomes of them."""
 
+    url: str
     _failures: tuple[type[Exception], ...] = (OSError,)
+    _noun = "store"
+    _hint = "look at its address (AWS_ENDPOINT_URL), the credentials in the environment, and the network"
 
     @contextlib.contextmanager
     def _reaching(self, verb: str, key: str) -> Iterator[None]:
@@ -182,10 +177,8 @@ class _Store:
         except self._failures as error:
             if verb == "read" and isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise Missing(key) from error
-            raise self._unreachable(verb, key, error) from error
-
-    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
-        raise NotImplementedError
+            what = f"the {self._noun} does not let us {verb} {key}: {_brief(error)}"
+            raise MirrorUnreachable(what, where=self.url, hint=self._hint) from error
 
 
 class RemoteObjects(_Store):
@@ -242,16 +235,11 @@ class RemoteObjects(_Store):
             for page in self._api.list(self._store, prefix):
                 yield from ((each["path"], int(each["size"])) for each in page)
 
-    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
-        return MirrorUnreachable(
-            f"the store does not let us {verb} {key}: {_brief(error)}",
-            where=self.url,
-            hint="look at its address (AWS_ENDPOINT_URL), the credentials in the environment, and the network",
-        )
-
 
 def _brief(error: Exception) -> str:
-    """The first line of an error of the library, whose other lines are the whole request and its answer."""
+    """The first line of an error, whose other lines are a whole request and its answer; for one of a disk its words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     line = str(error).partition("\n")[0]
     found = re.search(r"status code: (\d+[^:]*)", line)
     return found[1].strip() if found else re.sub(r"https?://\S+", "the store", line)[:200]
@@ -305,6 +293,8 @@ class FolderObjects(_Store):
     durable, and a lock of the operating system guards the swap.
     """
 
+    _noun, _hint = "folder", "look at its rights, and at the space on its disk"
+
     def __init__(self, url: str) -> None:
         self.url = url
         self._root = Path(unquote(urlsplit(url).path))
@@ -338,14 +328,11 @@ class FolderObjects(_Store):
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            path = self._root / key
-            try:
-                path.unlink(missing_ok=True)
-                for folder in path.relative_to(self._root).parents:
+            with self._reaching("remove", key):
+                (self._root / key).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for folder in Path(key).parents:
                     (self._root / folder).rmdir()  # as long as they are empty
-            except OSError as error:
-                if path.exists():
-                    raise self._unreachable("remove", key, error) from error
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         for folder, _, names in os.walk(self._root / prefix):
@@ -353,7 +340,3 @@ class FolderObjects(_Store):
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     yield str(path.relative_to(self._root)), path.stat().st_size
-
-    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
-        what = f"the folder does not let us {verb} {key}: {getattr(error, 'strerror', error)}"
-        return MirrorUnreachable(what, where=self.url, hint="look at its rights, and at the space on its disk")

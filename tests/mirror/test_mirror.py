@@ -156,19 +156,6 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
 
 
-def test_the_loser_of_a_claim_removes_nothing_of_the_winner(node: Nodes) -> None:
-    """Both send the same bytes."""
-    one = node("one")
-    one.begin()
-    one.save(1, 2)
-    other = node("other")
-    other.begin()
-    one.save(3, flush=False)
-    assert not one.mirror.flush(DEADLINE_S)
-    other.save(3, 4)
-    assert not other.mirror.reader.damage(other.head)
-
-
 def test_the_mirror_of_another_run_is_refused(node: Nodes) -> None:
     one = node("one")
     one.begin()
@@ -294,6 +281,9 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
                 away.set()
 
     one = node("one", clock=lambda: clock[0], on_change=watch)
+    one.mirror.wake()
+    assert one.mirror.flush(0), "without a claim there is nothing to wait for"
+    assert one.mirror.metrics() == {}
     one.begin()
     one.save(1)
     refusing[0].refuses = lambda verb, key: True
@@ -347,33 +337,14 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     refusing[0].refuses = hold
     one.save(2, flush=False)
     assert entered.wait(DEADLINE_S)
+    assert one.mirror.sending == {2}, "the folder must not prune it meanwhile"
     one.save(3, flush=False)
     one.mirror._limiter.hurry.set()
     released.set()
     assert one.mirror.flush(DEADLINE_S)
     assert 2 not in committed
-    assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
-
-
-def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Refusing]) -> None:
-    one = node("one", keep=1)
-    one.begin()
-    one.save(1)
-    entered, released = threading.Event(), threading.Event()
-
-    def hold(verb: str, key: str) -> bool:
-        if verb == "put":
-            entered.set()
-            released.wait(DEADLINE_S)
-        return False
-
-    refusing[0].refuses = hold
-    one.save(2, flush=False)
-    assert entered.wait(DEADLINE_S)
-    assert one.mirror.sending == {2}
-    released.set()
-    assert one.mirror.flush(DEADLINE_S)
     assert one.mirror.sending == frozenset()
+    assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
 
 
 def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_read(
@@ -488,16 +459,6 @@ def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     refusing[1].refuses = lambda verb, key: True
     with pytest.raises(MirrorUnreachable, match="nobody knows from which step this run resumes"):
         other.fill()
-
-
-def test_without_a_claim_there_is_nothing_to_wait_for_and_nothing_to_tell(node: Nodes) -> None:
-    one = node("one")
-    one.mirror.wake()
-    assert one.mirror.flush(0)
-    assert one.mirror.metrics() == {}
-    one.begin()
-    one.save(1)
-    assert one.mirror.metrics() == {"mirror/behind_s": 0, "mirror/sent_bytes": one.mirror.state.sent_bytes}
 
 
 def test_a_late_listener_gets_the_current_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

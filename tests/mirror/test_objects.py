@@ -10,7 +10,7 @@ import pytest
 
 from ci_llm.core.remote import is_url, without_secrets
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, MirrorUnreachable
-from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, check_url, open_objects, require_writable
+from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, open_objects, require_writable
 from tests.mirror.conftest import swaps_decide
 
 
@@ -62,7 +62,7 @@ def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("url", ["s3://key:very-secret@bucket/run", "s3://bucket/run?sig=very-secret"])
 def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_url(url, "mirror")
+        open_objects(url, "mirror")
     assert "very-secret" not in str(refused.value)
     assert "very-secret" not in without_secrets(url)
 

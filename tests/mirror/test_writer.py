@@ -238,13 +238,10 @@ def test_a_damaged_log_is_left_out_and_the_others_come_back(node: Callable[..., 
     assert any("a.log does not come back" in line for line in said)
 
 
-def test_a_checkpoint_that_is_damaged_here_is_not_sent(lying: Lying, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_gone_is_not_sent(lying: Lying, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint_step_3"
     write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
     writer = claimed(lying)
-    flip(folder / "config.yaml", bit=3)
-    with pytest.raises(DamagedCheckpoint, match=r"config.yaml of checkpoint_step_3 has another digest"):
-        writer.send_step(folder)
     (folder / "config.yaml").unlink()
     with pytest.raises(DamagedCheckpoint, match="checkpoint_step_3 is gone"):
         writer.send_step(folder)
