@@ -219,7 +219,7 @@ def _push(call: argparse.Namespace) -> int:
     """Send what a run's folder holds, and heal what is damaged there."""
     from ci_llm.checkpoints.catalog import current_line
     from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.mirror.head import Found, read_token
+    from ci_llm.mirror.head import NOBODY, Found, read_token
     from ci_llm.mirror.sender import Mirror
     from ci_llm.run.end.mirroring import RUN_FILES
 
@@ -231,12 +231,12 @@ def _push(call: argparse.Namespace) -> int:
         head = mirror.reader.head()
         step = manager.latest_step() or 0
         token = read_token(call.run)
-        found = Found(head.generation if head else 0)
+        found = Found(head.writer if head else NOBODY)
         if head is not None and token is not None and token.run == head.run:
             if head.newest is not None and head.newest.step > step:
                 what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
                 raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
-            found = Found(head.generation, mirror.reader.damage(head), same_run=True)
+            found = Found(head.writer, mirror.reader.damage(head), same_run=True)
         mirror.begin(step, number, found)
         try:
             done = mirror.flush(PUSH_S)

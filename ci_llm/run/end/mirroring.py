@@ -68,7 +68,6 @@ class RunMirror:
                 keep=config.save_total_limit,
                 files=RUN_FILES,
                 max_mb_per_s=config.mirror_max_mb_per_s,
-                compression="auto",
                 on_change=self._tell,
             )
 
