@@ -111,7 +111,7 @@ class Job:
             "dataset_name": rows / "train.jsonl", "eval_dataset_name": rows / "validation.jsonl",
             "agents": json.dumps([*trials]), "max_train_steps": form.steps, "batch_size": form.rows,
             "save_steps": SAVE_STEPS, "save_interval_seconds": "null", "save_total_limit": 2, "eval_steps": "null",
-            "eval_samples": "null", "generation_eval_samples": 0, "show_example": "false", "logging_steps": 1,
+            "eval_samples": "null", "generation_eval_samples": 0, "logging_steps": 1,
             "report_to": "none", "write_report": "false", "progress_bar": "false", "num_workers": 0,
         }  # fmt: skip
         self._words += [f"{key}={value}" for key, value in keys.items()]

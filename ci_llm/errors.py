@@ -9,6 +9,7 @@ CiLlmError                  exit 1
 ├── CheckpointError         a checkpoint cannot be written or read
 │   ├── DamagedCheckpoint   verification failed: a digest, a size, a missing file
 │   ├── ForeignCheckpoint   exit 2: whole, but of another run: other K, rank, base, data
+│   ├── OtherFormat         exit 2: whole, but written by a program with another format of checkpoints
 │   ├── MirrorUnreachable   the object store of a mirror does not answer, or refuses
 │   └── WriterBusy          exit 2: another live process owns this output folder
 ├── PeerLost                another process of the run is gone or silent
@@ -93,6 +94,12 @@ class DamagedCheckpoint(CheckpointError):
 
 class ForeignCheckpoint(CheckpointError):
     """The checkpoint is whole but belongs to another run."""
+
+    exit_code = 2
+
+
+class OtherFormat(CheckpointError):
+    """The checkpoint is whole, but a program with another format of checkpoints wrote it."""
 
     exit_code = 2
 

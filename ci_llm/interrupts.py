@@ -149,20 +149,10 @@ class Interrupts:
         self._listener.start()
         _installed.append(self)  # before the first handler, so that a fork from here on removes all of them
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._install_handlers(self._stop_signals | self._save_signals)
+        for number in sorted(self._stop_signals | self._save_signals):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, self._handle_signal)
         return self
-
-    def set_signals(self, stop: Iterable[str], save: Iterable[str]) -> None:
-        """Change the signals that stop and that save. Requests stay; a signal in neither gets its old handler back.
-
-        Raises:
-            ConfigError: as above; then nothing has changed.
-        """
-        self._stop_signals, self._save_signals = _signal_numbers(stop, save)
-        if self.installed:
-            wanted, handled = self._stop_signals | self._save_signals, self._old_handlers.keys()
-            self._restore_handlers(handled - wanted)
-            self._install_handlers(wanted - handled)
 
     def restore(self) -> None:
         """Restore the previous handlers and end the thread; the requests stay readable. For the main thread."""
@@ -184,17 +174,6 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def _install_handlers(self, numbers: Iterable[int]) -> None:
-        for number in sorted(numbers):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._old_handlers[number] = signal.signal(number, self._handle_signal)
-
-    def _restore_handlers(self, numbers: Iterable[int]) -> None:
-        for number in sorted(numbers):
-            old = self._old_handlers.pop(number)
-            if signal.getsignal(number) == self._handle_signal:
-                signal.signal(number, signal.SIG_DFL if old is None else old)
-
     def _ignore(self) -> None:
         # Not by handlers of Python: the interpreter restores those at its exit, which takes a second with torch.
         for number in self._old_handlers:
@@ -203,7 +182,10 @@ class Interrupts:
 
     def _uninstall(self) -> None:
         """Undo `install`, except for a handler or a descriptor that other code has installed since."""
-        self._restore_handlers(self._old_handlers)
+        for number, old in sorted(self._old_handlers.items()):
+            if signal.getsignal(number) == self._handle_signal:
+                signal.signal(number, signal.SIG_DFL if old is None else old)
+        self._old_handlers.clear()
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(self._old_wakeup_fd if current == self._write_fd else current)
         _installed.remove(self)

@@ -85,22 +85,6 @@ def test_the_signals_to_stop_and_to_save_are_configurable() -> None:
         assert one.stop_reason == "signal:SIGUSR1"
 
 
-@pytest.mark.usefixtures("hang_up")
-def test_the_signals_may_change_and_requests_stay() -> None:
-    with Interrupts(announce=lambda _line: None) as one:
-        send(signal.SIGUSR1)
-        one.set_signals(stop=["SIGUSR1"], save=["SIGHUP"])
-        assert one.take_save_request()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        send(signal.SIGHUP)
-        assert (one.take_save_request(), one.stop_reason) == (True, None)
-        with pytest.raises(ConfigError, match="SIGUSR1"):
-            one.set_signals(stop=["SIGUSR1"], save=["SIGUSR1"])
-        send(signal.SIGUSR1)
-        assert one.stop_reason == "signal:SIGUSR1"
-    assert [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
-
-
 @pytest.mark.parametrize(
     ("start", "expected"), [(["env", "--default-signal=HUP"], "signal:SIGHUP"), (["nohup"], "None")]
 )
@@ -115,17 +99,6 @@ with Interrupts(stop=["SIGHUP"], announce=lambda line: None) as one:
     with Child(*start, sys.executable, "-u", "-c", source) as child:
         assert child.read_until("heard") == f"heard {expected}"
         assert child.wait() == 0
-
-
-def test_signals_that_change_before_the_handlers_are_in_place_are_those_of_the_handlers() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    one = Interrupts(announce=lambda _line: None)
-    one.set_signals(stop=["SIGUSR1"], save=["SIGUSR2"])
-    with one:
-        assert one.signals == {"SIGUSR1", "SIGUSR2"}
-        assert signal.getsignal(signal.SIGTERM) is before
-        send(signal.SIGUSR1)
-        assert one.stop_reason == "signal:SIGUSR1"
 
 
 def test_a_forwarder_gets_the_name_of_each_signal_and_nothing_is_announced() -> None:

@@ -69,7 +69,6 @@ KEYS: Mapping[str, Any] = {
     "batch_size": 3,
     "gradient_accumulation_steps": 2,
     "optimizer": "adamw",
-    "fused_optimizer": True,
     "learning_rate": 4e-3,
     "lr_scheduler_type": "cosine",
     "num_warmup_steps": 2,
@@ -119,7 +118,7 @@ CELLS: Mapping[str, Cell] = {
     "own": Cell({"agents": _OWN, "num_agents": len(_OWN)}),
     "two_processes": Cell({"batch_size": 2, "lora_dropout": 0.1}, processes=2),
     "dpo": Cell(
-        {"objective": "dpo", "beta": 0.1, "loss_type": "sigmoid", "shared_prompts": False, "reference": "base"}
+        {"objective": "dpo", "beta": 0.1, "loss_type": "sigmoid", "reference": "base"}
         | dict.fromkeys(("dataset_name", "eval_dataset_name"), "pairs.jsonl"),
         template=True,
     ),

@@ -380,17 +380,6 @@ def load_error(model_name: str, error: Exception) -> ModelError:
     )
 
 
-def disable_dropout(model: PreTrainedModel) -> None:
-    """Switch off all dropout of a base for good: in its layers, and in attributes that families pass to functions."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    for holder in (model.config, model.config.get_text_config(), *model.modules()):
-        for name, value in vars(holder).items():
-            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
-                setattr(holder, name, 0.0)
-
-
 #: The entries that may differ in two configurations of the same model.
 _INCIDENTAL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 

@@ -15,7 +15,7 @@ from ci_llm.checkpoints.manifest import MANIFEST, Manifest, read_manifest, verif
 from ci_llm.checkpoints.store import DISK_FULL, CheckpointStore
 from ci_llm.core.run_folder import ATTEMPTS, BEGINNING, SWEEP
 from ci_llm.core.run_status import last_status
-from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, OtherFormat
 
 Shelf: TypeAlias = Literal["current", "superseded", "quarantine"]
 #: What the folder of a run or of a training loop has before its first checkpoint.
@@ -30,6 +30,7 @@ class CatalogEntry:
         name: its folder, relative to that of the run.
         step, attempt, wall_time, nbytes: as its manifest says; None if that cannot be read.
         damage: what does not verify; None if all does.
+        refused: why this program does not read it, and what does; None if it does.
         line: where it is. "current": the run resumes from the newest of these. "superseded": newer than a step that
             the run went back to. "quarantine": it did not verify when the run started.
         final: whether it is the `final_checkpoint`.
@@ -42,6 +43,7 @@ class CatalogEntry:
     wall_time: float | None = None
     nbytes: int | None = None
     damage: str | None = None
+    refused: str | None = None
     line: Shelf = "current"
     final: bool = False
     pinned: bool = False
@@ -55,7 +57,6 @@ def list_checkpoints(directory: Path, *, read_all: bool = True) -> list[CatalogE
 
     Raises:
         BadInput: there is no such folder, it is a checkpoint itself, or it holds nothing of a run.
-        CheckpointError: one has a format that is newer than this program.
     """
     if not directory.is_dir():
         raise BadInput("there is no such folder", where=str(directory), hint="give the output_dir of a run")
@@ -100,7 +101,10 @@ def _shelf(place: Path) -> list[Path]:
 def entry_of(
     name: str, line: Shelf, read: Callable[[], Manifest], verify: Callable[[], object] | None = None
 ) -> CatalogEntry:
-    """The entry of a checkpoint by its manifest, which `read` returns. Both calls may raise DamagedCheckpoint."""
+    """The entry of a checkpoint by its manifest, which `read` returns.
+
+    Both calls may raise DamagedCheckpoint, and `read` may raise OtherFormat.
+    """
     told: dict[str, Any] = {}
     try:
         manifest = read()
@@ -109,6 +113,8 @@ def entry_of(
             verify()
     except DamagedCheckpoint as error:
         told["damage"] = error.what
+    except OtherFormat as error:
+        told["refused"] = f"{error.what}; {error.hint}"
     return CatalogEntry(name, **told, line=line, final=Path(name).name.startswith(FINAL))
 
 
@@ -139,7 +145,7 @@ def prune(directory: Path, keep: int, *, dry_run: bool = False) -> Pruning:
     Raises:
         BadInput: there is no numbered checkpoint here, `keep` is below 1, or status.json does not tell the best step.
         WriterBusy: a run holds the folder; a dry run only looks.
-        DamagedCheckpoint: none verifies; nothing is removed.
+        DamagedCheckpoint: none verifies; nothing is removed. OtherFormat: nor is it if this program cannot read one.
     """
     if keep < 1:
         raise BadInput("at least one checkpoint must be kept", where=f"--keep {keep}", hint="give 1 or more")

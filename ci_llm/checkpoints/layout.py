@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ci_llm.checkpoints.manifest import MANIFEST, STEP_FOLDER, Manifest, read_folder, read_manifest
+from ci_llm.checkpoints.manifest import MANIFEST, STEP_FOLDER, Manifest, read_folder, read_step
 from ci_llm.core.durable import Filesystem, commit_folder, make_folders
 from ci_llm.core.run_folder import is_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -60,7 +60,7 @@ def committed(directory: Path) -> list[tuple[int, Path]]:
     """
     found = [(step, step_folder(directory, step)) for step in numbered_steps(directory)]
     with contextlib.suppress(DamagedCheckpoint):
-        found.append((read_manifest(directory / FINAL).step, directory / FINAL))
+        found.append((read_step(directory / FINAL), directory / FINAL))
     return sorted(found, key=lambda each: (-each[0], each[1].name))
 
 

@@ -50,8 +50,8 @@ class Owner:
 
     Attributes:
         machine: the set of processes in which `pid` has a meaning; it begins with the name of the host.
-        started_since_boot_s: when the process started: a later process may get the same pid. None in files of older
-            versions, whose clock a correction moved: for them the pid alone decides, and then the heartbeat.
+        started_since_boot_s: when the process started: a later process may get the same pid. None if it is not known:
+            then the pid alone decides, and then the heartbeat.
         elastic_job, elastic_round: from torchrun, which ends the processes of a round before the next one begins.
     """
 

@@ -152,10 +152,6 @@ def _put(target: Any, saved: Any, where: str) -> Any:
     return target
 
 
-#: Seconds to wait for a full disk while others wait in a collective, twice in `finish`. NCCL gives up after 600.
-LONGEST_PAUSE_S = 240.0
-
-
 class CheckpointManager:
     """The checkpoints of one training loop.
 
@@ -188,7 +184,6 @@ class CheckpointManager:
         processes: for the votes of several processes; those of `torch.distributed` by default, if it is initialised.
         interrupts: signal handlers that the caller installs. By default the manager installs its own at the first
             `reached_preemption`, in the main thread, and restores the old ones on close.
-        on_disk_full: "drop" the new checkpoint, or "pause" until there is space (several processes: 4 minutes at most).
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         clock: seconds, monotonic.
 
@@ -224,7 +219,6 @@ class CheckpointManager:
         checkpoint_backend: str = "vanilla",
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
-        on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -237,10 +231,7 @@ class CheckpointManager:
         self._store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
             save_total_limit=self._retention.newest,
-            on_disk_full=on_disk_full,
             writer_timeout=writer_timeout,
-            stop_waiting=self._stop_waiting,
-            sleep=self._interrupts.wait,
         )
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
@@ -687,10 +678,6 @@ class CheckpointManager:
         return side_channel.is_true_anywhere(self._processes, work)
 
     # On process 0
-
-    def _stop_waiting(self, paused_s: float) -> bool:
-        others_wait = paused_s >= LONGEST_PAUSE_S and side_channel.has_other_processes()
-        return others_wait or self._interrupts.stop_reason is not None
 
     def _newest(self) -> int | None:
         if self._begun is not None and not self.is_saving_in_progress():

@@ -23,13 +23,14 @@ import xxhash
 from ci_llm.core.durable import Bytes, read_chunks, read_exactly
 from ci_llm.core.run_folder import is_run
 from ci_llm.core.typed_json import Json, decode, encode, parse_json, seal, unseal
-from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, OtherFormat
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+LAST_TO_READ_1 = "aff619e9"  # the last commit that reads format 1
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
@@ -123,7 +124,7 @@ class Manifest:
 
         Raises:
             ValueError: it is not what `dump` wrote.
-            CheckpointError: it is whole, but its format is newer than this program, or more than one version older.
+            OtherFormat: it is whole, but of another format.
         """
         body = unseal(data, _SEAL, "the manifest")
         _check_version(body.get("format_version"))
@@ -157,14 +158,15 @@ def _parse(value: Json) -> FileRecord:
 
 
 def _check_version(version: Json) -> None:
-    """This version and the one before are read: a field that is new in a version must have a default."""
-    readable = [known for known in (FORMAT_VERSION - 1, FORMAT_VERSION) if known > 0]
-    if type(version) is int and version in readable:
+    if type(version) is int and version == FORMAT_VERSION:
         return
     newer = isinstance(version, int) and version > FORMAT_VERSION
-    raise CheckpointError(
-        f"this checkpoint has format version {version}; this program reads version {' and '.join(map(str, readable))}",
-        hint="use a newer ci-llm, at least the one that wrote it" if newer else "use an older ci-llm",
+    older = (
+        f"commit {LAST_TO_READ_1} of ci-llm is the last that reads it: finish or export it there, or begin a new run"
+    )
+    raise OtherFormat(
+        f"this checkpoint has format {version or 'none'}, and this program reads format {FORMAT_VERSION}",
+        hint="use a newer ci-llm, at least the one that wrote it" if newer else older,
     )
 
 
@@ -188,22 +190,40 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpoint: it is missing or not as it was written, or that of another step than the folder's name says.
+        OtherFormat: this program cannot read it.
     """
     with _as_damage(folder):
-        if os.path.islink(folder):
-            raise ValueError("it is a link, and no link is followed: the folder itself is needed")
-        if not os.path.isdir(folder):
-            raise ValueError("there is no such folder")
-        if is_run(folder):
-            raise ValueError("it is a run and not a checkpoint: move it out of this folder when it does not train")
-        size = os.lstat(folder / MANIFEST).st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"the manifest has {size} bytes")
-        manifest = Manifest.parse(read_exactly(folder / MANIFEST, size))
+        manifest = Manifest.parse(_bytes_of_manifest(folder))
         # A copy under a later number would be newer than every step that the run saves from then on.
         if (named := STEP_FOLDER.match(folder.name)) and int(named[1]) != manifest.step:
             raise ValueError(f"it is a copy of step {manifest.step} under another name")
         return manifest
+
+
+def read_step(folder: Path) -> int:
+    """The step of a committed folder, also of one whose format this program cannot read.
+
+    Raises:
+        DamagedCheckpoint: its manifest is missing or not as it was written.
+    """
+    with _as_damage(folder):
+        step = unseal(_bytes_of_manifest(folder), _SEAL, "the manifest").get("step")
+        if not isinstance(step, int):
+            raise ValueError("the manifest lacks a field")
+        return step
+
+
+def _bytes_of_manifest(folder: Path) -> bytes:
+    if os.path.islink(folder):
+        raise ValueError("it is a link, and no link is followed: the folder itself is needed")
+    if not os.path.isdir(folder):
+        raise ValueError("there is no such folder")
+    if is_run(folder):
+        raise ValueError("it is a run and not a checkpoint: move it out of this folder when it does not train")
+    size = os.lstat(folder / MANIFEST).st_size
+    if size > MAX_MANIFEST_BYTES:
+        raise ValueError(f"the manifest has {size} bytes")
+    return read_exactly(folder / MANIFEST, size)
 
 
 def verify_folder(folder: Path, *, from_disk: bool = False, but: Collection[str] = ()) -> Manifest:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ci_llm.checkpoints import layout
 from ci_llm.checkpoints.layout import FINAL, Opened, committed, step_folder
@@ -172,7 +172,6 @@ def clear(leftover: Path, disk: Filesystem) -> None:
 
 WRITER_TIMEOUT_S = 60.0
 SURVIVOR_TIMEOUT_S = 15.0  # of a process that has lost a peer; the others renew their leases every 10 s
-PAUSE_S = 10.0
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 T = TypeVar("T")
@@ -207,11 +206,9 @@ class CheckpointStore:
     Args:
         directory: the run's folder; made with the lease.
         save_total_limit: how many numbered checkpoints to keep; None keeps all.
-        on_disk_full: "drop" the new checkpoint and continue, or "pause" until there is space.
         writer_timeout: seconds without heartbeat after which another writer counts as dead.
         owner: who writes; this process by default.
-        stop_waiting: asked while paused, with the seconds so far; True gives the new checkpoint up.
-        disk, sleep: the real ones by default.
+        disk: the real one by default.
     """
 
     def __init__(
@@ -219,21 +216,15 @@ class CheckpointStore:
         directory: Path | str,
         *,
         save_total_limit: int | None = None,
-        on_disk_full: Literal["drop", "pause"] = "drop",
         writer_timeout: float = WRITER_TIMEOUT_S,
         owner: Owner | None = None,
-        stop_waiting: Callable[[float], bool] = lambda paused_s: False,
         disk: Filesystem = DISK,
-        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if save_total_limit is not None and save_total_limit < 1:
             raise CheckpointError("at least one checkpoint must be kept", where="save_total_limit")
-        if on_disk_full not in ("drop", "pause"):
-            raise CheckpointError(f"{on_disk_full!r} is neither drop nor pause", where="on_disk_full")
         self.directory = Path(directory)
-        self._limit, self._on_disk_full = save_total_limit, on_disk_full
+        self._limit, self._disk = save_total_limit, disk
         self._timeout, self._owner = writer_timeout, owner
-        self._stop_waiting, self._disk, self._sleep = stop_waiting, disk, sleep
         self._lease: Lease | None = None
 
     # One writer
@@ -482,27 +473,14 @@ class CheckpointStore:
         self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: OtherWriters = NO_OTHERS
     ) -> Exception | None:
         """Write, commit, read back; the error if that failed, after everything was put back as it was."""
-        paused_at: float | None = None
-        while True:
-            try:
-                require_space(self.directory, manifest, self._disk)
-                old = commit(target, files, manifest, self._held().work, self._disk, others)
-            except (OSError, DamagedCheckpoint) as error:
-                self._held()
-                paused_at = paused_at or time.monotonic()
-                if not (isinstance(error, OSError) and error.errno in DISK_FULL and self._pause(error, paused_at)):
-                    return error
-            else:
-                clear(old, self._disk)
-                return None
-
-    def _pause(self, error: OSError, since: float) -> bool:
-        """Wait for space if that is wanted; False if the checkpoint is to be given up."""
-        if self._on_disk_full != "pause" or self._stop_waiting(time.monotonic() - since):
-            return False
-        logger.warning("the disk is full (%s); this checkpoint is tried again in %.0f s", error, PAUSE_S)
-        self._sleep(PAUSE_S)
-        return True
+        try:
+            require_space(self.directory, manifest, self._disk)
+            old = commit(target, files, manifest, self._held().work, self._disk, others)
+        except (OSError, DamagedCheckpoint) as error:
+            self._held()
+            return error
+        clear(old, self._disk)
+        return None
 
     # Removing
 

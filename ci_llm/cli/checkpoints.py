@@ -119,15 +119,15 @@ def _list(call: argparse.Namespace) -> int:
     print(f"{'step':>8}  {'written':<19}  {'bytes':>15}  {'attempt':>7}  {'state':<9}  {'line':<10}  folder")
     for entry in entries:
         state = "unread" if call.quick else "verified"
-        state = "damaged" if entry.damage else state
+        state = "damaged" if entry.damage else "refused" if entry.refused else state
         written = "" if entry.wall_time is None else time.strftime("%F %T", time.localtime(entry.wall_time))
         size = "" if entry.nbytes is None else f"{entry.nbytes:,}"
         step, attempt = ("?" if value is None else value for value in (entry.step, entry.attempt))
         name = f"{entry.name} (best)" if entry.pinned else entry.name
         print(f"{step:>8}  {written:<19}  {size:>15}  {attempt:>7}  {state:<9}  {entry.line:<10}  {name}")
     for entry in entries:
-        if entry.damage:
-            print(f"{entry.name}: {entry.damage}")
+        if entry.damage or entry.refused:
+            print(f"{entry.name}: {entry.damage or entry.refused}")
     return 0
 
 
@@ -165,8 +165,9 @@ def _verify(call: argparse.Namespace) -> int:
 def _verify_mirror(call: argparse.Namespace) -> int:
     """Verify the checkpoints of a mirror's line."""
     current = [entry for entry in entries_of(call.path, read_all=True) if entry.line == "current"]
-    damage = {entry.name: entry.damage for entry in current if entry.damage is not None}
-    verified = [entry.name for entry in current if entry.damage is None]
+    unusable = ((entry.name, entry.damage or entry.refused) for entry in current)
+    damage = {name: why for name, why in unusable if why is not None}
+    verified = [entry.name for entry in current if entry.name not in damage]
     for name in verified if not call.json else ():
         print(f"{name}: verified")
     return _verdict(verified, damage, as_json=call.json)
@@ -218,7 +219,7 @@ def _push(call: argparse.Namespace) -> int:
     """Send what a run's folder holds, and heal what is damaged there."""
     from ci_llm.checkpoints.catalog import current_line
     from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.mirror.head import Found, read_token
+    from ci_llm.mirror.head import NOBODY, Found, read_token
     from ci_llm.mirror.sender import Mirror
     from ci_llm.run.end.mirroring import RUN_FILES
 
@@ -230,12 +231,12 @@ def _push(call: argparse.Namespace) -> int:
         head = mirror.reader.head()
         step = manager.latest_step() or 0
         token = read_token(call.run)
-        found = Found(head.generation if head else 0)
+        found = Found(head.writer if head else NOBODY)
         if head is not None and token is not None and token.run == head.run:
             if head.newest is not None and head.newest.step > step:
                 what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
                 raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
-            found = Found(head.generation, mirror.reader.damage(head), same_run=True)
+            found = Found(head.writer, mirror.reader.damage(head), same_run=True)
         mirror.begin(step, number, found)
         try:
             done = mirror.flush(PUSH_S)

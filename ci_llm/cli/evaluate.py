@@ -24,8 +24,8 @@ _DOES = """Ask agents and crowd the rows of a data set, score their answers, and
 Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _EXAMPLES = """objective=module:name, if the run has this objective, takes the loss from your module.
-key=value changes a key of the run for this evaluation: aggregator, dirichlet_alpha_aggregator,
-max_new_tokens_eval, max_seq_length, prompt_column, answer_column, text_column, messages_column, dataset_subset.
+key=value changes a key of the run for this evaluation: aggregator, max_new_tokens_eval, max_seq_length,
+prompt_column, answer_column, text_column, label_column, dataset_subset.
 
 A call that was killed resumes after its last row when it is called again.
 

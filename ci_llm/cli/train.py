@@ -19,7 +19,7 @@ from ci_llm.core.help import ALL, asked_help
 from ci_llm.core.imports import importing
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import ConfigError
-from ci_llm.interrupts import Interrupts, die_with_parent
+from ci_llm.interrupts import STOP_SIGNALS, Interrupts, die_with_parent
 
 if TYPE_CHECKING:
     from ci_llm.config import Config, Reading
@@ -52,12 +52,11 @@ def start(
         SystemExit: with the exit code of the processes that this one has started instead.
         LaunchError: the memory of this machine does not hold a base for each of them.
     """
-    interrupts.set_signals(config.stop_signals, config.save_signals)
     if require is not None:
         require(config)
     launch = read_launch(arguments=words)
     if not launch.forwards_sigterm or STARTED in os.environ:
-        die_with_parent(next(iter(config.stop_signals), "SIGTERM"))
+        die_with_parent(STOP_SIGNALS[0])
     if (number := processes_to_start(launch, words)) > 1:
         from ci_llm.base.files import require_memory  # here, because it loads huggingface_hub
 

@@ -18,6 +18,8 @@ from typing import Final, Literal
 
 from ci_llm.cluster.launch import SUPERVISED
 
+#: The requeues of one job at most: many preemptions are usual, and a job that is put back for ever is a fault.
+MAX_REQUEUES: Final = 100
 MAX_WITHOUT_PROGRESS: Final = 3
 _QUERY_TIMEOUT_S: Final = 20.0
 
@@ -168,7 +170,6 @@ def requeue(
     wanted: bool | Literal["auto"],
     reason: str,
     *,
-    max_requeues: int,
     without_progress: int,
     environ: Mapping[str, str] = os.environ,
     query: Query = query,
@@ -178,7 +179,6 @@ def requeue(
     Args:
         wanted: the key `requeue`; "auto" says nothing outside of SLURM.
         reason: why the run was stopped.
-        max_requeues: the most requeues of one job.
         without_progress: attempts in a row without progress.
 
     Returns:
@@ -190,7 +190,7 @@ def requeue(
     if job is None:
         return "not put back into a queue: this is not a SLURM job" if wanted is True else None
     # SLURM would requeue a job that makes no progress, or that a person has stopped: that is decided here.
-    obstacle = reason_not_to_requeue(job, query_job(job, query), reason, max_requeues, without_progress)
+    obstacle = reason_not_to_requeue(job, query_job(job, query), reason, without_progress)
     if obstacle is None and query(["scontrol", "requeue", job.id]) is None:
         obstacle = "scontrol requeue failed"
     if obstacle:
@@ -199,7 +199,7 @@ def requeue(
 
 
 def reason_not_to_requeue(
-    job: Job, info: JobInfo | None, reason: str, max_requeues: int, without_progress: int
+    job: Job, info: JobInfo | None, reason: str, without_progress: int, max_requeues: int = MAX_REQUEUES
 ) -> str | None:
     """Why a job must not run again; None if it may. For the arguments see `requeue`."""
     if reason == "signal:SIGINT":
@@ -216,7 +216,7 @@ def reason_not_to_requeue(
     if info.state != "RUNNING" and info.reason != "TimeLimit":
         return f"it is {info.state}, so somebody has cancelled it or put it back already"
     if job.restarts >= max_requeues:
-        return f"it was {job.restarts} times, and max_requeues is {max_requeues}"
+        return f"it was {job.restarts} times, the most of one job"
     if without_progress >= MAX_WITHOUT_PROGRESS:
         return f"no progress in {without_progress} attempts; more time per job, or smaller steps, and submit it again"
     return None

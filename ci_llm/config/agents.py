@@ -95,21 +95,18 @@ def _take_mappings(own: OwnEntries, listed: Entry, problems: list[Problem]) -> N
     own.decided_by = listed
 
 
-_ONCE: Final = "write it once for all, outside of `agents:`"
-
-
-def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem], once: str = _ONCE) -> dict[str, Entry]:
-    """The entries of one mapping, by key; those that no agent can have are problems, with `once` as their hint."""
+def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem]) -> dict[str, Entry]:
+    """The entries of one mapping, by key; those that no agent can have are problems."""
     entries = [replace(entry, where=entry.where or listed.where) for entry in mapping.entries]
     names = [entry for entry in entries if entry.name == NAME]
     if len(names) > 1:
         problems.append(given_twice(NAME, names[0], names[1]))
-    others = [entry for entry in entries if entry.name != NAME and not _is_refused(entry, problems, once)]
+    others = [entry for entry in entries if entry.name != NAME and not _is_refused(entry, problems)]
     named = {NAME: names[0]} if names else {}
     return named | by_key(others, problems, last_wins=False)
 
 
-def _is_refused(entry: Entry, problems: list[Problem], once: str) -> bool:
+def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
     """Whether a single agent cannot have this entry; then a problem says why."""
     try:
         found = resolve(entry)
@@ -119,7 +116,8 @@ def _is_refused(entry: Entry, problems: list[Problem], once: str) -> bool:
     if found is None or found[0] in OWN_KEYS:
         return False
     key = found[0]
-    problems.append(Problem(entry.where, f"{key} cannot differ between agents: {why_common(key)}", once))
+    what = f"{key} cannot differ between agents: {why_common(key)}"
+    problems.append(Problem(entry.where, what, "write it once for all, outside of `agents:`"))
     return True
 
 

@@ -17,7 +17,7 @@ from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
-from ci_llm.config.schema import AllKeys, meaning_of, with_trait
+from ci_llm.config.schema import AllKeys, meaning_of
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.core.imports import allow_import
@@ -42,26 +42,27 @@ def describe_keys(chosen: Sequence[str] = ()) -> str:
 
 
 def keys_as_markdown() -> str:
-    """All keys as tables, one for each group: key, default, what another value means on a resume, what it is.
+    """All keys as the table of docs/keys.md, group by group: key and default, on a resume, what it is.
 
-    The names that other trainers have for a key stand below what it is. They are the tables of docs/keys.md.
+    The names that other trainers have for a key stand below what it is.
     """
-    head = "| key | default | on a resume | what it is, and its names elsewhere |\n| --- | --- | --- | --- |"
-    parts = []
+    rows = ["| key=default | on a resume | what it is; its names elsewhere |", "| --- | --- | --- |"]
     for title, keys in groups().items():
-        rows = [
-            f"| `{key}` | `{dump_value(FIELDS[key].default)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |"
-            for key in keys
-        ]
-        parts.append("\n".join([f"## {title}", "", head, *rows]))
-    return "\n\n".join(parts)
+        rows.append(f"| **{title}** | | |")
+        rows += [f"| `{_typed(key)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |" for key in keys]
+    return "\n".join(rows)
+
+
+def _typed(key: str) -> str:
+    """The key with its default, as on a command line."""
+    return f"{key}={dump_value(FIELDS[key].default)}".replace('"', "")
 
 
 def _on_resume(key: str) -> str:
-    """A word for what another value means for a resumed run; docs/keys.md explains each."""
+    """A word for what another value means for a resumed run; docs/keys.md explains each. Most keys are free."""
     meaning = meaning_of(FIELDS[key])
     if meaning["kind"] == "free":
-        return "free" if meaning["keeps_bits"] else "rounding"
+        return "" if meaning["keeps_bits"] else "rounding"
     if meaning["kind"] == "schedule":
         return "ending" if meaning["keeps_bits"] else "length"
     return "refused"
@@ -71,7 +72,7 @@ def _elsewhere(key: str) -> str:
     """The names that other trainers have for a key, on a line of their own; some of them mean it by their value."""
     names = [alias for alias, meant in ALIASES.items() if meant == key]
     names += [name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())]
-    return f"<br>elsewhere {', '.join(f'`{name}`' for name in names)}" if names else ""
+    return f"<br>{', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _text(key: str) -> str:
@@ -79,20 +80,16 @@ def _text(key: str) -> str:
 
 
 def _described(key: str) -> str:
-    head = f"  {key}={dump_value(FIELDS[key].default)}".replace('"', "")
     return textwrap.fill(
         str(FIELDS[key].description),
         width=WIDTH,
-        initial_indent=f"{head:<{COLUMN - 1}} ",
+        initial_indent=f"  {_typed(key):<{COLUMN - 3}} ",
         subsequent_indent=" " * COLUMN,
     )
 
 
 IN_PYTHON: Final = "Config(...)"
 AS_BEGUN: Final = "as this run began"
-
-#: Keys that `Config.dump` writes only if they are set.
-DUMPED_IF_SET: Final = tuple(with_trait("if_set"))
 
 
 @dataclass(frozen=True)
@@ -145,15 +142,9 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return NotImplemented
         return self.__dict__ == other.__dict__ and self._without_effect == other._without_effect
 
-    def settle_auto(self, *, recorded: bool = False) -> None:
-        """Put a value in place of auto, before anybody reads the configuration.
-
-        Args:
-            recorded: by a run, whose crowd keeps its rule.
-        """
+    def settle_auto(self) -> None:
+        """Put a value in place of auto, before anybody reads the configuration."""
         values, reasons = settled(self)
-        if recorded:
-            values.pop("crowd", None)
         self.__dict__.update(values)
         self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
         super().__setattr__("_reasons", reasons)
@@ -178,10 +169,18 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             return self
         decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
         kept = {key: getattr(before, key) for key in decided}
-        if kept.get("objective") == "auto":  # recorded by a release without the key
-            kept["objective"] = "sft"
         found = self.model_copy(update=kept)
         super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
+        return found
+
+    def of_trials(self, steps: int, changes: Mapping[str, Any]) -> Config:
+        """The changed configuration, in which the agents are trials of a sweep with `steps` optimizer steps each.
+
+        A learning rate follows the schedule of so many, wherever this run ends, and a trial that stays nonfinite takes
+        no further steps, while the others continue.
+        """
+        found = self.model_copy(update=changes)
+        super(Config, found).__setattr__("_trial_steps", steps)
         return found
 
     @property
@@ -229,10 +228,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
     def dump(self) -> str:
         """YAML of all values, in groups; `load_config` reads it back to the same values."""
         values = self.model_dump()
-        unset = {key for key in DUMPED_IF_SET if values[key] == Config.model_fields[key].default}
-        return dump_yaml(
-            {title: {key: values[key] for key in keys if key not in unset} for title, keys in groups().items()}
-        )
+        return dump_yaml({title: {key: values[key] for key in keys} for title, keys in groups().items()})
 
     def diff(self, other: Config) -> list[Change]:
         """The changes from this configuration to `other`, in the order of the keys.
@@ -242,9 +238,8 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         changes = []
         for key, field in Config.model_fields.items():
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
-            unnamed = key == "objective" and {old, new} == {"auto", "sft"}  # of a release without the key
             alike = key == "data_seed" and self.seed == other.seed and {str(old), str(new)} == {"None", str(self.seed)}
-            if old != new and key != "agents" and not (unnamed or alike):
+            if old != new and key != "agents" and not alike:
                 meaning = meaning_of(field)
                 changes.append(Change(key, old, new, meaning["kind"], meaning["keeps_bits"]))
         return changes

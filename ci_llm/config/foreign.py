@@ -22,12 +22,18 @@ ALIASES: Final[dict[str, str]] = {name: key for key, names in _WORDS["aliases"].
 VALUE_ALIASES: Final[dict[str, dict[str, str]]] = _WORDS["values"]
 #: Values that a key had -> what to use instead.
 REMOVED_VALUES: Final[dict[str, dict[str, str]]] = _WORDS["removed_values"]
+#: Keys that this program had -> (the values that mean what every run does now, what it was, what to do instead)
+REMOVED: Final[dict[str, tuple[list[str], str, str]]] = _WORDS["removed"]
 #: What a run does in any case: there is nothing to set.
 ALWAYS: Final = "always"
 #: Options that mean a key only together with their value: name -> value -> `key=value`, or `ALWAYS`.
-TRANSLATIONS: Final[dict[str, dict[str, str]]] = _WORDS["translations"]
+TRANSLATIONS: Final[dict[str, dict[str, str]]] = _WORDS["translations"] | {
+    name: dict.fromkeys(usual, ALWAYS) for name, (usual, *_) in REMOVED.items()
+}
 #: name -> (what it is there, what to do instead)
-UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {name: tuple(both) for name, both in _WORDS["unsupported"].items()}
+UNSUPPORTED: Final[dict[str, tuple[str, str]]] = {
+    name: tuple(told[-2:]) for name, told in (_WORDS["unsupported"] | REMOVED).items()
+}
 #: Options without effect, and why. Every value is accepted; one that asks for something is answered with the reason.
 NO_EFFECT: Final[dict[str, str]] = _WORDS["no_effect"]
 
@@ -62,7 +68,7 @@ def resolve(entry: Entry) -> tuple[str, Entry] | None:
     name = normalized(entry.name)
     text = entry.raw.text.lower() if isinstance(entry.raw, Scalar) and not entry.raw.quoted else None
     if name in TRANSLATIONS:
-        meaning = TRANSLATIONS[name].get(text or "")
+        meaning = TRANSLATIONS[name].get(text or str(entry.raw).lower())
         if meaning is None:
             raise UnknownNameError
         key, _, translated = meaning.partition("=")

@@ -93,10 +93,6 @@ else:
     Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
-Signals = Annotated[
-    tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU"], ...],
-    BeforeValidator(_as_tuple),
-]
 
 
 class Traits(TypedDict, total=False):
@@ -107,8 +103,6 @@ class Traits(TypedDict, total=False):
         shape: such a key gives an adapter its shape and scale: a copy of an agent has the same value.
         rows: such a key says which rows an agent trains on.
         common: why all agents share the value, if the reason of its group in own_keys.py does not fit.
-        if_set: `Config.dump` writes it only if it is set, so that what runs without it have written stays as it is.
-        before: the value with which runs were trained before the key existed, where it is not the default.
         stronger_than: the other key for the same thing; within one source this one decides, unless it is null.
         rivals: other ways to the same thing, of which one source may name one.
         no_sweep: why a sweep cannot take the key, and what to do instead.
@@ -123,8 +117,6 @@ class Traits(TypedDict, total=False):
     shape: bool
     rows: bool
     common: str
-    if_set: bool
-    before: object
     stronger_than: str
     rivals: tuple[str, ...]
     no_sweep: tuple[str, str]

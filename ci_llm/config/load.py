@@ -14,15 +14,12 @@ from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded, read_values, sound_values, strays_of
-from ci_llm.config.schema import with_trait
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.core.imports import allow_import
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
-#: How runs were that began before a key existed.
-BEFORE: Final = with_trait("before")
 
 
 @dataclass(frozen=True)
@@ -165,6 +162,7 @@ def build_reading(
         lines.append(f"{file.section.where}: the section {SECTION} is for `ci-llm sweep`")
     own = take_own_entries(sources, problems)
     config = _build(parsing.merge_sources(*sources), own, problems, check)
+    allow_import(config.objective)
     return Reading(config, (*lines, *own.lines))
 
 
@@ -188,7 +186,7 @@ def read_call(
 
 
 def parse_config(text: str, where: str) -> Config:
-    """The configuration that `Config.dump()` wrote, perhaps by another version: keys of that version are left out.
+    """The configuration that `Config.dump()` wrote; what it names is not imported, and unknown keys are left out.
 
     Raises:
         ConfigError: a value that this version does not take.
@@ -197,8 +195,7 @@ def parse_config(text: str, where: str) -> Config:
     problems: list[Problem] = []
     given = by_key(known, problems, last_wins=False)
     own = take_own_entries([given], problems)
-    config = _build(given, own, problems, recorded=True)
-    return config.model_copy(update={key: value for key, value in BEFORE.items() if key not in given})
+    return _build(given, own, problems)
 
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
@@ -250,19 +247,14 @@ def _build(
     own: OwnEntries,
     problems: list[Problem],
     check: Callable[[Config], Iterable[Problem]] = lambda _: (),
-    *,
-    recorded: bool = False,
 ) -> Config:
     """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
     values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
     config = Config.model_construct({*values}, **values, _without_effect=read_without_effect(given))
-    config.settle_auto(recorded=recorded)
+    config.settle_auto()
     unsound = {*given} - {*values, *NO_EFFECT}
-    clashes = find_clashes(config, recorded=recorded)
-    problems += [clashing(clash, given) for clash in clashes if not unsound & {*clash.keys}]
+    problems += [clashing(clash, given) for clash in find_clashes(config) if not unsound & {*clash.keys}]
     problems += check(config)
     if problems:
         raise error_of(problems)
-    if not recorded:
-        allow_import(config.objective)
     return config

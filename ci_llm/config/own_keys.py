@@ -71,11 +71,17 @@ class KeysOfEach(schema.AllKeys):
 
     _without_effect: dict[str, object] = PrivateAttr(default_factory=dict)
     _reasons: dict[str, str] = PrivateAttr(default_factory=dict)
+    _trial_steps: int | None = PrivateAttr(None)
 
     @property
     def without_effect(self) -> Mapping[str, object]:
         """Options that were given and have no effect here, by name; `notices` says why. No key, and never dumped."""
         return self._without_effect
+
+    @property
+    def trial_steps(self) -> int | None:
+        """Optimizer steps of a whole trial, where the agents are trials of a sweep. No key, and never dumped."""
+        return self._trial_steps
 
     def is_open(self, key: str) -> bool:
         """Whether a key still says auto: the rows decide, or nothing can."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from ci_llm.config.key import (
-    Amount,
     AutoLimit,
     Backend,
     Count,
@@ -16,12 +15,10 @@ from ci_llm.config.key import (
     PathText,
     Positive,
     Seconds,
-    Signals,
     Size,
     Text,
     Trackers,
     ending,
-    exact,
     free,
     rounding,
 )
@@ -33,32 +30,29 @@ class EvaluationKeys(Keys):
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
     eval_samples: AutoLimit = free(
         "auto",
-        "rows of each evaluation; null: all; auto: 400 on the embedded base, else at least 50, and as many as let all"
-        " evaluations read at most a third of the tokens that training reads",
+        "rows of each evaluation; null: all; auto: 400 on the embedded base, else 50 or as many as let"
+        " evaluations read a third of what training reads",
     )
-    generation_eval_samples: Size = free(
-        100, "of these, rows for which agents and crowd generate answers at the end; 0: none"
-    )
+    generation_eval_samples: Size = free(100, "of these, rows that agents and crowd answer at the end; 0: none")
     max_new_tokens_eval: Count | Literal["auto"] = free(
         "auto",
-        "tokens generated per answer at most; auto: twice those of the longest reference that is asked for, at least"
-        " 16; with the embedded base 256",
+        "tokens of a generated answer at most; auto: twice those of the longest reference, at least 16; on"
+        " the embedded base 256",
         evaluable=True,
     )
     early_stopping_patience: Count | None = ending(
         None,
-        "end after n evaluations in a row that did not improve the crowd; null: off",
+        "end after n evaluations in a row that did not improve the crowd",
         no_sweep=("it looks at the crowd, and trials are single agents", "rungs end the losers"),
     )
-    early_stopping_threshold: Amount = ending(0.0, "smallest gain of metric_for_best_model that counts as improvement")
     metric_for_best_model: Metric = ending(
         "nll",
-        "measure of the crowd that decides which evaluation is best: nll (less is better) or exact_match (more is); of"
-        " pairs also rewards/accuracies, of classes f1, of numbers mse, and more (docs/objectives.md)",
+        "measure of the crowd by which an evaluation is best: nll, exact_match, or one of the objective"
+        " (docs/objectives.md)",
     )
     load_best_model_at_end: bool = free(
         False,
-        "make final_checkpoint of the best step, and evaluate that one at the end; false: of the last step",
+        "make final_checkpoint of the best step",
         no_sweep=("it looks at the crowd, and trials are single agents", "leave it out"),
     )
 
@@ -73,21 +67,11 @@ class LogKeys(Keys):
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Trackers = free(("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list")
     progress_bar: bool = free(
-        True, "show a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
-    )
-    show_loss_curve: bool = free(False, "draw the losses in characters after every evaluation")
-    show_example: bool = free(
-        True, "show one question with the crowd's answer after every evaluation, if rows have questions"
+        True, "a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
     )
     write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
-    loss_csv: bool = free(
-        False, "write the loss of every optimizer step to loss_log.csv, with the columns Step and Loss"
-    )
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
-    log_memory_usage: bool = free(False, "log the memory in use with every logged step")
-    profile_steps: Count | None = free(
-        None, "trace the first n steps after each start into the sub-folder profile; null: off"
-    )
+    profile_steps: Count | None = free(None, "trace the first n steps after each start into the sub-folder profile")
 
 
 class CheckpointKeys(Keys):
@@ -96,8 +80,7 @@ class CheckpointKeys(Keys):
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
     save_interval_seconds: Seconds | Literal["auto"] | None = free(
         300.0,
-        "save every n seconds; auto: at the interval that costs least, from the measured time of a save and the"
-        " interruptions so far; null: off",
+        "save every n seconds; auto: at the interval that costs least, by measured saves and interruptions; null: off",
     )
     save_total_limit: Count | None = free(3, "newest checkpoints that are kept; null: all")
     resume_from_checkpoint: PathText | None = free(
@@ -111,12 +94,12 @@ class CheckpointKeys(Keys):
     )
     restart_from: PathText | None = free(
         None,
-        "go back, once, to this step of the run or this checkpoint; null: off",
+        "go back, once, to this step of the run or this checkpoint",
         no_sweep=("trials resume from where the sweep left them", "leave it out"),
     )
     overwrite_output_dir: bool = free(
         False,
-        "begin a new run, once, where another one is; the other one moves to the sub-folder overwritten",
+        "begin a new run, once, where another one is; that one moves to the sub-folder overwritten",
         no_sweep=("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
     )
     allow_inexact_resume: bool = free(
@@ -125,71 +108,39 @@ class CheckpointKeys(Keys):
     deterministic: bool | Literal["auto"] = rounding(
         "auto", "deterministic algorithms; auto: wherever they exist", recorded=True
     )
-    tf32: bool = rounding(
-        False, "on a GPU, multiply fp32 as TF32: several times faster, with 10 bits of mantissa in place of 23"
-    )
+    tf32: bool = rounding(False, "on a GPU, multiply fp32 as TF32: faster, with 10 bits of mantissa in place of 23")
     async_save: bool = free(True, "write checkpoints while training continues")
     checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
-    on_disk_full: Literal["drop", "pause"] = free(
-        "drop", "drop: give the new checkpoint up and continue; pause: wait for space"
-    )
     mirror: Text | None = free(
         None,
-        "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk; null: none",
-        if_set=True,
+        "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk",
         no_sweep=("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
     )
-    mirror_max_mb_per_s: Positive | None = free(
-        None, "megabytes per second that the mirror may take; null: no bound", if_set=True
-    )
-    mirror_compression: Literal["auto", "zstd", "none"] = free(
-        "auto",
-        "auto: compress the blocks that zstd makes at least 5 % smaller; zstd: all that become smaller; or none",
-        if_set=True,
-    )
+    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take")
     push_to_hub: bool = free(
         False,
         "publish the result on the Hugging Face Hub when the run is complete",
-        if_set=True,
         no_sweep=("a sweep has many runs", "leave it out, and push the best one afterwards"),
     )
     hub_model_id: Text | None = free(
-        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder", if_set=True
+        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"
     )
 
 
 class InterruptionKeys(Keys):
     """Interruption, walltime, SLURM"""
 
-    stop_signals: Signals = free(("SIGTERM", "SIGINT", "SIGUSR2"), "signals after which the run saves and ends")
-    save_signals: Signals = free(("SIGUSR1",), "signals after which the run saves and continues")
     grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
-    max_runtime: Seconds | None = free(
-        None, "save and end before n seconds, 1h30m or HH:MM:SS have passed; null: no limit"
-    )
-    stop_before_walltime: bool | Literal["auto"] = free(
-        "auto", "save and end before the time limit of the job; auto: under SLURM"
-    )
+    max_runtime: Seconds | None = free(None, "save and end before n seconds, 1h30m or HH:MM:SS have passed")
     requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
-    max_requeues: Size = free(100, "how often a job is requeued at most")
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
 
 
 class RecoveryKeys(Keys):
     """Self-healing"""
 
-    nonfinite_lr_factor: Annotated[float, Gt(1)] = exact(
-        1.5, "divides the learning rate of an agent after a non-finite step"
-    )
-    max_consecutive_nonfinite: Count = exact(5, "non-finite steps in a row after which an agent is rolled back")
-    good_after_steps: Count = exact(50, "finite steps in a row after which an agent counts as healthy again")
-    drop_nonfinite_agents: bool = exact(
-        False,
-        "an agent that stays nonfinite takes no further steps, and the others continue; false: the run ends",
-        if_set=True,
-    )
     hang_timeout: Seconds | None = free(
         None, "seconds without progress that count as a hang; null: learned from the steps so far"
     )

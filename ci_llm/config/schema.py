@@ -50,50 +50,39 @@ class BaseModelKeys(Keys):
     model_name: PathText = free("embedded", "base model: embedded, a hub id, a folder, or a GGUF file", names_run=True)
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
         None,
-        "precision of the frozen base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"
+        "precision of the base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"
         " auto: bf16 where the hardware multiplies it faster, else fp32",
     )
     quantization: Literal["nf4", "int8"] | None = exact(
         None, "store the linear layers of the base in 4 bits (nf4) or 8 (int8); needs the extra ci-llm[quantization]"
     )
     base_sharding: Literal["none", "layers"] = free(
-        "none", "layers: each process stores a part of every layer of the base, and gathers one layer at a time"
+        "none", "layers: each process stores a part of every layer of the base"
     )
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] = exact(
         "no",
-        "autocast precision of the forward pass: no, fp16 or bf16; auto: bf16 where the hardware multiplies it faster,"
-        " else no, and a run keeps what it began with; if not given, that of accelerate launch",
+        "autocast precision: no, fp16 or bf16; auto: bf16 where the hardware multiplies it faster, else no;"
+        " if not given, that of accelerate launch",
     )
     use_gradient_checkpointing: bool | Literal["auto"] = rounding(
         False, "recompute layers in the backward pass: less memory, slower; auto: where they would not fit otherwise"
     )
     pass_per_agent: bool | Literal["auto"] = rounding(
         "auto",
-        "a pass through the base for each agent, not one for all: 1/K of the activations, and an agent has the bits"
-        " that it has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit, but not"
-        " with base_sharding layers",
-        before=False,
+        "a pass through the base for each agent: 1/K of the activations, and an agent has the bits that it"
+        " has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit"
+        " (docs/crowd.md)",
         recorded=True,
     )
     kernels: Literal["auto", "fast", "plain"] = rounding(
         "auto",
-        "how head, norms, rotations, gates, attention, shared inputs of layers and, on some CPUs, fp32 products are"
-        " computed: plain, as the base's own code does, or fast; auto: fast, and a run keeps what it began with",
-        before="plain",
+        "plain computes as the base's own code does, fast by kernels that agree with it; auto: fast",
         recorded=True,
     )
     cpu_threads: Count | Literal["auto"] = rounding(
         "auto",
-        "CPU threads of each process; auto: OMP_NUM_THREADS where it is set, else the fastest of a few numbers, by a"
-        " trial of one layer whose result the user's cache keeps, and a run keeps what it began with",
-        if_set=True,
-        recorded=True,
-    )
-    shared_prompts: bool | Literal["auto"] = rounding(
-        "auto",
-        "compute what the two answers of a pair begin with once, where a trial at the start finds the base's states"
-        " unchanged; auto: for objectives of pairs, and a run keeps what it began with",
-        before=False,
+        "CPU threads of each process; auto: OMP_NUM_THREADS where it is set, else the fastest of a few"
+        " numbers by a trial",
         recorded=True,
     )
 
@@ -108,7 +97,7 @@ class AgentKeys(Keys):
         no_sweep=("a sweep has as many agents as trials", "write agents_per_pass=N for those of one pass"),
     )
     lora_rank: AutoCount = exact(
-        "auto", "rank of each adapter; auto: that of init_from, else 8 on the embedded base or 16", own=7, shape=True
+        "auto", "rank of an adapter; auto: that of init_from, else 8 on the embedded base or 16", own=7, shape=True
     )
     lora_alpha: AutoCount = exact(
         "auto",
@@ -131,19 +120,18 @@ class AgentKeys(Keys):
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)", own=9, shape=True)
     initialize_adapters_rand: bool = exact(
         True,
-        "true: each agent starts at its own random point; false: all start alike, and lora_dropout or dropconnect_p"
-        " must tell them apart",
+        "false: all agents start alike, and lora_dropout or dropconnect_p tells them apart",
         common="an agent's own start is keyed by its seed",
     )
     dropconnect_p: Dropout = exact(
         0.0, "probability of dropping a weight of an adapter, drawn again in each step", own=13
     )
     agents: tuple[dict[str, Any], ...] = exact(
-        (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)", if_set=True
+        (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
     init_from: PathText | None = exact(
         None,
-        "folder of PEFT adapters to start from, one for each agent or one for all; null: fresh adapters",
+        "folder of PEFT adapters to start from, one for each agent or one for all",
         common="it names the folder of all adapters, one for each agent",
     )
 
@@ -153,76 +141,50 @@ class ObjectiveKeys(Keys):
 
     objective: Objective = exact(
         "auto",
-        "what is learned: sft (answers), dpo, orpo or simpo (pairs of answers), kto (rated answers), reward (pairs),"
-        " classification or regression (text and label), or module:name; auto: by the columns, dpo for prompt, chosen,"
-        " rejected, kto for prompt, completion, label, and classification or regression for text, label"
-        " (docs/objectives.md)",
-        if_set=True,
+        "what is learned: sft, dpo, orpo, simpo, kto, reward, classification, regression, or module:name;"
+        " auto: by the columns (docs/objectives.md)",
         evaluable=True,
     )
     beta: Positive = exact(
         0.1,
         "weight of dpo, kto, orpo and simpo: more holds agents nearer to the base, or weighs odds more",
         own=16,
-        if_set=True,
     )
     loss_type: Names | None = exact(
         None,
         "form of dpo: sigmoid, robust, ipo, hinge, sigmoid_norm, apo_zero, sft or a list; of kto: kto or"
-        " apo_zero_unpaired; null: the first of them",
-        if_set=True,
+        " apo_zero_unpaired; null: the first",
     )
-    loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each", if_set=True)
+    loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each")
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = exact(
-        0.0, "share of pairs that are taken to be turned round, for loss_type robust", if_set=True
+        0.0, "share of pairs that are taken to be turned round, for loss_type robust"
     )
-    desirable_weight: Positive = exact(1.0, "weight of good rows in kto", own=18, if_set=True)
-    undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto", own=19, if_set=True)
-    simpo_gamma: Amount = exact(0.5, "margin of simpo", own=17, if_set=True)
-    cpo_alpha: Amount = exact(
-        1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO", if_set=True
-    )
+    desirable_weight: Positive = exact(1.0, "weight of good rows in kto", own=18)
+    undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto", own=19)
+    simpo_gamma: Amount = exact(0.5, "margin of simpo", own=17)
+    cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
     reference: Literal["base", "start"] = exact(
         "base",
-        "what dpo and kto compare agents with: the base without agents, or the adapters of init_from",
-        if_set=True,
-    )
-    disable_dropout: bool = exact(
-        False,
-        "switch off the dropout of the base as well, which most bases do not have; lora_dropout must be 0 then",
-        if_set=True,
+        "what dpo and kto compare agents with: base, or start, the adapters of init_from",
     )
     center_rewards_coefficient: Amount | None = exact(
-        None, "in reward, weight of the squared sum of a pair's two rewards; null: none", if_set=True
+        None, "in reward, weight of the squared sum of a pair's two rewards"
     )
     num_labels: Count | None = exact(
         None,
-        "classes of classification, where some may be missing in the rows; null: as many as the rows have",
-        if_set=True,
+        "classes of classification; null: as many as the rows have",
     )
-    label_names: Names | None = exact(
-        None, "names of the classes, in the order of their numbers; null: by the rows", if_set=True
-    )
+    label_names: Names | None = exact(None, "names of the classes, in the order of their numbers; null: by the rows")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, or swd, a bounded sliced Wasserstein distance",
         no_sweep=("it couples the agents, and trials must not depend on each other", "leave it out"),
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
-    swd_num_projections: Count = exact(64, "random directions of the sliced Wasserstein distance")
-    swd_representation: Literal["last_token", "mean", "first_token"] = exact(
-        "last_token", "hidden state of a row that swd compares: last_token, first_token or mean"
-    )
     aggregator: Aggregator = free(
         "probability",
-        "how agents become one crowd: token by token (probability, logit, confidence, dirichlet), or by a vote over"
-        " whole answers (majority, weighted_vote, rerank, self_consistency)",
-        evaluable=True,
-    )
-    dirichlet_alpha_aggregator: Positive = free(
-        1.0,
-        "concentration, per agent, of the Dirichlet from which a calibration learns the weights of dirichlet; without"
-        " effect until ci-llm evaluate --calibrate",
+        "how agents become one: by token (probability, logit, confidence, dirichlet), or by a vote over"
+        " answers (majority, weighted_vote, rerank, self_consistency)",
         evaluable=True,
     )
 
@@ -275,28 +237,17 @@ class DataKeys(Keys):
     text_column: Text | None = exact(
         None, "column of plain text to learn; null: found by its name", evaluable=True, one_data_set=True
     )
-    messages_column: Text | None = exact(
-        None, "column of chats; null: found by its name", evaluable=True, one_data_set=True
-    )
     label_column: Text | None = exact(
         None,
         "column of labels, beside text_column; null: found by its name",
-        if_set=True,
         evaluable=True,
         one_data_set=True,
     )
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
-    chat_date: Day | None = exact(
-        None, "date that a chat template with a clock shows; null: that of the run's first start", if_set=True
-    )
+    chat_date: Day | None = exact(None, "date that a template with a clock shows; null: that of the run's first start")
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
-    held_out: Literal["auto", "drawn", "spread"] = exact(
-        "auto",
-        "rows to evaluate on: drawn by seed, or spread evenly; auto: drawn, but spread for the embedded rows",
-        before="spread",
-    )
     max_seq_length: AutoLength = exact(
         "auto",
         "tokens per row; auto: 256 on the embedded base, else of the longest row, if the base has the positions",
@@ -305,13 +256,12 @@ class DataKeys(Keys):
     )
     long_rows: Literal["auto", "split", "truncate", "drop"] = exact(
         "auto",
-        "rows of more tokens: truncate: the end is cut off; drop: they are left out; split, as auto: plain text is cut"
-        " into blocks, which together teach all of it, and other rows are truncated",
-        before="truncate",
+        "rows of more tokens: truncate, drop, or split, as auto: plain text is cut into blocks, other rows"
+        " are truncated",
     )
     max_train_samples: AutoLimit = exact(
         None,
-        "train on the first n rows; null: on all; auto: on 100 of the embedded rows, else on all",
+        "train on the first n rows; auto: on 100 of the embedded rows, else on all",
         own=23,
         rows=True,
         one_data_set=True,
@@ -379,21 +329,13 @@ class TrainingKeys(Keys):
         own=3,
         stronger_than="num_warmup_steps_ratio",
     )
-    schedule_steps: Count | None = exact(
-        None,
-        "optimizer steps over which the learning rate follows its schedule; null: those of the whole run",
-        if_set=True,
-        no_sweep=("every trial follows the schedule of the whole length", "leave it out"),
-    )
     row_weights: Literal["uniform", "bootstrap"] = exact(
         "uniform",
         "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1",
         own=15,
-        if_set=True,
     )
-    fused_optimizer: bool = rounding(True, "AdamW in one fused kernel; false: the plain one")
     seed: Seed = exact(42, "seed of everything random", own=14)
-    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed", own=24, if_set=True)
+    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed", own=24)
 
 
 class AllKeys(

@@ -11,8 +11,6 @@ from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
 from ci_llm.core.scores import METRICS, measures_of
 
-#: Below it a learning rate was surely meant for AdamW.
-
 
 @dataclass(frozen=True)
 class Clash:
@@ -23,14 +21,9 @@ class Clash:
     hint: str
 
 
-def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
-    """Every combination that cannot work.
-
-    Args:
-        recorded: by a run, whose results have to stay readable: older releases took a slice as a name.
-    """
-    if not recorded:
-        yield from _slices(c)
+def find_clashes(c: KeysOfEach) -> Iterator[Clash]:
+    """Every combination that cannot work."""
+    yield from _slices(c)
     kinds = {c.lr_scheduler_type, *(own.get("lr_scheduler_type", c.lr_scheduler_type) for own in c.agents)}
     for kind in sorted(kinds & {"reduce_lr_on_plateau", "greedy"}):
         what = f"lr_scheduler_type {kind} follows the loss, not the step"
@@ -51,9 +44,6 @@ def find_clashes(c: KeysOfEach, *, recorded: bool = False) -> Iterator[Clash]:
     if c.without_effect.get("greater_is_better") not in (None, greater):
         what = f"of {c.metric_for_best_model}, {'more' if greater else 'less'} is better"
         yield Clash(("greater_is_better", "metric_for_best_model"), what, "leave greater_is_better out")
-    if both := [name for name in c.stop_signals if name in c.save_signals]:
-        what = f"{both[0]} cannot mean both stop and save"
-        yield Clash(("stop_signals", "save_signals"), what, "take it out of stop_signals or out of save_signals")
     if c.restart_from is not None and c.overwrite_output_dir:
         yield Clash(
             ("restart_from", "overwrite_output_dir"),
@@ -100,12 +90,6 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.reference == "start" and c.init_from is None:
         what = "agents begin as the base, unless init_from names adapters to start from"
         yield Clash(("reference", "init_from"), what, "reference=base, or init_from=FOLDER")
-    if c.disable_dropout and any(own.lora_dropout for own in c.each_agent):
-        what = "disable_dropout switches all dropout off, and lora_dropout is above 0"
-        yield Clash(("disable_dropout", "lora_dropout"), what, "leave one of them out")
-    if c.shared_prompts is True and c.objective in ("sft", "kto", "classification", "regression"):
-        what = f"objective {c.objective} has no pairs, whose answers share a prompt"
-        yield Clash(("shared_prompts", "objective"), what, "shared_prompts=auto")
     if c.objective == "sft":
         return
     wrong = {
@@ -138,14 +122,12 @@ def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.has_own_rows and c.diversity != "none":
         what = f"diversity {c.diversity} compares agents on the same rows, and these train on different ones"
         yield Clash(("diversity",), what, "set diversity to none, or let all agents train on the same rows")
-    ways = [
-        keys for keys in (("messages_column",), ("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)
-    ]
+    ways = [keys for keys in (("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)]
     if len(ways) > 1:
         yield Clash(
             tuple(key for keys in ways for key in keys if _any(c, (key,))),
             f"{ways[0][0]} and {ways[1][0]} name two ways to read a row",
-            "name messages_column, or text_column, or prompt_column with answer_column",
+            "name text_column, or prompt_column with answer_column",
         )
     for key in ("eval_split", "eval_dataset_name"):
         if c.val_set_size and _any(c, (key,)):
@@ -186,13 +168,10 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
             f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
             " because no tested term made a better crowd (docs/crowd.md); lambda_sw=0 silences this line"
         )
-    if c.diversity == "swd" and c.swd_representation == "first_token":
-        yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
-    alpha = c.dirichlet_alpha_aggregator
-    if c.aggregator == "dirichlet" or alpha != type(c).model_fields["dirichlet_alpha_aggregator"].default:
+    if c.aggregator == "dirichlet":
         yield (
-            f"dirichlet_alpha_aggregator {alpha:g} has no effect until `ci-llm evaluate --calibrate`: before a"
-            " calibration has learned weights from it, aggregator dirichlet is the uniform mean, as probability is"
+            "aggregator dirichlet is the uniform mean, as probability is, until `ci-llm evaluate --calibrate` has"
+            " learned its weights"
         )
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"

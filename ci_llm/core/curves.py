@@ -1,4 +1,4 @@
-"""Curves over steps, drawn in characters: after an evaluation, by `ci-llm watch` and by `ci-llm compare`."""
+"""Curves over steps, drawn in characters by `ci-llm watch` and by `ci-llm compare`."""
 
 from __future__ import annotations
 

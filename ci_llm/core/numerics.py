@@ -20,10 +20,9 @@ from ci_llm._version import __version__
 PLAIN: Final = "plain"
 FAST: Final = "fast"
 #: The versions of this package's own arithmetic, by `kernels`. Raise one with every change of ours that changes its
-#: bits: another order of a sum, another operation, another draw.
+#: bits: another order of a sum, another operation, another draw. A run of the version before then resumes as
+#: sample-exact, and says why; nothing translates the one into the other.
 NUMERICS: Final = {PLAIN: 1, FAST: 4}
-#: Parts that came later than the first fast kernels, by the newest version that had none of them.
-LATER: Final = {"2": ("products", "attention"), "3": ("attention",)}
 #: The version of this package's arithmetic that changes the bits of a GPU alone.
 NUMERICS_OF_A_GPU: Final = 1
 
@@ -37,9 +36,6 @@ SETTINGS: Final = re.compile(
 UNITS: Final = re.compile(r"avx_vnni|avx512_(bf16|fp16|vnni)|amx_\w+|bf16|i8mm|sve2?")
 UNKNOWN: Final = "not set"
 _KINDS: Final = ("machine", "settings", "versions")
-_OLDER: Final = (
-    "made on {} by an older release, which noted neither processor nor digest: the bits may be the same or not"
-)
 
 
 def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
@@ -72,24 +68,10 @@ def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def as_called_now(before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The names in a checkpoint as this release gives them: the fast kernels of an older one had not all parts."""
-    numerics, dot, of_gpu = before.get("settings", {}).get("numerics", "").partition(".")
-    if numerics not in LATER:
-        return before
-    kernels, missing = before["kernels"], ", ".join(LATER[numerics])
-    left_out = f"{kernels}, {missing}" if " without " in kernels else f"{kernels} without {missing}"
-    settings = before["settings"] | {"numerics": f"{NUMERICS[FAST]}{dot}{of_gpu}"}
-    return {**before, "kernels": left_out, "settings": settings}
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names that have changed, in words; `before` may be of an older release, which noted less."""
+    """The names that have changed, in words."""
     odd: list[str] = []
-    if "machine" not in before:
-        odd = [_OLDER.format(before.get("device", "a machine"))]
-        before = {**now, "versions": now["versions"] | before["versions"]}
-    elif ("GPU" in before["machine"]) != ("GPU" in now["machine"]):
+    if ("GPU" in before["machine"]) != ("GPU" in now["machine"]):
         odd = [f"device {', '.join(before['machine'].values())} -> {', '.join(now['machine'].values())}"]
         before = {**before, "machine": now["machine"]}
     return odd + [f"{key} {old} -> {new}" for kind in _KINDS for key, old, new in _changed(before, now, kind)]
@@ -97,12 +79,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def foretold(before: Mapping[str, Any]) -> str:
     """What the names in a checkpoint say about a resume on this machine, for people."""
-    before = as_called_now(before)
-    machine = before.get("machine", {})
-    made = f"made on {', '.join(machine.values())}; " if machine else ""
+    machine = before["machine"]
+    made = f"made on {', '.join(machine.values())}; "
     device = torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu")
-    here = names(device, before.get("kernels", PLAIN))
-    if odd := differences(before, here):
+    if odd := differences(before, names(device, before["kernels"])):
         return f"{made}a resume here is not called bitwise: {'; '.join(odd)}"
     return f"{made}the same names here; a resume also compares the digest of a layer"
 

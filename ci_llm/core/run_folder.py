@@ -328,6 +328,10 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
 SKIPPED_BATCHES: Final = "skipped_batches.json"
 
 
+#: Finite steps in a row that end an episode of nonfinite ones: what leads to one begins some steps before it.
+GOOD_AFTER_STEPS: Final = 50
+
+
 @dataclass(frozen=True)
 class BadBatch:
     """A step in which every agent was nonfinite. A later attempt compares the rows: the step may hold others then."""
@@ -376,7 +380,7 @@ BASE_MODEL: Final = "base_model"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
-    *("status.json", "training.log", "metrics.jsonl", "loss_log.csv", "evaluation.json", "gpu_stats.json"),
+    *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json"),
     *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("report.html", "predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )

@@ -323,7 +323,11 @@ class Calibration:
         return cls(**{**record, **found})
 
 
-def learn_weights(log_probs: Tensor, concentration: float = 1.0) -> tuple[float, ...]:
+#: Before the rows are seen, every mixture of agents is as probable as any other.
+UNIFORM: Final = 1.0
+
+
+def learn_weights(log_probs: Tensor, concentration: float = UNIFORM) -> tuple[float, ...]:
     """The agents' weights in their mixture: the mean of the Dirichlet posterior given the targets, by EM.
 
     EM shares every target among the agents in proportion to their predictions, and counts the shares. The likelihood is
@@ -381,7 +385,7 @@ def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
 
 
 @torch.no_grad()
-def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration: float = 1.0) -> Learned:
+def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Learned:
     """Weights and temperature from the targets of validation rows, in two passes over them.
 
     Args:
@@ -390,7 +394,7 @@ def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]], concentration:
     parts = []
     for log_probs, wanted in targets():
         parts.append(log_probs.gather(-1, wanted.expand(len(log_probs), -1)[..., None]).squeeze(-1).cpu())
-    weights = Learned(learn_weights(torch.cat(parts, dim=1), concentration))
+    weights = Learned(learn_weights(torch.cat(parts, dim=1)))
     nats = [0.0] * len(TEMPERATURES)
     for log_probs, wanted in targets():
         mixture = dirichlet.aggregate(log_probs, weights)

@@ -74,11 +74,11 @@ def fingerprint_of_start(crowd: Crowd) -> dict[str, str]:
     return {"start": xxhash.xxh3_128_hexdigest(crowd.start.float().cpu().numpy().tobytes())}
 
 
-def find_reference(crowd: Crowd, folder: Path, known: str | None) -> None:
+def find_reference(crowd: Crowd, folder: Path, known: str) -> None:
     """Set the reference of a saved crowd to the adapters in `folder`, with which its training began.
 
     Args:
-        known: the fingerprint of these adapters; None if an older release saved the crowd, without one.
+        known: the fingerprint of these adapters.
 
     Raises:
         CiLlmError: the adapters are missing, or are other ones.
@@ -90,7 +90,7 @@ def find_reference(crowd: Crowd, folder: Path, known: str | None) -> None:
     finally:
         crowd.agents.weights.copy_(own)
         crowd.common_start = common
-    if known not in (None, fingerprint_of_start(crowd)["start"]):
+    if known != fingerprint_of_start(crowd)["start"]:
         raise ForeignCheckpoint(
             "these are not the adapters that the run began with", where=f"init_from: {folder}", hint="put those back"
         )

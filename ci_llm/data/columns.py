@@ -383,7 +383,7 @@ _LABELLED: Final = (
 _JUDGED: Final[Mapping[RowKind, tuple[Sequence[_Pattern], str, str]]] = {
     "pairs": (_PAIRS, "prompt, chosen and rejected", "prompt_column= names another prompt"),
     "rated": (_RATED, "prompt, completion and label", "prompt_column= and label_column= name others"),
-    "labelled": (_LABELLED, "text and label", "text_column= (or messages_column=) and label_column= name others"),
+    "labelled": (_LABELLED, "text and label", "text_column= and label_column= name others"),
 }
 
 #: What the error lists when nothing fits.
@@ -441,8 +441,7 @@ def _require_answers(columns: Sequence[str], where: str) -> None:
             raise DataError(
                 f"The data set looks like {what}, and {dropped} would not be read.",
                 where=where,
-                hint=f"name the columns to train without {dropped}: prompt_column= and answer_column=, text_column= or"
-                " messages_column=",
+                hint=f"name the columns to train without {dropped}: prompt_column= and answer_column=, or text_column=",
             )
 
 
@@ -523,8 +522,8 @@ def _better_answers(columns: Sequence[str]) -> str:
     prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
     of_text = f"prompt_column={prompt} answer_column={chosen}" if prompt else f"text_column={chosen}"
     return (
-        f"objective=dpo compares the two; or train on the better answers: {of_text} if {chosen} holds text,"
-        f" messages_column={chosen} if it holds messages"
+        f"objective=dpo compares the two; or train on the better answers: {of_text} if {chosen} holds text, and a"
+        " column called messages if it holds messages"
     )
 
 
@@ -536,7 +535,7 @@ def _advice(columns: Sequence[str], where: str) -> str:
     )
     prompt, answer = columns if len(columns) == 2 and not of_splits else ("", "")
     typed = " and ".join(quote(f"{key}={name}") for key, name in (("prompt_column", prompt), ("answer_column", answer)))
-    named = f"{first}say {typed}, text_column= or messages_column=, with label_column= for classes or numbers"
+    named = f"{first}say {typed}, or text_column=, with label_column= for classes or numbers"
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
     return f"{named}, or have one of: {_WANTED}{more}"
 

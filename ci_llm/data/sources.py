@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ci_llm import embedded
 from ci_llm.config import Config
-from ci_llm.config.own_keys import AUTO, ROWS_KEYS
+from ci_llm.config.own_keys import ROWS_KEYS
 from ci_llm.core.quantities import count
 from ci_llm.core.remote import may_be_on_hub
 from ci_llm.data.columns import form_of_columns, shown
@@ -296,7 +296,6 @@ def recognised(
 
 
 def _training_rows(config: Config, name: str) -> Rows:
-    config = _settled(config, name)
     splits = open_splits(name, config.dataset_subset, config.dataset_split)
     training = _split(splits, config.dataset_split, "dataset_split", name)
     total = len(training)
@@ -312,25 +311,23 @@ def _training_rows(config: Config, name: str) -> Rows:
         notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
     if held_out:
         reason = "val_set_size" if config.val_set_size else "no split to evaluate on"
-        notes.append(f"{reason}: {len(held_out)} rows are held out for it, {_how(config)}")
+        notes.append(f"{reason}: {len(held_out)} rows are held out for it, {_how(config, name)}")
     return _selected(config, training, _where(name, config.dataset_split), numbers, notes)
 
 
 def _evaluation_rows(config: Config, name: str) -> Rows:
     """The rows to evaluate on of a data set that is also trained on: a split, or the held-out rows."""
-    config = _settled(config, name)
     splits = open_splits(name, config.dataset_subset, config.dataset_split)
     training = _split(splits, config.dataset_split, "dataset_split", name)
     if held_out := _held_out(config, splits, name):
         where = f"{_where(name, config.dataset_split)}, held out"
-        return _selected(config, training, where, *_thinned(config, training, where, held_out))
+        return _selected(config, training, where, *_thinned(config, name, training, where, held_out))
     split = _eval_split(config, splits, name) or config.dataset_split
     return _whole_split(config, splits, name, split, [config] if split == config.dataset_split else [])
 
 
 def _validation_rows(config: Config, name: str) -> Rows:
     """The rows of a data set of `eval_dataset_name`."""
-    config = _settled(config, name)
     splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
     known = [config.eval_split] if config.eval_split else [*eval_splits(name), config.dataset_split, *splits]
     split = next((each for each in known if each in splits), known[0])
@@ -353,7 +350,7 @@ def _whole_split(config: Config, splits: Splits, name: str, split: str, trained:
         trained: the configurations by which the same split is trained on.
     """
     data = _split(splits, split, "eval_split", name)
-    numbers, notes = _thinned(config, data, _where(name, split), range(len(data)))
+    numbers, notes = _thinned(config, name, data, _where(name, split), range(len(data)))
     limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
     count = sum(number < max(limits, default=0) for number in numbers)
     rows = replace(_selected(config, data, _where(name, split), numbers, notes), are_of_test=split == "test")
@@ -376,12 +373,12 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
     if config.eval_dataset_names or _eval_split(config, splits, name) is not None:
         return []
     data = splits[config.dataset_split]
-    numbers = _taken(config, len(data), _num_held_out(config, len(data), name))
+    numbers = _taken(config, name, len(data), _num_held_out(config, len(data), name))
     if numbers:
         rows = _selected(config, data, _where(name, config.dataset_split), range(len(data)), ())
         if all(rows[number] is None for number in numbers):
             usable = [number for number, row in enumerate(rows) if row is not None]
-            numbers = [usable[at] for at in _taken(config, len(usable), _num_held_out(config, len(usable), name))]
+            numbers = [usable[at] for at in _taken(config, name, len(usable), _num_held_out(config, len(usable), name))]
     return numbers
 
 
@@ -403,22 +400,26 @@ def _num_held_out(config: Config, total: int, name: str) -> int:
     return count
 
 
-def _at_most(config: Config, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+def _at_most(config: Config, name: str, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
     """At most `eval_samples` of the rows, and a note about it; several data sets share that number."""
     total, limit = len(rows), config.eval_samples
     if limit is not None:
         limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
     if limit is None or limit >= total:
         return rows, []
-    return [rows[number] for number in _taken(config, total, limit)], [f"{limit} of {total} rows, {_how(config)}"]
+    return [rows[number] for number in _taken(config, name, total, limit)], [
+        f"{limit} of {total} rows, {_how(config, name)}"
+    ]
 
 
-def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+def _thinned(
+    config: Config, name: str, data: Any, where: str, wanted: Sequence[int]
+) -> tuple[Sequence[int], list[str]]:
     """At most `eval_samples` of the wanted rows.
 
     If an answer is missing in every one of them, they are taken out of the wanted rows that have one.
     """
-    numbers, notes = _at_most(config, wanted)
+    numbers, notes = _at_most(config, name, wanted)
     if not notes:
         return numbers, notes
     rows = _selected(config, data, where, range(len(data)), ())
@@ -427,8 +428,8 @@ def _thinned(config: Config, data: Any, where: str, wanted: Sequence[int]) -> tu
     usable = [number for number in wanted if rows[number] is not None]
     if not usable:
         return numbers, notes
-    chosen, _ = _at_most(config, usable)
-    how = "drawn from" if config.held_out == "drawn" else "evenly spread over"
+    chosen, _ = _at_most(config, name, usable)
+    how = "evenly spread over" if _is_spread(name) else "drawn from"
     return chosen, [f"{len(chosen)} of {len(wanted)} rows, {how} the {len(usable)} that have an answer"]
 
 
@@ -437,7 +438,6 @@ def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], not
         "prompt": config.prompt_column,
         "answer": config.answer_column,
         "text": config.text_column,
-        "messages": config.messages_column,
         "label": config.label_column,
     }
     named = {part: name for part, name in columns.items() if name is not None}
@@ -469,26 +469,24 @@ def _are_answers(config: Config, split: Part) -> bool:
     return not head_size(config)
 
 
-def _settled(config: Config, name: str) -> Config:
-    """The configuration for one data set, whose rows are taken as in a run that has no other."""
-    if config.held_out != AUTO:
-        return config
-    return config.model_copy(update={"held_out": "spread" if name == "embedded" else "drawn"})
+def _is_spread(name: str) -> bool:
+    """Whether rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
+    return name == "embedded"
 
 
 #: The epoch of the permutation by which rows are drawn; no epoch of a training has this number.
 _DRAW: Final = -1
 
 
-def _taken(config: Config, total: int, count: int) -> list[int]:
+def _taken(config: Config, name: str, total: int, count: int) -> list[int]:
     """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
-    if config.held_out == "drawn":
-        return sorted(permute(at, total, seed=config.seed, epoch=_DRAW) for at in range(count))
-    return [number * total // count for number in range(count)]
+    if _is_spread(name):
+        return [number * total // count for number in range(count)]
+    return sorted(permute(at, total, seed=config.seed, epoch=_DRAW) for at in range(count))
 
 
-def _how(config: Config) -> str:
-    return f"drawn by seed {config.seed}" if config.held_out == "drawn" else "evenly spread"
+def _how(config: Config, name: str) -> str:
+    return "evenly spread" if _is_spread(name) else f"drawn by seed {config.seed}"
 
 
 def _where(name: str, split: str) -> str:

@@ -110,8 +110,8 @@ def autocast(device: torch.device) -> str:
         if not (after.isfinite().all() and (after != before).any(1).all()):
             raise ModelError(
                 f"after a fused step in {name} not every agent has moved to finite weights",
-                where=f"mixed_precision: {name}, fused_optimizer: true",
-                hint="fused_optimizer=false",
+                where=f"mixed_precision: {name}",
+                hint="mixed_precision=no",
             )
         found.append(f"{name} within {gap:.1e} of fp32")
     return f"{', '.join(found)}; a fused optimizer step moves every agent"

@@ -298,8 +298,8 @@ def _prompt(job: loading.Job, number: int) -> str:
 
 def _learn(job: loading.Job, progress: Progress) -> Learned:
     """The numbers for aggregators with learned weights, by two passes over the rows."""
-    passes, alpha = iter(_PASSES), job.config.dirichlet_alpha_aggregator
-    return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))), alpha)
+    passes = iter(_PASSES)
+    return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))))
 
 
 def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:

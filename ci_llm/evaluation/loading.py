@@ -263,7 +263,7 @@ def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> boo
         return config.reference == "base"
     prints: Any = read_manifest(checkpoint).info.get("fingerprints", {})
     try:
-        find_reference(crowd, Path(config.init_from), prints.get("start"))
+        find_reference(crowd, Path(config.init_from), prints.get("start", ""))
     except CiLlmError as error:
         logger.warning(f"answers are not ranked, as the agents' start is missing: {error.what} ({error.where})")
         return False

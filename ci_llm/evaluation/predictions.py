@@ -44,7 +44,7 @@ class Source:
         questions: the fingerprint of the questions and their reference answers.
         checkpoint, data: the places of both, for people; not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
-        step: the step of the checkpoint, for reports; not compared. Older releases did not write it.
+        step: the step of the checkpoint, for reports; not compared.
         under_way: how many questions the current or killed call answers at a time, and how many lines it found; not
             compared.
         format: increased when the meaning of the lines changes.

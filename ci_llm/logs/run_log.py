@@ -1,8 +1,8 @@
 """The log of a run: for people (terminal and training.log), for programs (metrics.jsonl) and for trackers.
 
-An attempt appends to training.log, a line per message, to metrics.jsonl, a JSON record per line, and where it is wanted
-to loss_log.csv, a line per optimizer step. A run is worth more than its files: a disk that refuses a line is reported
-once, and the run continues. The messages are those of the standard `logging`.
+An attempt appends to training.log, a line per message, and to metrics.jsonl, a JSON record per line. A run is worth
+more than its files: a disk that refuses a line is reported once, and the run continues. The messages are those of the
+standard `logging`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import json
 import logging
 import math
 import os
-import shutil
 import socket
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -25,10 +23,9 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.cluster.slurm import read_job
 from ci_llm.core import work
-from ci_llm.core.curves import draw_curves
 from ci_llm.core.durable import write_bytes
-from ci_llm.core.metrics_file import METRICS_NAME, Record, number, read_records, record_of
-from ci_llm.core.quantities import duration, finite, size
+from ci_llm.core.metrics_file import METRICS_NAME, Record, read_records, record_of
+from ci_llm.core.quantities import duration, size
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
 from ci_llm.logs.trackers import Trackers
@@ -74,8 +71,8 @@ class AppendedFile:
             self._may_be_cut = self._failing = False
 
 
-class FileOfSteps(AppendedFile):
-    """A file with a line for each of some optimizer steps, which is cut back to the step that a run resumes from."""
+class MetricsFile(AppendedFile):
+    """metrics.jsonl: records of numbers by optimizer step, which are cut back to the step that a run resumes from."""
 
     def truncate(self, step: int, staging: Path | None = None) -> None:
         """Remove the lines past `step`, and lines that a crash has cut; -1 removes those of all steps.
@@ -84,42 +81,8 @@ class FileOfSteps(AppendedFile):
             staging: where the folder's owner writes the unfinished file (`durable.write_bytes`).
         """
         if self.still_held() and self.path.exists():
-            steps = [(self._step_of(line), line) for line in self._lines()]
-            kept = [line for of, line in steps if of is not None and of <= step]
+            kept = [line for line in self._lines() if (record := record_of(line)) and record["step"] <= step]
             write_bytes(self.path, b"".join(line + b"\n" for line in kept), staging=staging)
-
-    def _lines(self) -> list[bytes]:
-        return self.path.read_bytes().splitlines() if self.path.exists() else []
-
-    def _step_of(self, line: bytes) -> int | None:
-        """The step of a line; None for a line that a crash has cut."""
-        raise NotImplementedError
-
-
-class LossFile(FileOfSteps):
-    """loss_log.csv: the loss of every optimizer step, under the header `Step,Loss`."""
-
-    HEADER: Final = "Step,Loss"
-
-    def write(self, step: int, loss: float) -> None:
-        """Append the loss of a step, in nats per target, to the last digit."""
-        if not self.path.exists():
-            self.append(self.HEADER)
-        self.append(f"{step},{loss!r}")
-
-    def _lines(self) -> list[bytes]:
-        # A number that a crash has cut is a number: only the end of its line tells.
-        return self.path.read_bytes().split(b"\n")[:-1]
-
-    def _step_of(self, line: bytes) -> int | None:
-        if line == self.HEADER.encode():
-            return -1
-        step, comma, _ = line.partition(b",")
-        return int(step) if comma and step.isdigit() else None
-
-
-class MetricsFile(FileOfSteps):
-    """metrics.jsonl: records of numbers by optimizer step."""
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Append a record of `values`. JSON has no NaN: a number that is not finite becomes "nan", "inf" or "-inf"."""
@@ -130,10 +93,6 @@ class MetricsFile(FileOfSteps):
         """All values that the file holds for `step`; of a name that comes twice, the later value."""
         return {name: value for record in self._records() if record["step"] == step for name, value in record.items()}
 
-    def points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a number, in order."""
-        return [(record["step"], number(record[name])) for record in self._records() if name in record]
-
     def last(self) -> dict[str, Any]:
         """`step` and `time` of the last whole record; empty without any."""
         record = next(filter(None, map(record_of, reversed(self._lines()))), {})
@@ -142,9 +101,8 @@ class MetricsFile(FileOfSteps):
     def _records(self) -> list[Record]:
         return read_records(self.path.parent)[0]
 
-    def _step_of(self, line: bytes) -> int | None:
-        record = record_of(line)
-        return record["step"] if record else None
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines() if self.path.exists() else []
 
 
 def _is_cut(path: Path) -> bool:
@@ -162,8 +120,6 @@ def _json_value(value: object) -> object:
 
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
 LOG_NAME: Final = "training.log"
-LOSSES_NAME: Final = "loss_log.csv"
-WIDEST_CURVE: Final = 100  # columns
 
 
 class RunLog:
@@ -204,7 +160,6 @@ class RunLog:
             terminal or sys.stdout, View(self._speed), live=live and is_main_process and not quiet
         )
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
-        self._losses = LossFile(self._folder / LOSSES_NAME)
         self._attempt: int | None = None
         self._last_saved = -1
         self._origin: dict[str, int] = {}
@@ -228,7 +183,7 @@ class RunLog:
             return
         with self._lock:
             self._attempt = attempt
-            self._file.still_held = self._metrics.still_held = self._losses.still_held = still_held
+            self._file.still_held = self._metrics.still_held = still_held
             self._origin = {"attempt": attempt, **_slurm_restarts()}
             restarts = self._origin.get("slurm_restarts")
             requeued = f", SLURM restart {restarts}" if restarts else ""
@@ -252,11 +207,6 @@ class RunLog:
             if self._trackers is not None:
                 self._trackers.log(step, values)
 
-    def loss(self, step: int, losses: Sequence[float]) -> None:
-        """Append the loss of optimizer step `step` to loss_log.csv: the mean over the agents with a finite one."""
-        if self._is_main_process and self._attempt is not None:
-            self._losses.write(step, statistics.fmean(finite(losses) or losses))
-
     def track(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""
         with self._lock:
@@ -268,14 +218,6 @@ class RunLog:
         if result is not None and result.saved and result.step > self._last_saved:
             self._last_saved = result.step
             logger.info(f"saved     step {result.step}, {size(result.nbytes)} in {duration(result.seconds)}")
-
-    def show_loss_curve(self) -> None:
-        """Draw the losses of the whole run on the terminal, as far as metrics.jsonl holds them."""
-        if not self._is_main_process or self._quiet:
-            return
-        curves = {"o": self._metrics.points("train/task_loss"), "x": self._metrics.points("eval/crowd/nll")}
-        if drawn := draw_curves(curves, min(shutil.get_terminal_size().columns - 1, WIDEST_CURVE)):
-            self._terminal.show(f"{drawn}\n{'':10}o training loss, mean of the agents   x loss of the crowd, held out")
 
     def begin_progress(self, position: Position) -> None:
         """Show where the run begins."""
@@ -314,10 +256,9 @@ class RunLog:
             self._write(line)
 
     def truncate_metrics(self, step: int, staging: Path | None = None) -> None:
-        """Remove metrics and losses past `step`, from which the run resumes; -1: all. `staging` as in `truncate`."""
+        """Remove metrics past `step`, from which the run resumes; -1: all. `staging` as in `truncate`."""
         if self._is_main_process:
             self._metrics.truncate(step, staging)
-            self._losses.truncate(step, staging)
 
     def read_metrics(self, step: int) -> dict[str, Any]:
         """All values that metrics.jsonl holds for `step`."""

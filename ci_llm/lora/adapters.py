@@ -86,7 +86,7 @@ class DropConnect:
         if not self._drops or self._masks_of_step:
             return
         self.masks = torch.ones_like(self._weights)
-        # Agents without settings of their own draw together, with the bits of earlier releases.
+        # Agents without settings of their own draw together.
         own = self._own(self.masks) if self._settings.agents else [self.masks]
         for agent, part in zip(self._settings.kinds(), own, strict=True):
             part.bernoulli_(1 - agent.dropconnect).div_(1 - agent.dropconnect)

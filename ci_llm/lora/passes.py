@@ -186,7 +186,7 @@ OfChunk = Callable[[Tensor, Tensor, Head, Tensor, Tensor | None], Tensor]
 
 
 def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
-    """The arithmetic of a chunk (see `OfChunk`) that runs of all releases can resume on."""
+    """The arithmetic of a chunk (see `OfChunk`) with `kernels: plain`."""
     # The derivative of the soft cap needs z, which is overwritten below.
     bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
     peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow

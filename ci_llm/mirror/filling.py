@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.checkpoint import write_files_as
@@ -18,12 +17,12 @@ from ci_llm.checkpoints.layout import FINAL, Opened, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
+from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.remote import cache_folder
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
-from ci_llm.mirror.head import UNFILLED, UNKNOWN_RUN, Entry, Found, Head, Token, is_checkpoint, read_token, write_token
+from ci_llm.mirror.head import NOBODY, Entry, Found, Head, Token, digest_of, is_checkpoint, read_token, write_token
 from ci_llm.mirror.objects import open_objects, require_writable
 from ci_llm.mirror.reader import MirrorReader
-from ci_llm.mirror.sender import restore_files
 from ci_llm.mirror.writer import another_run
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
 
 
 def _bring(reader: MirrorReader, entry: Entry) -> Path:
-    folder = cache_folder("mirrors") / Path(entry.record).stem / entry.name
+    folder = cache_folder("mirrors") / digest_of(entry.place) / entry.name
     with contextlib.suppress(DamagedCheckpoint):
         verify_folder(folder)
         return folder
@@ -103,37 +102,36 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     try:
         head = reader.head()
     except MirrorUnreachable as error:
-        if not committed(folder) or (token is not None and token.generation == UNFILLED):
+        if not committed(folder) or (token is not None and token.writer == NOBODY):
             error.hint = f"{error.hint}; without the mirror nobody knows from which step this run resumes"
             raise
         logger.warning(f"mirror    {error.what}; the run resumes from what this disk holds")
-        return Found(token.generation if token else None)
+        return Found(token.writer if token else None)
     if head is None:
         require_writable(reader.objects)
     if head is None or not head.line:
-        return Found(head.generation if head else 0)
-    if (token is None and committed(folder)) or (token is not None and head.run not in (token.run, UNKNOWN_RUN)):
+        return Found(head.writer if head else NOBODY)
+    if (token.run != head.run) if token else committed(folder):
         raise another_run(reader.url)
     count_on_from(folder, head.attempt)
-    run = head.run or (token.run if token else secrets.token_hex(16))
     own = manager.latest_step()
     found, damage = reader.newest(head, after=-1 if own is None else own)
     if found is not None:
         manager.acquire_lease()
         if token is None:  # a disk with steps and without a token is that of another run
-            write_token(folder, Token(run, UNFILLED))
+            write_token(folder, Token(head.run, NOBODY))
         _take(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
-    now = Token(run, head.generation)
+    now = Token(head.run, head.writer)
     if token != now:
         write_token(folder, now)
-    return Found(head.generation, damage, same_run=True)
+    return Found(head.writer, damage, same_run=True)
 
 
 def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
     """Bring a step, after everything that belongs to it: until that step is here, the next start fills again."""
-    restore_files(reader, head, manager.directory, files)
+    _restore(reader, head, manager.directory, files)
     for entry in _wanted(head, newest, manager.directory):
         try:
             manager.adopt(reader.open(entry))
@@ -141,6 +139,23 @@ def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointM
             logger.warning(f"mirror    {entry.name} does not come back: {damage.what}")
     manager.adopt(newest)
     logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
+
+
+def _restore(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
+    """Write the files of a run as the mirror has them, in the place of what is there.
+
+    Only names that match are written, whatever the head says. A file that is damaged there is named and left out.
+    """
+    for name, file in head.files.items():
+        if not any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in patterns):
+            continue
+        try:
+            data = reader.file(name, file)
+        except DamagedCheckpoint as damage:
+            logger.warning(f"{name} does not come back from the mirror: {damage.what}")
+            continue
+        make_folders((folder / name).parent)
+        write_bytes(folder / name, data)
 
 
 def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:

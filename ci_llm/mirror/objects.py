@@ -1,7 +1,7 @@
-"""An object store as a mirror needs it: whole objects, a conditional put, and a bound on speed.
+"""An object store as a mirror needs it: objects that appear whole, a conditional put, and a bound on speed.
 
 It is S3, Google Cloud Storage, Azure or memory (`RemoteObjects`), or a folder (`FolderObjects`). Nothing depends on a
-listing, except what looks for leftovers or rebuilds a damaged head: listings may be stale.
+listing, except what looks for leftovers or for the copy of a damaged head: listings may be stale.
 
 Credentials come from the environment. A URL that carries any is refused, and so none can reach a log.
 """
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from ci_llm.checkpoints.manifest import digest
-from ci_llm.core.durable import locked, make_folders, write_bytes
+from ci_llm.core.durable import locked, make_folders, write_parts
 from ci_llm.core.remote import why_no_mirror
-from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, MirrorUnreachable
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, MirrorUnreachable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -69,7 +69,10 @@ def backoff_s(failures: int, *, hurry: bool) -> float:
 
 
 EXTRA: Final = "pip install 'ci-llm[mirror]'"
-#: One request: an object has a few megabytes at most.
+#: A larger object is sent and read in parts, so that no request lasts long. S3 takes no part below 5 MB.
+PART_BYTES: Final = 8 << 20
+PARTS_AT_ONCE: Final = 4
+#: One request.
 REQUEST_S: Final = 60
 CONNECT_S: Final = 10
 #: The library repeats a failed request this often by itself; what fails for longer is the mirror's business.
@@ -96,20 +99,17 @@ class Objects(Protocol):
 
     url: str
 
-    def get(self, key: str) -> bytes:
-        """The whole object. Raises Missing."""
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """The whole object, or at most `length` bytes of it from `start` on. Raises Missing."""
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         """The whole object, and what `swap` must know to replace this very one. Raises Missing."""
 
-    def put(self, key: str, data: bytes) -> None:
-        """Write an object, whatever is there."""
+    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
+        """Write an object, whatever is there; it appears whole. What comes in chunks is sent in parts."""
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         """Write an object only if it is still that of `version`, or for None only if it is new. Raises Conflict."""
-
-    def size(self, key: str) -> int | None:
-        """Bytes of an object; None without such an object."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; an object that is gone already is not an error."""
@@ -121,25 +121,17 @@ class Objects(Protocol):
         """
 
 
-def check_url(url: str, where: str) -> str:
-    """The URL of a mirror, without a slash at its end.
-
-    Raises:
-        ConfigError: it is not such a URL, or it carries credentials, which must come from the environment.
-    """
-    if problem := why_no_mirror(url):
-        what, hint = problem
-        raise ConfigError(what, where=where, hint=hint)
-    return url.rstrip("/")
-
-
 def open_objects(url: str, where: str = "mirror") -> Objects:
     """The store of a URL; no request is made.
 
     Raises:
-        ConfigError: it is not the URL of a mirror. BadInput: its library is not installed, or does not take it.
+        ConfigError: it is not the URL of a mirror, or it carries credentials, which must come from the environment.
+        BadInput: its library is not installed, or does not take it.
     """
-    url = check_url(url, where)
+    if problem := why_no_mirror(url):
+        what, hint = problem
+        raise ConfigError(what, where=where, hint=hint)
+    url = url.rstrip("/")
     if urlsplit(url).scheme == "file":
         return FolderObjects(url)
     try:
@@ -172,7 +164,10 @@ def _open_store(url: str) -> ObjectStore:
 class _Store:
     """What both kinds of `Objects` share: which errors are those of the store, and what becomes of them."""
 
+    url: str
     _failures: tuple[type[Exception], ...] = (OSError,)
+    _noun = "store"
+    _hint = "look at its address (AWS_ENDPOINT_URL), the credentials in the environment, and the network"
 
     @contextlib.contextmanager
     def _reaching(self, verb: str, key: str) -> Iterator[None]:
@@ -182,10 +177,8 @@ class _Store:
         except self._failures as error:
             if verb == "read" and isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise Missing(key) from error
-            raise self._unreachable(verb, key, error) from error
-
-    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
-        raise NotImplementedError
+            what = f"the {self._noun} does not let us {verb} {key}: {_brief(error)}"
+            raise MirrorUnreachable(what, where=self.url, hint=self._hint) from error
 
 
 class RemoteObjects(_Store):
@@ -202,8 +195,11 @@ class RemoteObjects(_Store):
         except (BaseError, ValueError) as error:
             raise BadInput(f"this store cannot be opened: {_brief(error)}", where=f"{where}: {url}") from error
 
-    def get(self, key: str) -> bytes:
-        return self.get_version(key)[0]
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        if length is None:
+            return self.get_version(key)[0]
+        with self._reaching("read", key):
+            return bytes(self._api.get_range(self._store, key, start=start, length=length))
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         with self._reaching("read", key):
@@ -211,9 +207,10 @@ class RemoteObjects(_Store):
             version = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
             return bytes(found.bytes()), {name: value for name, value in version.items() if value is not None}
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
+        parts = {"use_multipart": not isinstance(data, bytes), "max_concurrency": PARTS_AT_ONCE}
         with self._reaching("write", key):
-            self._api.put(self._store, key, data, use_multipart=False)
+            self._api.put(self._store, key, data, chunk_size=PART_BYTES, **parts)
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -229,11 +226,6 @@ class RemoteObjects(_Store):
                     raise
                 raise Conflict(key) from error
 
-    def size(self, key: str) -> int | None:
-        with contextlib.suppress(Missing), self._reaching("read", key):
-            return int(self._api.head(self._store, key)["size"])
-        return None
-
     def delete(self, keys: Sequence[str]) -> None:
         with self._reaching("remove", ", ".join(keys)), contextlib.suppress(FileNotFoundError):
             self._api.delete(self._store, list(keys))
@@ -243,16 +235,11 @@ class RemoteObjects(_Store):
             for page in self._api.list(self._store, prefix):
                 yield from ((each["path"], int(each["size"])) for each in page)
 
-    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
-        return MirrorUnreachable(
-            f"the store does not let us {verb} {key}: {_brief(error)}",
-            where=self.url,
-            hint="look at its address (AWS_ENDPOINT_URL), the credentials in the environment, and the network",
-        )
-
 
 def _brief(error: Exception) -> str:
-    """The first line of an error of the library, whose other lines are the whole request and its answer."""
+    """The first line of an error, whose other lines are a whole request and its answer; for one of a disk its words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     line = str(error).partition("\n")[0]
     found = re.search(r"status code: (\d+[^:]*)", line)
     return found[1].strip() if found else re.sub(r"https?://\S+", "the store", line)[:200]
@@ -306,23 +293,26 @@ class FolderObjects(_Store):
     durable, and a lock of the operating system guards the swap.
     """
 
+    _noun, _hint = "folder", "look at its rights, and at the space on its disk"
+
     def __init__(self, url: str) -> None:
         self.url = url
         self._root = Path(unquote(urlsplit(url).path))
 
-    def get(self, key: str) -> bytes:
-        with self._reaching("read", key):
-            return (self._root / key).read_bytes()
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        with self._reaching("read", key), (self._root / key).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
         data = self.get(key)
         return data, {"e_tag": digest([data])}
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
         path = self._root / key
         with self._reaching("write", key):
             make_folders(path.parent)
-            write_bytes(path, data)
+            write_parts(path, [data] if isinstance(data, bytes) else data)
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         with contextlib.ExitStack() as held:
@@ -336,21 +326,13 @@ class FolderObjects(_Store):
                 raise Conflict(key)
             self.put(key, data)
 
-    def size(self, key: str) -> int | None:
-        with contextlib.suppress(Missing), self._reaching("read", key):
-            return (self._root / key).stat().st_size
-        return None
-
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            path = self._root / key
-            try:
-                path.unlink(missing_ok=True)
-                for folder in path.relative_to(self._root).parents:
+            with self._reaching("remove", key):
+                (self._root / key).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for folder in Path(key).parents:
                     (self._root / folder).rmdir()  # as long as they are empty
-            except OSError as error:
-                if path.exists():
-                    raise self._unreachable("remove", key, error) from error
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         for folder, _, names in os.walk(self._root / prefix):
@@ -358,7 +340,3 @@ class FolderObjects(_Store):
                 path = Path(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     yield str(path.relative_to(self._root)), path.stat().st_size
-
-    def _unreachable(self, verb: str, key: str, error: Exception) -> CiLlmError:
-        what = f"the folder does not let us {verb} {key}: {getattr(error, 'strerror', error)}"
-        return MirrorUnreachable(what, where=self.url, hint="look at its rights, and at the space on its disk")

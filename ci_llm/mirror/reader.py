@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ci_llm.checkpoints.catalog import CatalogEntry, Shelf, entry_of
 from ci_llm.checkpoints.layout import Opened
-from ci_llm.checkpoints.manifest import Manifest, digest
-from ci_llm.core.durable import PARTIAL
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-from ci_llm.mirror.head import HEAD, NOT_DUMPED, RECORDS, Block, Entry, Head, Record, rebuilt, restored
-from ci_llm.mirror.objects import Missing, Objects, Version
+from ci_llm.mirror.head import COPY, HEAD, NOT_DUMPED, Entry, Head, RunFile, digest_of
+from ci_llm.mirror.objects import PART_BYTES, Missing, Objects, Version
 
 logger = logging.getLogger(__name__)
+
+#: An answer may be damaged on its way.
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,23 @@ class FoundHead:
 
     Attributes:
         version: the version that `swap` replaces; None if there is no head yet.
-        is_rebuilt: it is damaged, and made of the records again.
+        is_copy: it is damaged, and `head` is its copy.
     """
 
     head: Head | None
     version: Version | None
-    is_rebuilt: bool = False
+    is_copy: bool = False
 
 
 class MirrorReader:
     """One mirror, read only.
 
     Args:
-        limiter: called with the number of bytes before each block.
+        pace: called with the number of bytes before each request that reads some.
     """
 
-    def __init__(self, objects: Objects, limiter: Callable[[int], object] = lambda nbytes: None) -> None:
-        self.objects, self._limiter = objects, limiter
+    def __init__(self, objects: Objects, pace: Callable[[int], object] = lambda nbytes: None) -> None:
+        self.objects, self._pace = objects, pace
         self.url = without_secrets(objects.url)
 
     def head(self) -> Head | None:
@@ -51,14 +52,14 @@ class MirrorReader:
         return self.find_head().head
 
     def find_head(self) -> FoundHead:
-        """The head and its version. A damaged one is rebuilt from the records, which say all but whose run it is.
+        """The head and its version; where it is damaged, the copy of the last writer in its place.
 
         Raises:
-            CheckpointError: another version of this program wrote it. MirrorUnreachable.
+            CheckpointError: another version of this program wrote it, or the copy is damaged too. MirrorUnreachable.
         """
         damage: Exception | None = None
         version: Version | None = None
-        for _ in range(3):  # an answer may be damaged on its way
+        for _ in range(TRIES):
             try:
                 data, version = self.objects.get_version(HEAD)
                 return FoundHead(Head.parse(data), version)
@@ -66,56 +67,47 @@ class MirrorReader:
                 return FoundHead(None, None)
             except NOT_DUMPED as error:
                 damage = error
-        logger.warning(f"the head of the mirror is damaged ({damage}); it is rebuilt from its records")
-        return FoundHead(rebuilt(list(self._all_records())), version, is_rebuilt=True)
+        logger.warning(f"the head of the mirror is damaged ({damage}); its copy is taken")
+        return FoundHead(self._copy(), version, is_copy=True)
 
-    def _all_records(self) -> Iterable[tuple[str, Record, Manifest]]:
-        for key, _ in self.objects.list(RECORDS):
-            if key.endswith(PARTIAL):
-                continue
+    def _copy(self) -> Head:
+        keys = sorted(key for key, _ in self.objects.list("") if COPY.fullmatch(key))
+        for key in keys[-1:] * TRIES:  # never the copy of an earlier writer: what it says was true once
             try:
-                yield key, *self._read_record(key)
-            except (DamagedCheckpoint, Missing) as damage:
-                logger.warning(f"passed over: {damage}")
-
-    def record(self, entry: Entry) -> tuple[Record, Manifest]:
-        """The record of a step. Raises DamagedCheckpoint: missing, or not as it was written."""
-        last: Exception = DamagedCheckpoint(f"{entry.name} has no record", where=self.url)
-        for _ in range(2):
-            try:
-                return self._read_record(entry.record)
-            except DamagedCheckpoint as error:
-                last = error
-            except Missing:
+                return Head.parse(self.objects.get(key))
+            except (*NOT_DUMPED, Missing):
                 continue
-        raise last
+        hint = "keep what is there, and give the run another prefix"
+        raise CheckpointError("the head of this mirror and its copy are damaged", where=self.url, hint=hint)
 
-    def _read_record(self, key: str) -> tuple[Record, Manifest]:
-        data = self.objects.get(key)
-        self._limiter(len(data))
-        try:
-            if hashlib.sha256(data).hexdigest() not in key:
-                raise ValueError("another digest than its name says")
-            return Record.parse(data)
-        except NOT_DUMPED as error:
-            raise DamagedCheckpoint(f"{key} is damaged: {error}", where=self.url) from error
+    def pieces(self, key: str, size: int) -> Iterator[bytes]:
+        """An object of this size, piece by piece. Raises Missing, MirrorUnreachable."""
+        for start in range(0, max(size, 1), PART_BYTES):
+            self._pace(min(size, PART_BYTES))
+            yield self.objects.get(key) if size <= PART_BYTES else self.objects.get(key, start, PART_BYTES)
 
-    def block(self, block: Block) -> bytes:
-        """Some bytes, verified. Raises DamagedCheckpoint: missing, or other bytes."""
+    def _read(self, key: str, size: int, known: str) -> bytes:
+        """An object, verified. Raises DamagedCheckpoint: missing, or other bytes."""
         what = "is missing"
-        for _ in range(2):
-            self._limiter(block.stored)
+        for _ in range(TRIES):
             try:
-                data = self.objects.get(block.key)
-                data = data if block.compressed is None else restored(data, block.size)
+                data = b"".join(self.pieces(key, size))
             except Missing:
                 continue
-            except ValueError:
-                data = b""
-            if len(data) == block.size and digest([data]) == block.digest:
+            if digest([data]) == known:
                 return data
-            what = "holds other bytes than its name says"
-        raise DamagedCheckpoint(f"{block.key} {what}", where=self.url)
+            what = "has another digest"
+        raise DamagedCheckpoint(f"{key.split('/', 2)[2]} {what}", where=self.url)
+
+    def manifest(self, entry: Entry) -> Manifest:
+        """The manifest of a step. Raises DamagedCheckpoint: missing, or not as it was written."""
+        try:
+            manifest = Manifest.parse(self._read(entry.key(MANIFEST), 0, digest_of(entry.place)))
+            if (manifest.step, manifest.nbytes) != (entry.step, entry.nbytes):
+                raise ValueError("it is that of another step")
+        except NOT_DUMPED as error:
+            raise DamagedCheckpoint(f"the manifest of {entry.name} is damaged: {error}", where=self.url) from error
+        return manifest
 
     def open(self, entry: Entry) -> Opened:
         """The manifest and the files of a step; what is returned is what was verified.
@@ -123,25 +115,18 @@ class MirrorReader:
         Raises:
             DamagedCheckpoint: something is missing or different. MirrorUnreachable.
         """
-        record, manifest = self.record(entry)
-        if (record.name, manifest.step) != (entry.name, entry.step):
-            raise DamagedCheckpoint(f"the record of {entry.name} is that of another step", where=self.url)
-        files = {}
-        for name, file in manifest.files.items():
-            try:
-                files[name] = self.file(record.blocks[name])
-            except DamagedCheckpoint as damage:
-                raise DamagedCheckpoint(f"{entry.name} is damaged: {name}: {damage.what}", where=self.url) from damage
-            if digest([files[name]]) != file.digest:
-                raise DamagedCheckpoint(f"{entry.name} is damaged: {name} has another digest", where=self.url)
+        manifest = self.manifest(entry)
+        files = {
+            name: self._read(entry.key(name), record.size, record.digest) for name, record in manifest.files.items()
+        }
         return Opened(Path(entry.name), manifest, files)
 
-    def file(self, blocks: Iterable[Block]) -> bytes:
-        """The bytes of a file. Raises DamagedCheckpoint, MirrorUnreachable."""
-        return b"".join(map(self.block, blocks))
+    def file(self, name: str, file: RunFile) -> bytes:
+        """The bytes of another file of the run. Raises DamagedCheckpoint, MirrorUnreachable."""
+        return self._read(f"{file.place}/{name}", file.size, digest_of(file.place))
 
     def newest(self, head: Head, *, after: int = -1) -> tuple[Opened | None, dict[str, str]]:
-        """The newest step that verifies, and what is wrong with those passed over, by the keys of their records.
+        """The newest step that verifies, and what is wrong with those passed over, by their places.
 
         Args:
             after: only steps newer than this one are looked at.
@@ -154,17 +139,17 @@ class MirrorReader:
                 return self.open(entry), damage
             except DamagedCheckpoint as error:
                 logger.warning(f"{error.what}; passed over in the mirror")
-                damage[entry.record] = error.what
+                damage[entry.place] = error.what
         return None, damage
 
     def damage(self, head: Head) -> dict[str, str]:
-        """Read every byte of the line: what is wrong with it, by the keys of the records. Raises MirrorUnreachable."""
+        """Read every byte of the line: what is wrong with it, by place. Raises MirrorUnreachable."""
         found: dict[str, str] = {}
         for entry in head.line:
             try:
                 self.open(entry)
             except DamagedCheckpoint as error:
-                found[entry.record] = error.what
+                found[entry.place] = error.what
         return found
 
     def entry(self, head: Head | None, name: str) -> Entry:
@@ -182,15 +167,15 @@ def list_mirror(reader: MirrorReader, head: Head, *, read_all: bool = True) -> l
     It is for `ci-llm checkpoints list` and `verify` of a URL.
 
     Args:
-        read_all: read every byte and compare it with its digest; otherwise the records alone.
+        read_all: read every byte and compare it with its digest; otherwise the manifests alone.
     """
-    return [_entry(reader, entry, shelf, read_all) for shelf, entry in _shelved(head)]
+    return [_listed(reader, entry, shelf, read_all) for shelf, entry in _shelved(head)]
 
 
-def _entry(reader: MirrorReader, entry: Entry, shelf: Shelf, read_all: bool) -> CatalogEntry:
+def _listed(reader: MirrorReader, entry: Entry, shelf: Shelf, read_all: bool) -> CatalogEntry:
     name = entry.name if shelf == "current" else f"{shelf}/{entry.name}"
     verify = partial(reader.open, entry) if read_all else None
-    found = entry_of(name, shelf, lambda: reader.record(entry)[1], verify)
+    found = entry_of(name, shelf, partial(reader.manifest, entry), verify)
     return replace(found, step=entry.step, nbytes=entry.nbytes)
 
 

@@ -16,16 +16,15 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.checkpoints.layout import FINAL, committed
 from ci_llm.checkpoints.manifest import MANIFEST, check_name
-from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.quantities import duration, size
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
-from ci_llm.mirror.head import Block, Compression, Found, Head, Token, read_token, write_token
+from ci_llm.mirror.head import Found, Head, Token, read_token, write_token
 from ci_llm.mirror.objects import RateLimiter, backoff_s, open_objects
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.mirror.writer import MirrorWriter
@@ -33,57 +32,18 @@ from ci_llm.mirror.writer import MirrorWriter
 logger = logging.getLogger(__name__)
 
 
-#: Small, because logs grow at their end: whole blocks are not sent again.
-BLOCK_BYTES: Final = 1 << 18
-#: A log that outgrows this does not follow.
+#: A log that outgrows this does not follow: a file that has changed is sent again whole.
 MAX_BYTES: Final = 256 << 20
 
 
-def send_files(writer: MirrorWriter, folder: Path, patterns: Collection[str]) -> dict[str, tuple[Block, ...]]:
-    """Send the files of `folder` that match; what the head is to say of them. Raises MirrorUnreachable."""
-    return {
-        name: writer.send_blocks(data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES))
-        for name, data in _files(folder, patterns)
-    }
-
-
-def _files(folder: Path, patterns: Collection[str]) -> Iterator[tuple[str, bytes]]:
+def run_files(folder: Path, patterns: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of the files of `folder` that match and may follow a run."""
     paths = {path for pattern in patterns for path in folder.glob(pattern)}
     for path in sorted(paths):
-        if path.is_symlink() or not path.is_file():
-            continue
-        try:
+        with contextlib.suppress(OSError, ValueError):  # gone meanwhile, or no file of ours
             name = check_name(path.relative_to(folder).as_posix())
-            if path.stat().st_size <= MAX_BYTES:
+            if path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_BYTES:
                 yield name, path.read_bytes()
-        except (OSError, ValueError):  # gone meanwhile, or no file of ours
-            continue
-
-
-def restore_files(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
-    """Write the files of a run as the mirror has them, in the place of what is there.
-
-    Only names that match are written, whatever the head says. A file that is damaged there is named and left out.
-
-    Raises:
-        MirrorUnreachable, OSError.
-    """
-    for name, blocks in head.files.items():
-        if not _is(name, patterns):
-            continue
-        try:
-            data = reader.file(blocks)
-        except DamagedCheckpoint as damage:
-            logger.warning(f"{name} does not come back from the mirror: {damage.what}")
-            continue
-        path = folder / name
-        make_folders(path.parent)
-        write_bytes(path, data)
-
-
-def _is(name: str, patterns: Collection[str]) -> bool:
-    path = PurePosixPath(name)
-    return any(path.match(pattern) and len(path.parts) == len(PurePosixPath(pattern).parts) for pattern in patterns)
 
 
 #: A mirror that is behind for this long is worth a warning, and one more whenever that has doubled.
@@ -108,6 +68,13 @@ class MirrorState:
     error: str | None = None
 
 
+def _may_pass(error: Exception) -> bool:
+    """Whether it is worth another try: the store failed, or this machine, which may have too many files open."""
+    if isinstance(error, DamagedCheckpoint | WriterBusy):
+        return False
+    return isinstance(error, MirrorUnreachable | OSError) or isinstance(error.__cause__, OSError)
+
+
 class _NewerFirstError(Exception):
     """The run ends, and a newer step is there than the one that is being sent."""
 
@@ -125,7 +92,6 @@ class Mirror:
         keep: numbered steps to keep, as `save_total_limit`; None for all. What the folder keeps beside them stays too.
         files: patterns of the other files that follow.
         max_mb_per_s: a bound on what is sent and read; None for no bound.
-        compression: how blocks are compressed.
         on_change: called in the thread whenever the state has changed.
         clock: seconds, monotonic.
     """
@@ -138,7 +104,6 @@ class Mirror:
         keep: int | None = None,
         files: Collection[str] = (),
         max_mb_per_s: float | None = None,
-        compression: Compression = "none",
         on_change: Callable[[MirrorState], object] = lambda state: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -147,9 +112,7 @@ class Mirror:
         self._limiter = RateLimiter(max_mb_per_s, clock)
         self._objects = open_objects(url)
         self.reader = MirrorReader(self._objects, self._limiter)
-        self._writer = MirrorWriter(
-            self._objects, check=self._between_blocks, limiter=self._limiter, compression=compression
-        )
+        self._writer = MirrorWriter(self._objects, self._pace)
         self._claim: Callable[[], object] | None = None  # what is to be called first
         self._swept = False
         self._sending: int | None = None
@@ -238,19 +201,14 @@ class Mirror:
                 failures = 0
             except _ClosedError:
                 return
-            except (MirrorUnreachable, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - a mirror that stops without a word is worse than none
                 failures += 1
-                self._fail(error, failures)
-            except CheckpointError as error:
-                if isinstance(error.__cause__, OSError) and not isinstance(error, DamagedCheckpoint | WriterBusy):
-                    failures += 1
-                    self._fail(error, failures)  # of this machine, which may have too many open files for a moment
+                if _may_pass(error):
+                    self._wait(error, failures)
                 else:
                     self._give_up(error)
-            except Exception as error:  # noqa: BLE001 - a mirror that stops without a word is worse than none
-                self._give_up(CheckpointError(f"the mirror has failed: {type(error).__name__}: {error}"))
 
-    def _fail(self, error: Exception, failures: int) -> None:
+    def _wait(self, error: Exception, failures: int) -> None:
         if self._over.is_set():
             return
         what = error.what if isinstance(error, CheckpointError) else str(error)
@@ -261,16 +219,17 @@ class Mirror:
         (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
         self._work.set()
 
-    def _give_up(self, error: CheckpointError) -> None:
-        logger.error(f"mirror    {error}")
-        self._change(error=error.what)
+    def _give_up(self, error: Exception) -> None:
+        known = isinstance(error, CheckpointError)
+        logger.error(f"mirror    {error if known else f'the mirror has failed: {type(error).__name__}: {error}'}")
+        self._change(error=error.what if isinstance(error, CheckpointError) else str(error))
         self._over.set()
         self._idle.set()
 
     def _claim_now(self) -> None:
         if self._claim is not None:
             self._claim()
-            write_token(self.folder, Token(self._writer.head.run, self._writer.head.generation))
+            write_token(self.folder, Token(self._writer.head.run, self._writer.head.writer))
             self._claim = None
 
     def _pass(self) -> None:
@@ -319,7 +278,7 @@ class Mirror:
 
     def _commit(self, head: Head) -> None:
         """Make a head count, with the other files as they are now, and without the steps that are beyond the limit."""
-        files = send_files(self._writer, self.folder, self.files)
+        files = {name: self._writer.send_file(name, data) for name, data in run_files(self.folder, self.files)}
         head = replace(head, files=files)
         self._writer.commit(head.without(self._beyond(head)))
         self._change(error=None)
@@ -343,7 +302,8 @@ class Mirror:
             self._writer.commit(self._writer.head.quarantined(damage))
             self._work.set()  # what the folder still has is sent again
 
-    def _between_blocks(self) -> None:
+    def _pace(self, nbytes: int) -> None:
+        """Called before bytes go: waits, or gives up what is being sent."""
         if self._over.is_set():
             raise _ClosedError
         self._change()
@@ -351,6 +311,7 @@ class Mirror:
             newest = self._next()
             if newest is not None and newest[0] > self._sending:
                 raise _NewerFirstError
+        self._limiter(nbytes)
 
     # The state
 

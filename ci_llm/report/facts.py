@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ci_llm.checkpoints.layout import committed
@@ -167,7 +167,7 @@ def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
 def _read_attempt(
     folder: Path, number: int, newest: Status, logged: list[tuple[float, str]], lines: Sequence[Record]
 ) -> Attempt:
-    """One attempt by its own files. Older releases kept no status of it: then the log takes its place."""
+    """One attempt by its own files. Where one is missing or damaged, the log and the metrics take its place."""
     status = newest if number == newest.attempt else kept_status(folder, number)
     began = dict(finite_numbers(read_began(folder, number)))
     cause = earliest_failure(read_failures(folder, number))
@@ -178,7 +178,7 @@ def _read_attempt(
     if status is None or status.status in ("running", "vanished"):
         ended = max([ended, *times, *([cause.time] if cause else [])])
     outcome, reason, message = _ending(status, cause, is_newest=number == newest.attempt)
-    first = int(began["step"]) if "step" in began else _first_step(number, newest, lines)
+    first = int(began.get("step", lines[0]["step"] - 1 if lines else newest.step))
     last = max([first, *(line["step"] for line in lines), status.step if status else 0, (cause and cause.step) or 0])
     return Attempt(
         number=number,
@@ -195,13 +195,6 @@ def _read_attempt(
         host=status.host if status else "",
         log=tuple(line for _, line in logged if not _PROGRESS.match(line)),
     )
-
-
-def _first_step(number: int, newest: Status, lines: Sequence[Record]) -> int:
-    """The first step of an attempt of an older release, which did not record it: the latest possible one."""
-    if lines:
-        return max(0, int(lines[0]["step"]) - 1)
-    return 0 if number == 1 else newest.step
 
 
 def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) -> tuple[str, str | None, str]:
@@ -286,7 +279,7 @@ Points: TypeAlias = "list[tuple[int, float]]"
 
 PREDICTIONS: Final = "predictions.jsonl"
 _ASKED: Final = "predictions.source.json"
-#: The entries that are equal if scores and predictions are of the same answers; older releases did not write all.
+#: The entries that are equal if scores and predictions are of the same answers.
 _ALIKE: Final = ("step", "questions", "metric", "aggregator", "max_new_tokens")
 _HARDWARE: Final = "gpu_stats.json"
 _AGENT: Final = re.compile(r"agent\d+")
@@ -410,14 +403,8 @@ class RunFacts:
     def evaluated_predictions(self) -> tuple[Mapping[str, Any], ...]:
         """The predictions, if the scores are those of these answers; else nothing."""
         scored = self.evaluation or {}
-        if not self.predictions or scored.get("measured_by") == "teacher_forcing":
+        if scored.get("measured_by") != "generation" or any(scored.get(key) != self.asked.get(key) for key in _ALIKE):
             return ()
-        known = [key for key in _ALIKE if None not in (scored.get(key), self.asked.get(key))]
-        if any(scored[key] != self.asked[key] for key in known):
-            return ()
-        if "questions" not in known:  # an older release: other rows seldom have the same share of right answers
-            share = fmean(bool(row["correct"]) for row in self.predictions)
-            return self.predictions if scored and math.isclose(share, scored["exact_match"]["crowd"]) else ()
         return self.predictions
 
 
@@ -499,7 +486,7 @@ def _size_of(checkpoint: Path) -> dict[str, int]:
     """The numbers of a step that a launcher decides."""
     manifest: Any = read_json(checkpoint / "manifest.json")
     state: Any = read_json(checkpoint / "train_state.json")
-    return {"processes": int(manifest["surroundings"]["processes"]), "rows per step": int(state["effective_batch"])}
+    return {"processes": int(manifest["surroundings"]["processes"]), "rows per step": int(state["rows_per_step"])}
 
 
 def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:

@@ -359,7 +359,7 @@ def differences(
 def surest_first(row: Row) -> float:
     """A key that sorts predictions: minus the log-probability of the text, as the confidence of a long text is 0.
 
-    Older releases did not write it: then it is minus the confidence.
+    For a row without signals it is minus the confidence.
     """
     signals = row.get("signals")
     numbers = (*(signals[:1] if isinstance(signals, list) else ()), row.get("confidence"))

@@ -370,7 +370,7 @@ def way_on(run: Status) -> str:
 
 
 def progress(reading: Reading) -> str:
-    """`120 of 260 steps, 46 %`; runs of older releases did not write how many steps there are."""
+    """`120 of 260 steps, 46 %`."""
     step, total = reading.status.step, reading.status.total_steps
     return f"{step} of {total} steps, {100 * step / total:.0f} %" if total else count(step, "step")
 

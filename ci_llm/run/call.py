@@ -20,7 +20,7 @@ from ci_llm.config.load import IN_CALL, Reading
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.core.remote import offline_note
 from ci_llm.errors import BadInput, CiLlmError
-from ci_llm.interrupts import Interrupts, die_with_parent
+from ci_llm.interrupts import STOP_SIGNALS, Interrupts, die_with_parent
 
 if TYPE_CHECKING:
     from ci_llm.run.end.result import Result
@@ -117,13 +117,11 @@ def train(
 def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[object], *, quiet: bool) -> Result:
     launch = replace(read_launch(), called_at=time.time())
     with Interrupts(
-        read.config.stop_signals,
-        read.config.save_signals,
         describe_stop=lambda: "leaving before the first step",
         abort_grace_s=math.inf if hasattr(sys, "ps1") else 2.0,  # a notebook must survive a second Ctrl-C
     ) as interrupts:
         if not launch.forwards_sigterm:
-            die_with_parent(next(iter(read.config.stop_signals), "SIGTERM"))
+            die_with_parent(STOP_SIGNALS[0])
         note = offline_note(read.config.names_of_inputs)
         offline = [f"the hub is {note}"] if note else []
         set_library_defaults()

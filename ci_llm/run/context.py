@@ -38,7 +38,7 @@ from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.result import MORE_STEPS
 from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.one_layer import NOT_A_STEP, choose, fixed_batch, kernels_of, layer_digest, longest_lengths, parts_of
+from ci_llm.run.one_layer import NOT_A_STEP, choose, fixed_batch, kernels_of, layer_digest, longest_lengths
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.callbacks import Callbacks, Event, TrainerState
 from ci_llm.run.step.evaluation import Evaluator, StopVote, kept_steps
@@ -150,21 +150,17 @@ class Run(Resources):
         bits.update(names_of_all([own for own, _ in each]))
         bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
 
-    def choose_kernels(
-        self, train: Callable[[Run, int, list[MicroBatch]], Any], recorded: Mapping[str, Any]
-    ) -> list[str]:
+    def choose_kernels(self, train: Callable[[Run, int, list[MicroBatch]], Any]) -> list[str]:
         """Try the fast kernels, unless plain ones are configured; returns lines for people. A collective.
 
         Args:
             train: as for `measure`.
-            recorded: the surroundings in the checkpoint that the run resumes from; {} for a fresh start.
         """
         if self.config.kernels == PLAIN:
             return []
         lengths, own_rows = longest_lengths(self.rows, self.micro_batch_size), isinstance(self.rows, AgentRows)
         train_alike = partial(train, self._measured(), NOT_A_STEP)
-        parts = parts_of(recorded)
-        return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows, parts=parts)
+        return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows)
 
     def choose_threads(
         self, train: Callable[[Run, int, list[MicroBatch]], Any], recorded: Mapping[str, Any]
@@ -172,7 +168,8 @@ class Run(Resources):
         """Set the CPU threads: the number given, that of the checkpoint, or by a trial. A collective.
 
         Args:
-            train, recorded: as for `choose_kernels`.
+            train: as for `measure`.
+            recorded: the surroundings in the checkpoint that the run resumes from; {} for a fresh start.
 
         Returns:
             a line for people about a trial.

@@ -211,7 +211,6 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
         checkpoint_backend=config.checkpoint_backend,
         processes=processes,
         interrupts=interrupts,
-        on_disk_full=config.on_disk_full,
     )
 
 
@@ -307,7 +306,7 @@ def _resume(
         for line in (*beginning.in_force(run.state, run.config.batch_size), *requests.recovery.because)
     )
     recorded: Any = start.source.checkpoint.manifest.info["surroundings"] if start.source else {}
-    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients, recorded))
+    _log_lines(f"kernels   {line}" for line in run.choose_kernels(compute_gradients))
     if line := run.choose_threads(compute_gradients, recorded):
         logger.info(f"threads   {line}")
     measure = partial(run.measure, compute_gradients)
@@ -476,8 +475,6 @@ def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
     if latest and not is_known:
         note_evaluation(run, latest)
         run.call_event("on_evaluate", metrics=latest)
-        if run.config.show_loss_curve:
-            run.log.show_loss_curve()
     with run.heartbeat.resting():
         best = evaluation.result_of(run.config, run.state, run.manager, run.processes)
     step = run.state.step if best is None else best.manifest.step
@@ -530,7 +527,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
         **({"names": config.agent_names} if config.agents else {}),
         **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
         **({"folders": run.crowd.names} if run.state.members else {}),
-        **({"of_rows": rows_record(scores, answers)} if config.schedule_steps else {}),  # a sweep compares them
+        **({"of_rows": rows_record(scores, answers)} if config.trial_steps else {}),  # a sweep compares them
         **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
         "step": step,
         "last_step": run.state.step,

@@ -212,8 +212,6 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     run.log.report_save(run.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
         run.learning.count(losses)
-        if run.config.loss_csv:
-            run.log.loss(step, losses)
         totals = (*sums.losses, sums.diversity)
         run.step_metrics.add((*targets, verdict.num_targets), totals, norms, findings.left_out)
         run.step_metrics.add_named(run.objective.metric_names, sums.metrics, findings.left_out)
@@ -235,9 +233,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
         run.learning.look(norms.tolist())
     run.learning.report(run.status, run.present_config.learning_rates)
     metrics |= recovery_metrics(run.state, run.config.batch_size)
-    if run.config.log_memory_usage:
-        metrics |= memory_in_use(run.crowd.device)
-    metrics |= run.step_metrics.speed() | run.mirror.metrics()
+    metrics |= memory_in_use(run.crowd.device) | run.step_metrics.speed() | run.mirror.metrics()
     run.log.metrics(step, metrics)
     run.step_metrics.restart()
     run.call_event("on_log", logs=metrics)
@@ -254,24 +250,20 @@ def evaluate(run: Run) -> str | None:
         run.last_scores = scores
         line = evaluation.describe_scores(run.state.step, scores, run.evaluator.judged_by)
         logger.info(f"{line}{run.state.best_note}")
-        if run.config.show_loss_curve:
-            run.log.show_loss_curve()
-        if run.config.show_example:
-            with run.step_metrics.paused():
-                example = run.evaluator.example(run.state.step)
-            if example is not None:
-                logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
+        with run.step_metrics.paused():
+            example = run.evaluator.example(run.state.step)
+        if example is not None:
+            logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
         run.call_event("on_evaluate", metrics=metrics)
         if run.is_finished:
-            threshold = run.config.early_stopping_threshold
-            logger.info(f"early stopping after step {run.state.step}: {run.state.validation.described(threshold)}")
+            logger.info(f"early stopping after step {run.state.step}: {run.state.validation.described()}")
     return run.stop_vote.reason()
 
 
 def save(run: Run) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
     logger.debug("step %d: save begins; the one before: %s", run.state.step, run.manager.last_result)
-    with run.heartbeat.resting():  # the manager may wait for space on a full disk
+    with run.heartbeat.resting():  # a slow disk is no hang
         run.manager.save(
             run.state.step,
             run.contents(),
@@ -284,8 +276,7 @@ def save(run: Run) -> None:
 
 def note_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     """Decide by the evaluation after the present step which step is best. A collective."""
-    threshold = run.config.early_stopping_threshold
-    validation = evaluation.validation_after(run.state, metrics, threshold, run.processes)
+    validation = evaluation.validation_after(run.state, metrics, run.processes)
     run.state = replace(run.state, validation=validation)
     run.status.update(best_step=validation.best_step)
 

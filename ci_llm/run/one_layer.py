@@ -11,7 +11,7 @@ of `ci_llm/lora/kernels.py`. A part whose losses or gradients differ from those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -26,7 +26,7 @@ from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
 from ci_llm.core import determinism
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.numerics import FAST, LATER, PLAIN, as_called_now
+from ci_llm.core.numerics import FAST, PLAIN
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import AgentRows, TrainingRows, sampled
 from ci_llm.data.batches import AgentBatches, MicroBatch, pack
@@ -161,22 +161,13 @@ def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[N
 Found = list[Tensor] | str  # losses and gradients, or why there are none
 
 
-def choose(
-    crowd: Crowd,
-    lengths: Sequence[int],
-    train: Train,
-    processes: Processes,
-    *,
-    own_rows: bool,
-    parts: Sequence[str] = PARTS,
-) -> list[str]:
+def choose(crowd: Crowd, lengths: Sequence[int], train: Train, processes: Processes, *, own_rows: bool) -> list[str]:
     """Let the crowd compute fast what gives the same on every process; returns lines for people. A collective.
 
     Args:
         lengths: tokens of rows of the run; rows are taken as long as they fit into `TRIAL_TOKENS`.
         train: forward and backward on micro-batches, as the run does it.
         own_rows: every agent has rows of its own.
-        parts: the parts to try.
     """
     lengths, lines = _lengths_of_trial(lengths), []
     batch = fixed_batch(crowd, lengths, own_rows=own_rows, key="rows of a trial", most_targets=TRIAL_TARGETS)
@@ -190,7 +181,7 @@ def choose(
     with processes.autocast():
         limit = tolerance(crowd.model.dtype, compute_dtype(crowd.model.get_input_embeddings().weight))
     taken: list[str] = []
-    for part in parts if not isinstance(plain, str) else ():
+    for part in PARTS if not isinstance(plain, str) else ():
         reasons = [*filter(None, processes.gather_object(_difference(attempt([part]), plain, limit)))]
         if reasons:
             lines.append(f"{part} stays plain: {reasons[0]}")
@@ -210,13 +201,6 @@ def kernels_of(config: Config, crowd: Crowd) -> str:
         return PLAIN
     left = [part for part in PARTS if part not in crowd.fast]
     return FAST if not left else f"{FAST} without {', '.join(left)}"
-
-
-def parts_of(recorded: Mapping[str, Any]) -> Sequence[str]:
-    """The parts to try for a run whose checkpoint records this; {}: it begins. Older releases had fewer parts."""
-    kernels = as_called_now(recorded).get("kernels", PLAIN)
-    later = {part for parts in LATER.values() for part in parts}
-    return [part for part in PARTS if part not in later or part not in kernels]
 
 
 def _difference(found: Found, plain: Found, limit: float) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils import deterministic
 
-from ci_llm.base.load import Base, disable_dropout
+from ci_llm.base.load import Base
 from ci_llm.base.targets import absent_targets
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
@@ -174,8 +174,8 @@ def _nonfinite_response(
     def may_write() -> bool:
         return processes.is_main_process and manager.holds_lease()
 
-    bounds = Bounds(config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    return NonFiniteResponse(bounds, last_good, config.run_folder, may_write, drops_agents=config.drop_nonfinite_agents)
+    drops = config.trial_steps is not None
+    return NonFiniteResponse(Bounds(), last_good, config.run_folder, may_write, drops_agents=drops)
 
 
 def _first_state(config: Config, rows_per_step: int) -> TrainState:
@@ -201,7 +201,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
-        whole = crowd.share_prompts() if config.shared_prompts is True else None
+        whole = crowd.share_prompts() if crowd.reads_pairs else None
     if whole:
         logger.info(f"model     each answer of a pair has a prompt of its own: {whole}")
     if reason:
@@ -213,8 +213,6 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
     if config.reference == "start":
         crowd.start = crowd.agents.weights.clone()
-    if config.disable_dropout:
-        disable_dropout(base.model)
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",

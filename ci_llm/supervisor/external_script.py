@@ -104,7 +104,6 @@ def _modified_ns(path: Path) -> int:
 
 
 GRACE_S: Final = 10.0
-MAX_REQUEUES: Final = 100
 _HINT: Final = "another key may set the rate (--lr-key names it), or a checkpoint that the script resumes from"
 
 
@@ -209,7 +208,7 @@ class ExternalScript:
 
     def requeue(self, stop_reason: str | None) -> str | None:
         """Ask SLURM to run this job again."""
-        return requeue("auto", stop_reason or "", max_requeues=MAX_REQUEUES, without_progress=0)
+        return requeue("auto", stop_reason or "", without_progress=0)
 
     def close(self) -> list[str]:
         """Remove the temporary configuration, and compare the original with what it was."""

@@ -16,7 +16,7 @@ from ci_llm.config.sweep import read_sweep
 from ci_llm.core import run_folder
 from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_space, read_status
 from ci_llm.errors import BadInput
-from ci_llm.interrupts import send
+from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, crash_signature
@@ -112,15 +112,12 @@ class OwnRun:
     def request_save(self) -> str:
         """Send the main process of the run the signal by which it saves."""
         status = self._status_of_attempt()
-        wanted = next(iter(self._config.save_signals), None)
-        if wanted is None:
-            return "nothing is saved: save_signals is empty"
         # A pid in status.json may belong to another machine, or to a program that came later and got the same number.
         descendants = {process.pid for process in process_tree.living()}
         is_here = status is not None and status.pid_space == pid_space() and status.pid in descendants
-        if status is None or not is_here or status.status != "running" or not send(status.pid, wanted):
-            return f"nothing is saved: there is no training on this machine that reacts to {wanted}"
-        return f"{wanted} to process {status.pid}: it saves and continues"
+        if status is None or not is_here or status.status != "running" or not send(status.pid, SAVE_SIGNALS[0]):
+            return f"nothing is saved: there is no training on this machine that reacts to {SAVE_SIGNALS[0]}"
+        return f"{SAVE_SIGNALS[0]} to process {status.pid}: it saves and continues"
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Classify by what the run wrote about its end; by exit code and output where it could write nothing."""
@@ -178,7 +175,6 @@ class OwnRun:
         return requeue(
             self._config.requeue,
             stop_reason or (status and status.reason) or "",
-            max_requeues=self._config.max_requeues,
             without_progress=run_folder.attempts_without_progress(self._folder, status.step) if status else 0,
         )
 
@@ -192,7 +188,7 @@ class OwnRun:
         """The last step that counts as good: what led to non-finite values may have begun some steps before them."""
         if cause is None or cause.step is None:
             return None
-        return max(0, cause.step - self._config.good_after_steps)
+        return max(0, cause.step - run_folder.GOOD_AFTER_STEPS)
 
     def _has_good_step(self, good_step: int) -> bool:
         """Whether an attempt that ended in non-finite values came further than all before it.

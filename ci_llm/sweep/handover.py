@@ -100,7 +100,7 @@ _SIZES: Final = "parameters_per_agent"
 #: The paths of lists that have one value per agent, in a checkpoint of a run.
 _PER_AGENT: Final = (
     *(f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}"),
-    *("train_state.skipped", "train_state.healing.agents", "train_state.validation.agents"),
+    *("train_state.skipped", "train_state.recovery.agents", "train_state.validation.agents"),
 )
 _FROM_A_RUN: Final = frozenset({"README.md"})
 
@@ -131,7 +131,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     first = members[0][0]
     before = Source(first, sources[0][0]).config
     counted = (key for key in ("max_seq_length", "eval_samples") if config.is_open(key))
-    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", "shared_prompts", *counted)
+    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", *counted)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {
@@ -168,7 +168,7 @@ def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
     """The position of the new segment. Of the recovery of whole packs only the measures against memory are kept."""
-    state = TrainState.from_dict({**values, "skipped": tuple(values["skipped"])})
+    state = TrainState.from_dict(values)
     each = [TrainState.from_dict(one.state["train_state"]).recovery for one in checkpoints]
     limits = [recovery.micro_batch_size for recovery in each if recovery.micro_batch_size is not None]
     recovery = RecoveryState(

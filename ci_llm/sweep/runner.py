@@ -329,7 +329,7 @@ class SweepRunner:
         try:
             rows = [_of_rows(sweep, trial) for trial in pair]
             line = describe_boundary(rung, *pair, rows, sweep.standings.plan.metric)
-        except (OSError, ValueError, KeyError) as error:  # a record of an older release, or a damaged one
+        except (OSError, ValueError, KeyError) as error:  # a damaged record
             line = f"rung {rung + 1}: whether its rows tell trials apart is not known ({error!r})"
         self._say(f"sweep     {line}")
 

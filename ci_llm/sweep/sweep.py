@@ -385,15 +385,13 @@ class Sweep:
             "agents": tuple({NAME: f"trial{t.id}", "seed": shared.seed, **t.settings} for t in trials),
             "num_agents": len(trials),
             "max_train_steps": plan.steps[segment.rung],
-            "schedule_steps": plan.steps[-1],
-            "drop_nonfinite_agents": True,
             "output_dir": str(folder.parent),
             "experiment_name": folder.name,
             "resume_from_checkpoint": "latest",
             "generation_eval_samples": shared.generation_eval_samples if answers else 0,
             "write_report": False,
         }
-        return shared.model_copy(update=changes)
+        return shared.of_trials(plan.steps[-1], changes)
 
 
 def plan_of(reading: SweepReading, steps: int, per_pass: int) -> HalvingPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    FalconConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    OPTConfig,
-    PreTrainedModel,
 )
 
-from ci_llm.base.load import Base, fingerprint_of, load_architecture, load_base
+from ci_llm.base.load import fingerprint_of, load_architecture, load_base
 from ci_llm.config import Config
 from ci_llm.dry_run import toy_run
 from ci_llm.dry_run.context import find_shape
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from ci_llm.run.setup import build_crowd
 from tools.testbed.tiny import base
 
 LAYER = "model.layers.1.mlp.down_proj.weight"
@@ -145,28 +138,3 @@ def test_a_fingerprint_covers_every_bit_and_parameters_of_any_shape() -> None:
     with torch.no_grad():
         model.temperature.view(torch.int32).bitwise_xor_(1)
     assert fingerprint_of(model) != before
-
-
-def with_dropout(family: str) -> PreTrainedModel:
-    """A base that drops by layers (gpt2), or by functions to which it gives shares (opt, falcon)."""
-    small: dict[str, Any] = {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-    config: Any = {
-        "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5),
-        "opt": lambda: OPTConfig(**small, ffn_dim=16, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5),
-        "falcon": lambda: FalconConfig(**small, hidden_dropout=0.5, attention_dropout=0.5),
-    }[family]()
-    return AutoModelForCausalLM.from_config(config).train()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "opt", "falcon"])
-def test_all_dropout_of_a_base_is_switched_off(family: str) -> None:
-    model, ids = with_dropout(family), torch.arange(3, 40)[None]
-    one, other = (model(input_ids=ids).logits for _ in range(2))
-    assert not torch.equal(one, other)
-    processes: Any = SimpleNamespace(num_processes=1, autocast=nullcontext)
-    base = Base(model, AutoTokenizer.from_pretrained(BASE_FOLDER), family, "", "")
-    crowd = build_crowd(Config(disable_dropout=True, lora_dropout=0.0), base, processes).train()
-    with crowd.active_agent(0) as own:
-        one, other = (own(input_ids=ids).logits for _ in range(2))
-    assert torch.equal(one, other)

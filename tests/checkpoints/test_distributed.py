@@ -120,12 +120,6 @@ def test_no_process_waits_for_a_save_that_one_cannot_start(world: World) -> None
     world.run(crews.without_thread, 3)
 
 
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("backend", ["vanilla", "distributed"])
-def test_a_pause_on_a_full_disk_ends_while_others_wait(world: World, backend: str, behind: bool) -> None:
-    world.run(crews.pausing, 2, backend=backend, behind=behind)
-
-
 def test_a_peer_that_gave_up_is_reported_before_a_full_disk_here() -> None:
     channel = SimpleNamespace(exchange=lambda message: [message, dump_json(GAVE_UP)])
     received = [{"records": {}}, {"records": {}}]

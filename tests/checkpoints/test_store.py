@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -493,23 +493,6 @@ def test_a_changed_clock_does_not_make_a_living_owner_look_dead(run: Run, monkey
     assert store.holds_lease()
 
 
-@pytest.mark.parametrize("dead", [False, True])
-def test_an_owner_of_an_older_version_is_judged_by_its_pid(run: Run, dead: bool) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    run.open(owner=elsewhere()).acquire_lease()
-    told = {**asdict(Owner.this_process()), "pid": ended.pid if dead else os.getpid(), "started": 1.7e9}
-    del told["started_since_boot_s"]
-    (run.directory / ".attempt-1" / OWNER_FILE).write_text(json.dumps(told))
-    with contextlib.nullcontext() if dead else pytest.raises(WriterBusy, match=f"process {os.getpid()} on"):
-        assert run.open().acquire_lease() == 2
-    assert run.said == (
-        [f"attempt 1 (process {ended.pid} on {told['machine'].split()[0]}) is taken over: process {ended.pid} is gone"]
-        if dead
-        else []
-    )
-
-
 def test_a_zombie_counts_as_dead(run: Run) -> None:
     zombie = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.this_process()
@@ -981,32 +964,6 @@ def test_a_run_that_has_the_name_of_a_checkpoint_is_left_alone(name: str, mark: 
     assert all("it is a run" in line for line in run.said)
 
 
-def test_the_format_of_this_version_and_the_one_before_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = run.open()
-    store.save(1, files(1))
-    written = FORMAT_VERSION
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", written + 1)
-    assert store.latest() == 1
-    store.save(2, files(2))
-    assert store.latest() == 2
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", written + 2)
-    with pytest.raises(CheckpointError, match="reads version 2 and 3") as refusal:
-        store.verify(1)
-    assert "older ci-llm" in str(refusal.value)
-
-
-def test_a_newer_format_is_an_error_and_not_damage(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
-    forge(run.directory / "checkpoint_step_1", lambda body: body.update(format_version=FORMAT_VERSION + 1))
-    with pytest.raises(CheckpointError, match="format version 2") as refusal:
-        store.latest()
-    assert not isinstance(refusal.value, DamagedCheckpoint)
-    assert "newer ci-llm" in str(refusal.value)
-    assert refusal.value.where == str(run.directory / "checkpoint_step_1")
-    assert visible(run.directory) == ["checkpoint_step_1"]
-
-
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.ENOTCONN])
 def test_a_file_without_read_permission_is_not_quarantined(
     run: Run, code: int, monkeypatch: pytest.MonkeyPatch
@@ -1226,39 +1183,6 @@ def test_without_space_nothing_is_even_begun(run: Run) -> None:
     assert "are needed, 0 are free" in result.note
     disk.full = False
     assert store.save(1, files(1)).saved
-
-
-def test_pause_waits_for_space_and_then_saves(run: Run) -> None:
-    disk, naps = FullDisk(), []
-
-    def sleep(seconds: float) -> None:
-        naps.append(seconds)
-        disk.full = len(naps) < 3
-
-    store = run.open(disk=disk, on_disk_full="pause", sleep=sleep)
-    assert store.save(1, files(1)).saved
-    assert len(naps) == len(run.said) == 3
-    assert "the disk is full" in run.said[0]
-
-
-def test_another_value_of_on_disk_full_is_refused(run: Run) -> None:
-    with pytest.raises(CheckpointError, match="'wait' is neither drop nor pause"):
-        run.open(on_disk_full="wait")
-
-
-def test_pause_ends_when_the_run_is_to_stop(run: Run) -> None:
-    naps: list[float] = []
-    paused: list[float] = []
-
-    def stop(paused_s: float) -> bool:
-        paused.append(paused_s)
-        return len(naps) >= 2
-
-    store = run.open(disk=FullDisk(), on_disk_full="pause", sleep=naps.append, stop_waiting=stop)
-    assert not store.save(1, files(1)).saved
-    assert len(naps) == 2
-    assert paused == sorted(paused)
-    assert 0 <= paused[0] < paused[-1]
 
 
 @pytest.fixture

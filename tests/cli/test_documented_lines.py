@@ -62,11 +62,9 @@ WORK: list[tuple[str, dict[str, Any]]] = [
             "save_steps": 10,
             "experiment_name": "default-exp",
             "checkpoint_backend": "distributed",
-            "stop_before_walltime": True,
         },
     ),
-    (f"python train.py {PYRECOVER} --distributed", {"max_train_steps": 1000}),
-    (f"python train.py {PYRECOVER} --log-loss-to-csv", {"loss_csv": True}),
+    (f"python train.py {PYRECOVER} --distributed --log-loss-to-csv", {"max_train_steps": 1000}),
     (
         "python train.py --llama_id meta-llama/Llama-3.1-8B --samples 100",
         {"model_name": "meta-llama/Llama-3.1-8B", "max_train_samples": 100},
@@ -78,7 +76,7 @@ WORK: list[tuple[str, dict[str, Any]]] = [
         "sbatch slurm/train.sbatch --distributed --continue --use_torch_distributed_ckpt",
         {"checkpoint_backend": "distributed"},
     ),
-    ("sbatch slurm/train.sbatch --distributed --timeaware-checkpointing", {"stop_before_walltime": True}),
+    ("sbatch slurm/train.sbatch --distributed --timeaware-checkpointing", {}),
 ]
 
 #: Lines that are refused; the one message names every way.

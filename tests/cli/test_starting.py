@@ -30,10 +30,10 @@ from tools.testbed.events import DEADLINE_S
 
 @pytest.fixture
 def harmless() -> Iterator[None]:
-    """Ignores SIGHUP, so that it does not end this process where the command has no handler."""
-    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    """Ignores SIGUSR2, so that it does not end this process where the command has no handler."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.mark.usefixtures("harmless")
@@ -44,8 +44,8 @@ def test_a_dry_run_stops_by_the_signals_of_the_run(
     told: list[Any] = []
 
     def job(config: Any, interrupts: Interrupts, *_: Any, **named: Any) -> Any:
-        assert told == ["SIGHUP"]  # of the end of the launcher
-        os.kill(os.getpid(), signal.SIGHUP)
+        assert told == ["SIGTERM"]  # of the end of the launcher
+        os.kill(os.getpid(), signal.SIGUSR2)
         interrupts.wait(DEADLINE_S)
         told.append(interrupts.stop_reason)
         return 0 if command == "check" else Result("completed", 0, tmp_path)
@@ -56,9 +56,8 @@ def test_a_dry_run_stops_by_the_signals_of_the_run(
     monkeypatch.setitem(sys.modules, f"ci_llm.{module}", SimpleNamespace(run_job=job, dry_run=job))
     monkeypatch.setattr(train, "read_launch", launch)
     monkeypatch.setattr(train, "die_with_parent", told.append)
-    words = ["--config", os.devnull, f"output_dir={tmp_path / 'run'}"]
-    assert main([command, *words, "stop_signals=SIGHUP,SIGUSR2"]) == 0
-    assert told == ["SIGHUP", "signal:SIGHUP"]
+    assert main([command, "--config", os.devnull, f"output_dir={tmp_path / 'run'}"]) == 0
+    assert told == ["SIGTERM", "signal:SIGUSR2"]
 
 
 @pytest.fixture

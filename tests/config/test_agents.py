@@ -158,10 +158,7 @@ def test_all_wrong_entries_are_reported_at_once_with_their_lines(tmp_path: Path)
         assert f"own.yaml:{line}: {what}" in message
 
 
-def test_keys_of_own_settings_are_dumped_only_where_they_are_set() -> None:
-    assert "\nagents:" not in Config().dump()
-    assert "row_weights" not in Config().dump()
-    assert "row_weights" in Config(row_weights="bootstrap").dump()
+def test_agents_without_settings_of_their_own_are_so_many_agents() -> None:
     assert Config(agents=[{}, {}]) == Config(num_agents=2)
 
 
@@ -215,4 +212,3 @@ def test_another_data_set_of_an_agent_is_a_difference() -> None:
     assert (change.key, change.old, change.new, change.kind) == ("dataset_name", ["a", "b"], ["a", "c"], "free")
     (change,) = Config(data_seed=[1, 2]).diff(Config(num_agents=2))
     assert (change.old, change.new, change.kind) == ([1, 2], [42, 42], "sample-exact")
-    assert "data_seed" not in Config().dump()

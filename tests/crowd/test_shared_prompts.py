@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ci_llm.config import Config, parse_config
+from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, StepFacts
 from ci_llm.data.batches import AgentBatches, Batch, pack, without_repeats
 from ci_llm.data.units import Unit, unit_of
-from ci_llm.distributed.processes import Processes
 from ci_llm.lora import attention
 from ci_llm.lora.attention import Segments, packed_attention
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.objectives import objective_of
-from ci_llm.run.start.cost_model import settle
 from tests.crowd import test_heads
 from tests.crowd.test_preferences import K, crowd_of, example, step_of
 
@@ -251,22 +249,6 @@ def test_a_base_that_computes_something_else_keeps_whole_rows(
     crowd.route = "packed"
     assert crowd.share_prompts() is None
     assert crowd.shares_prompts
-
-
-def test_a_run_keeps_the_sharing_that_it_began_with() -> None:
-    config = Config(objective="dpo", pass_per_agent=True, kernels="plain")
-    alone = Processes(config)
-
-    def settled(before: Config | None = None, **own: Any) -> Any:
-        return settle(config.model_copy(update=own), [], alone, before).shared_prompts
-
-    assert settled() is True
-    assert settled(objective="kto") is False
-    assert settled(objective="sft") is False
-    assert settled(shared_prompts=False) is False
-    older = parse_config("objective: dpo\n", "config.yaml")
-    assert settled(before=older) is False
-    assert settled(before=config.model_copy(update={"shared_prompts": True})) is True
 
 
 def test_padded_rows_are_computed_whole() -> None:

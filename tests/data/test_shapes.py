@@ -16,6 +16,7 @@ import zstandard
 from datasets import Dataset, DatasetDict
 
 from ci_llm.config import Config, load_config
+from ci_llm.data import sources
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.errors import DataError
@@ -340,10 +341,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_is_trained_on_with_the_right_loss_mask(name: str, tmp_path: Path) -> None:
+def test_a_shape_is_trained_on_with_the_right_loss_mask(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_is_spread", lambda _: True)  # the first row is held out, of every shape
     shape = SHAPES[name]
     (tmp_path / "data").mkdir()
-    config = Config(dataset_name=shape.write(tmp_path / "data"), held_out="spread", **shape.keys)
+    config = Config(dataset_name=shape.write(tmp_path / "data"), **shape.keys)
     rows, evaluated = load_rows(config, "train"), load_rows(config, "eval")
     found = tokenize(rows, TOKENIZER, max_seq_length=400, cache_folder=tmp_path / "tokens")
     assert len(found) == shape.num_rows
@@ -385,7 +389,7 @@ def test_the_hint_about_a_column_with_a_comma_can_be_typed(tmp_path: Path) -> No
     name = f"dataset_name={tmp_path / 'rows.csv'}"
     with pytest.raises(DataError) as caught:
         load_rows(load_config(None, [name]), "train")
-    typed = str(caught.value.hint).removeprefix("say ").partition(", text_column=")[0]
+    typed = str(caught.value.hint).removeprefix("say ").partition(", or text_column=")[0]
     words = [word for word in shlex.split(typed) if word != "and"]
     assert words == ["prompt_column=Frage, lang", "answer_column=Antwort"]
     assert len(load_rows(load_config(None, [name, *words]), "train")) == 1

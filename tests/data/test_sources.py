@@ -19,7 +19,8 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 
-from ci_llm.config import Config, parse_config
+from ci_llm.config import Config
+from ci_llm.data import sources
 from ci_llm.data.columns import find_form
 from ci_llm.data.prompts import texts_of_rows
 from ci_llm.data.rows import Chat, Completion, ListedRows, Message, Pair
@@ -358,6 +359,12 @@ def _numbered(count: int, path: Path) -> str:
     return _parquet(data, path)
 
 
+@pytest.fixture
+def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every data set are taken as those of the embedded one."""
+    monkeypatch.setattr(sources, "_is_spread", lambda _: True)
+
+
 def _questions(config: Config, split: Any) -> list[str | None]:
     return [row.question for row in load_rows(config, split) if row]
 
@@ -375,12 +382,10 @@ def test_without_a_split_to_evaluate_on_rows_are_held_out(count: int, held_out: 
 
 
 @pytest.mark.slow
-def test_the_held_out_rows_do_not_depend_on_limits_and_seed(tmp_path: Path) -> None:
+def test_the_held_out_rows_do_not_depend_on_limits(tmp_path: Path) -> None:
     name = _numbered(50, tmp_path)
     usual = _questions(Config(dataset_name=name), "train")
     assert _questions(Config(dataset_name=name, eval_samples=2), "train") == usual
-    spread = Config(dataset_name=name, held_out="spread")
-    assert _questions(spread, "train") == _questions(spread.model_copy(update={"seed": 7}), "train")
     limited = Config(dataset_name=name, max_train_samples=3)
     assert _questions(limited, "train") == usual[:3]
     assert _questions(limited, "eval") == _questions(Config(dataset_name=name), "eval")
@@ -395,33 +400,36 @@ def _each_tenth_empty(count: int, path: Path) -> str:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("settings", "held_out"), [({}, 18), ({"val_set_size": 20}, 20), ({"val_set_size": 0.1}, 18)])
+@pytest.mark.usefixtures("evenly")
 def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
     settings: dict[str, Any], held_out: int, tmp_path: Path
 ) -> None:
-    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), held_out="spread", **settings)
+    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), **settings)
     training, evaluated = _questions(config, "train"), _questions(config, "eval")
     assert len(evaluated) == held_out
     assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("evenly")
 def test_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
     name = _each_tenth_empty(200, tmp_path)
     for settings in ({"eval_split": "train"}, {"eval_dataset_name": name}):
-        config = Config(dataset_name=name, eval_samples=20, held_out="spread", **settings)
+        config = Config(dataset_name=name, eval_samples=20, **settings)
         assert None not in _questions(config, "eval")
         assert len(_questions(config, "eval")) == 20
         lines = load_rows(config, "eval").description
         assert "20 of 200 rows, evenly spread over the 180 that have an answer" in lines
-        usual = Config(dataset_name=name, eval_samples=15, held_out="spread", **settings)
+        usual = Config(dataset_name=name, eval_samples=15, **settings)
         assert _questions(usual, "eval") == [f"q{n * 200 // 15}" for n in range(15) if n * 200 // 15 % 10]
     empty = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
     assert list(load_rows(empty.model_copy(update={"eval_split": "train", "eval_samples": 5}), "eval")) == [None] * 5
 
 
+@pytest.mark.usefixtures("evenly")
 def test_held_out_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
     rows = [{"question": f"q{number}", "answer": "a" if number // 10 % 2 else ""} for number in range(120)]
-    config = Config(dataset_name=_parquet(Dataset.from_list(rows), tmp_path), eval_samples=6, held_out="spread")
+    config = Config(dataset_name=_parquet(Dataset.from_list(rows), tmp_path), eval_samples=6)
     assert _questions(config, "eval") == [f"q{number}" for number in range(10, 120, 20)]
 
 
@@ -447,7 +455,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
         ({}, 0, "none"),
         ({"eval_split": "train"}, 40, "all"),
         ({"eval_split": "train", "eval_samples": 10}, 10, "all"),
-        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9, "held_out": "spread"}, 3, "some"),
+        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9}, 3, "some"),
         ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
     ],
 )
@@ -461,8 +469,9 @@ def test_rows_that_are_trained_on_are_distinguished_from_held_out_rows(
     assert any("scores show what is remembered" in line for line in judged.description) is (count > 0)
 
 
+@pytest.mark.usefixtures("evenly")
 def test_evaluation_rows_are_spread_over_the_split(tmp_path: Path) -> None:
-    config = Config(dataset_name=_numbered(40, tmp_path), eval_split="train", eval_samples=4, held_out="spread")
+    config = Config(dataset_name=_numbered(40, tmp_path), eval_split="train", eval_samples=4)
     assert _questions(config, "eval") == ["q0", "q10", "q20", "q30"]
     assert len(_questions(config, "train")) == 40
 
@@ -485,17 +494,6 @@ def test_rows_to_evaluate_on_are_drawn_by_the_seed(tmp_path: Path) -> None:
         "40 rows are held out for it, drawn by seed 1"
         in load_rows(Config(dataset_name=name, seed=1), "train").description[-1]
     )
-
-
-def test_an_older_run_keeps_the_rows_that_it_held_out(tmp_path: Path) -> None:
-    config = Config(dataset_name=_numbered(60, tmp_path))
-    lines = [line for line in config.dump().splitlines() if not line.startswith(("held_out", "long_rows"))]
-    before = parse_config("\n".join(lines), "config.yaml")
-    assert (before.held_out, before.long_rows) == ("spread", "truncate")
-    assert _questions(before, "eval") == [f"q{number}" for number in range(0, 60, 10)]
-    resumed = config.settled_as(before)
-    assert before.diff(resumed) == []
-    assert _questions(resumed, "eval") == _questions(before, "eval") != _questions(config, "eval")
 
 
 @pytest.mark.fast_cases(1)
@@ -734,13 +732,14 @@ def test_a_file_to_evaluate_on_keeps_every_row_for_training(tmp_path: Path) -> N
     assert "split test" in held.where
 
 
+@pytest.mark.usefixtures("evenly")
 def test_a_bad_row_keeps_its_number_when_others_are_held_out(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"messages": list(TURNS)} for _ in range(30)]
     rows[17] = {"messages": [{"content": "hi"}]}
     name = str(tmp_path / "rows.jsonl")
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="has no role") as caught:
-        list(load_rows(Config(dataset_name=name, held_out="spread"), "train"))
+        list(load_rows(Config(dataset_name=name), "train"))
     assert caught.value.where == f"{name}, split train, row 17 (counted from 0)"
 
 
@@ -749,7 +748,6 @@ def test_a_bad_row_keeps_its_number_when_others_are_held_out(tmp_path: Path) -> 
     [
         {"prompt_column": "frage", "answer_column": "answer"},
         {"text_column": "body"},
-        {"messages_column": "talk"},
     ],
     ids=",".join,
 )
@@ -772,7 +770,6 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
 
 
 def test_the_very_names_come_before_names_in_any_case() -> None:
-    """Data that an earlier version recognised are still recognised in the same way."""
     for columns, name in {
         ("Question", "Answer", "text"): "text",
         ("prompt", "response", "text"): "text",

@@ -114,7 +114,7 @@ def test_a_margin_is_a_number_that_a_row_may_have(tmp_path: Path) -> None:
 
 
 def test_columns_of_single_rows_stay_single_rows(tmp_path: Path) -> None:
-    """A data set of pairs may also have the chat of the better answer, which older releases trained on."""
+    """A data set of pairs may also have the chat of the better answer."""
     row = {"messages": said("u hi", "a yes"), "chosen": said("u hi", "a yes"), "rejected": said("u hi", "a no")}
     assert isinstance(rows_of(tmp_path, row)[0], Chat)
     assert isinstance(rows_of(tmp_path, row, objective="dpo")[0], Pair)

@@ -22,7 +22,7 @@ from ci_llm.core import work
 from ci_llm.core.metrics_file import METRICS_NAME
 from ci_llm.errors import ConfigError
 from ci_llm.logs.progress import Position
-from ci_llm.logs.run_log import LOG_NAME, LOSSES_NAME, PACKAGE, RunHandler, RunLog
+from ci_llm.logs.run_log import LOG_NAME, PACKAGE, RunHandler, RunLog
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -331,22 +331,6 @@ def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, screen: 
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
     log.truncate_metrics(-1)
     assert lines(tmp_path) == []
-
-
-def test_the_table_of_losses_continues_where_the_run_resumes(tmp_path: Path, screen: io.StringIO) -> None:
-    log = make_log(tmp_path, screen)
-    for step in (1, 2, 3):
-        log.loss(step, [0.1 * step, float("nan"), 0.2 * step])
-    whole = (tmp_path / LOSSES_NAME).read_text()
-    assert whole == "Step,Loss\n1,0.15000000000000002\n2,0.30000000000000004\n3,0.45000000000000007\n"
-    (tmp_path / LOSSES_NAME).write_text(whole[:-6])  # a kill has cut a number to another number
-    resumed = make_log(tmp_path, screen)
-    resumed.truncate_metrics(3)
-    resumed.loss(3, [0.3 * 1, 0.2 * 3])
-    assert (tmp_path / LOSSES_NAME).read_text() == whole
-    resumed.truncate_metrics(-1)
-    resumed.loss(1, [float("nan")])
-    assert (tmp_path / LOSSES_NAME).read_text() == "Step,Loss\n1,nan\n"
 
 
 def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen: io.StringIO) -> None:

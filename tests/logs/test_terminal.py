@@ -286,7 +286,6 @@ def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callab
     log.progress(at(1))
     with work.working("score", 10, "rows"):
         pass
-    log.show_loss_curve()
     log.end_progress()
     log.close()
     terminal.file.write("that is all")

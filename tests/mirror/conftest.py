@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.core.typed_json import seal
 from ci_llm.errors import MirrorUnreachable
 from ci_llm.mirror import objects
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Entry, Found, Head
+from ci_llm.mirror.objects import LOCK
 from ci_llm.mirror.sender import Mirror
 from tests.checkpoints.conftest import said as said
 from tests.mirror.mirrored import RUN_FILES, state
@@ -75,7 +78,7 @@ def node(tmp_path: Path, url: str) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
 
     def make(disk: str, **options: Any) -> Node:
-        made.append(Node(tmp_path / disk, url, **options))
+        made.append(Node(tmp_path / disk, **{"url": url, **options}))
         return made[-1]
 
     yield make
@@ -138,3 +141,19 @@ def swaps_decide(store: objects.Objects) -> None:
 
 def entry(node: Node, name: str) -> Entry:
     return node.mirror.reader.entry(node.head, name)
+
+
+def stored(node: Node, key: str = "") -> Path:
+    """Where a mirror that is a folder has an object."""
+    return Path(node.url.removeprefix("file://")) / key
+
+
+def keys_of(node: Node) -> set[str]:
+    """The keys of all objects."""
+    root = stored(node)
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.name != LOCK}
+
+
+def resealed(body: dict[str, Any]) -> bytes:
+    """A forged head that has its own digest."""
+    return seal({key: value for key, value in body.items() if key != "digest"}, hashlib.sha256)

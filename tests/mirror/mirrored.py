@@ -1,4 +1,4 @@
-"""A loop that saves and mirrors, as it runs in a process that may be killed at any request; and "sync the folder"."""
+"""A loop that saves and mirrors, as it runs in a process that may be killed at any request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.state_files import take_snapshot
@@ -27,7 +26,6 @@ from tools.testbed.object_store import CREDENTIALS
 RUN_FILES = ("metrics.jsonl",)
 KEEP = 2
 ACKNOWLEDGED = "acknowledged"
-SYNC_TRIES = 3
 
 
 def state(step: int) -> dict[str, Any]:
@@ -87,36 +85,6 @@ def _found(mirror: Mirror, manager: CheckpointManager) -> Found:
         with contextlib.suppress(MirrorUnreachable):
             return fill(mirror.reader, manager, RUN_FILES)
     raise AssertionError(f"not within {DEADLINE_S:.0f} s: the mirror can be read")
-
-
-def save_and_sync(folder: str, url: str, address: str, step: int, wiped: bool, request_s: float) -> int:
-    """The same loop with the folder copied to the bucket after each save: what is new goes up, what is gone goes."""
-    run = _begin(folder, address, wiped=False, request_s=request_s)
-    with CheckpointManager(run, max_to_keep=KEEP) as manager:
-        assert manager.save(step, state(step))
-        manager.wait_until_finished()
-    store = objects.open_objects(url)
-    for _ in range(SYNC_TRIES):
-        with contextlib.suppress(MirrorUnreachable):
-            _sync(run, store)
-            (Path(folder) / ACKNOWLEDGED).write_text(str(step))
-            break
-    return 0
-
-
-def _sync(run: Path, store: objects.Objects) -> None:
-    here = {
-        str(path.relative_to(run)): path
-        for _, checkpoint in committed(run)
-        for path in checkpoint.rglob("*")
-        if path.is_file()
-    }
-    there = dict(store.list(""))
-    for name, path in sorted(here.items()):
-        if there.get(name) != path.stat().st_size:
-            store.put(name, path.read_bytes())
-    if gone := sorted(there.keys() - here.keys()):
-        store.delete(gone)
 
 
 def _begin(folder: str, address: str, wiped: bool, request_s: float) -> Path:

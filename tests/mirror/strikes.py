@@ -1,4 +1,4 @@
-"""A save mirrored to a real S3 server, struck at every request; what a fresh disk gets back, beside "sync the folder".
+"""A save mirrored to a real S3 server, struck at every request; what a fresh disk gets back.
 
 The server is moto's, as a process of its own; a proxy before it strikes the n-th request of a process that resumes from
 the newest step, saves the next one and sends it. After each trial the bucket is read without the proxy:
@@ -7,25 +7,19 @@ the newest step, saves the next one and sends it. After each trial the bucket is
     committed lost     a step that the process had acknowledged is not there, or no step verifies at all
     wrong bytes        what a restore gives differs from what was saved, and nobody says so
     stuck              the next process, on an empty disk and without faults, cannot resume and send the next step
-
-The rival copies the folder after every save: new files up, gone ones away; its restore takes the highest number.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
 import signal
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci_llm.checkpoints.layout import numbered_steps, step_folder
-from ci_llm.checkpoints.manifest import digest, verify_folder
-from ci_llm.errors import DamagedCheckpoint
+from ci_llm.checkpoints.manifest import digest
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
 from tests.mirror import mirrored
@@ -58,22 +52,18 @@ class Outcome:
 
 
 class History:
-    """One bucket's prefix over many trials: each continues where the one before stopped.
+    """One bucket's prefix over many trials: each continues where the one before stopped."""
 
-    Args:
-        act: `mirrored.save_and_mirror` or `mirrored.save_and_sync`.
-    """
-
-    def __init__(self, server: ForkServer, proxy: FaultProxy, address: str, folder: Path, act: Callable[..., int]):
-        self._server, self._proxy, self._address, self._act = server, proxy, address, act
+    def __init__(self, server: ForkServer, proxy: FaultProxy, address: str, folder: Path) -> None:
+        self._server, self._proxy, self._address = server, proxy, address
         self._folder, self._count = folder, itertools.count()
         self._renew()
 
     def _renew(self) -> None:
         """Begin a new prefix with two steps in it: a trial has left the old one broken."""
-        self._home = self._folder / f"{self._act.__name__}{next(self._count)}"
+        self._home = self._folder / f"run{next(self._count)}"
         self._home.mkdir(parents=True)
-        self._url, self._step = f"s3://{BUCKET}/{self._home.name}", 0
+        self.url, self._step = f"s3://{BUCKET}/{self._home.name}", 0
         for _ in range(2):
             assert self._save(Plan()), self.log
 
@@ -88,84 +78,38 @@ class History:
         self._proxy.plan = plan
         self._step += 1
         (self._home / mirrored.ACKNOWLEDGED).unlink(missing_ok=True)
-        arguments = {"folder": self._home, "url": self._url, "address": self._proxy.address}
+        arguments = {"folder": self._home, "url": self.url, "address": self._proxy.address}
         arguments["request_s"] = LOST_S if plan.fault == "timeout" else DEADLINE_S
-        self._server.run(self._act, self._home / "log", **arguments, step=self._step, wiped=wiped)
+        self._server.run(mirrored.save_and_mirror, self._home / "log", **arguments, step=self._step, wiped=wiped)
         return (self._home / mirrored.ACKNOWLEDGED).exists()
 
     def strike(self, strike: Strike) -> Outcome:
         """One trial, and whether the next process can resume."""
         plan = Plan(strike.fault, strike.at, strike.times)
         saved = self._save(plan, wiped=strike.wiped)
-        harms = set(self._harms(self._step if saved else self._step - 1))
-        if not self._save(Plan(), wiped=True) or set(self._harms(self._step)):
+        harms = set(self.harms(self._step if saved else self._step - 1))
+        if not self._save(Plan(), wiped=True) or set(self.harms(self._step)):
             harms.add("stuck")
         outcome = Outcome(strike, bool(plan.struck), frozenset(harms), saved, self.log if harms else "")
         if harms:
             self._renew()
         return outcome
 
-    def _harms(self, promised: int) -> Iterator[str]:
+    def harms(self, promised: int) -> Iterator[str]:
+        """What is wrong with the bucket, in which every step up to `promised` must be."""
         mirrored.speak_to(self._address)
-        look = _newest_of_mirror if self._act is mirrored.save_and_mirror else _newest_of_copy
-        with tempfile.TemporaryDirectory() as scratch:
-            found = look(self._url, Path(scratch))
-        if found.newest_broken:
+        reader = MirrorReader(open_objects(self.url))
+        head = reader.head()
+        assert head is not None
+        opened, damage = reader.newest(head)
+        if opened is None or damage:
             yield "newest broken"
-        if found.step is None or found.step < promised:
+        if opened is None or opened.manifest.step < promised:
             yield "committed lost"
-        if found.wrong_bytes:
-            yield "wrong bytes"
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a fresh disk gets from the bucket: the newest step that verifies, and what is wrong with newer ones."""
-
-    step: int | None
-    newest_broken: bool
-    wrong_bytes: bool
-
-
-def _newest_of_mirror(url: str, _: Path) -> Found:
-    reader = MirrorReader(open_objects(url))
-    head = reader.head()
-    assert head is not None
-    opened, damage = reader.newest(head)
-    if opened is None:
-        return Found(None, True, False)
-    step = opened.manifest.step
-    wrong = {name: digest([data]) for name, data in opened.files.items()} != {
-        name: record.digest for name, record in mirrored.records(step).items()
-    }
-    return Found(step, bool(damage), wrong)
-
-
-def _newest_of_copy(url: str, scratch: Path) -> Found:
-    """Every file of the bucket copied down; the newest is the highest number, as whoever copies takes it."""
-    store = open_objects(url)
-    for name, _ in store.list(""):
-        path = scratch / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.get(name))
-    steps = numbered_steps(scratch)
-    verified = [step for step in steps if _verifies(step_folder(scratch, step))]
-    newest = steps[-1] if steps else None
-    silently = newest is not None and newest not in verified and _looks_whole(step_folder(scratch, newest), newest)
-    return Found(verified[-1] if verified else None, newest not in verified, silently)
-
-
-def _verifies(folder: Path) -> bool:
-    with contextlib.suppress(DamagedCheckpoint):
-        verify_folder(folder)
-        return True
-    return False
-
-
-def _looks_whole(folder: Path, step: int) -> bool:
-    """Whether all files are there with their sizes, so that a restore without digests takes them."""
-    files = {name: record.size for name, record in mirrored.records(step).items()}
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+        if opened is not None:
+            found = {name: digest([data]) for name, data in opened.files.items()}
+            if found != {name: record.digest for name, record in mirrored.records(opened.manifest.step).items()}:
+                yield "wrong bytes"
 
 
 def strikes(faults: Iterable[str], generator: random.Random, sample: int | None, most: int) -> list[Strike]:
@@ -180,13 +124,8 @@ def strikes(faults: Iterable[str], generator: random.Random, sample: int | None,
     return all_of_them if sample is None else generator.sample(all_of_them, min(sample, len(all_of_them)))
 
 
-def campaign(act: Callable[..., int], wanted: Iterable[Strike], folder: Path) -> list[Outcome]:
+def campaign(wanted: Iterable[Strike], folder: Path) -> list[Outcome]:
     """Run the strikes; those that found no request to strike are left out."""
-    outcomes = []
     with s3_server() as address, FaultProxy(address) as proxy, ForkServer("tests.mirror.mirrored") as server:
-        history = History(server, proxy, address, folder, act)
-        for strike in wanted:
-            outcome = history.strike(strike)
-            if outcome.fired:
-                outcomes.append(outcome)
-    return outcomes
+        history = History(server, proxy, address, folder)
+        return [outcome for outcome in map(history.strike, wanted) if outcome.fired]

@@ -13,27 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
-from ci_llm.mirror import filling, sender
+from ci_llm.mirror import filling, reader, sender, writer
 from ci_llm.mirror.filling import local_copy
 from ci_llm.mirror.head import HEAD, Found, Head, Token, read_token, write_token
 from ci_llm.mirror.sender import MirrorState
 from ci_llm.mirror.writer import LostClaim
 from tests.checkpoints.test_store import flip
-from tests.mirror.conftest import Node, Refusing, entry
+from tests.mirror.conftest import Node, Refusing, entry, keys_of, resealed, stored
 from tests.mirror.mirrored import records
 from tools.testbed.events import DEADLINE_S
 
 Nodes = Callable[..., Node]
-
-
-def objects_of(node: Node, prefix: str = "") -> list[Path]:
-    root = Path(node.url.removeprefix("file://"))
-    return sorted(path for path in (root / prefix).rglob("*") if path.is_file())
 
 
 def test_an_empty_disk_gets_the_newest_step_its_logs_and_its_count_of_attempts(node: Nodes, tmp_path: Path) -> None:
@@ -53,78 +47,59 @@ def test_an_empty_disk_gets_the_newest_step_its_logs_and_its_count_of_attempts(n
     assert again.line == ["checkpoint_step_4", "checkpoint_step_3"]  # the limit counts what the mirror has
 
 
-def test_blocks_that_are_there_are_not_sent_again(node: Nodes, refusing: list[Refusing]) -> None:
-    one = node("disk")
+def test_a_step_is_sent_as_it_is_its_manifest_last_and_a_log_only_when_it_has_changed(
+    node: Nodes, refusing: list[Refusing]
+) -> None:
+    one = node("disk", keep=None)
     one.begin()
+    (one.folder / "metrics.jsonl").write_text("a line\n")
     one.save(1)
     [store] = refusing
     store.puts.clear()
     one.save(2)
-    sizes = {record.size for name, record in records(2).items() if "adapter_model" in name or "optimizer" in name}
-    assert {int(key.rsplit("-", 1)[1]) for key in store.puts if key.startswith("blocks")} == sizes
+    sent = [key.split("/", 2)[2] for key in store.puts if key.count("/") > 1]
+    assert sent == [f"checkpoint_step_2/{name}" for name in (*records(2), "manifest.json")]
+    newest = entry(one, "checkpoint_step_2")
+    assert verify_folder(stored(one, newest.key("")).resolve()).step == 2, "a folder like any other"
     one.close()
-    again = node("disk")
+    again = node("disk", keep=None)
     again.begin()
+    (one.folder / "metrics.jsonl").write_text("a line\nmore\n")
     again.save(3)
-    assert {int(key.rsplit("-", 1)[1]) for key in refusing[1].puts if key.startswith("blocks")} == sizes
+    assert [key for key in refusing[1].puts if "step_2" in key] == []
+    assert [key for key in refusing[1].puts if "metrics" in key] == [
+        f"{again.head.files['metrics.jsonl'].place}/metrics.jsonl"
+    ]
 
 
-def version_of(path: Path) -> int:
-    return int(json.loads(path.read_text())["format_version"])
-
-
-def test_blocks_that_shrink_are_compressed_and_restored_with_their_bytes(node: Nodes) -> None:
-    one = node("one", compression="auto")
-    one.begin()
-    one.save(1, 2)
-    stored = {path.name for path in objects_of(one, "blocks")}
-    tokenizer = records(1)["tokenizer/tokenizer.json"]
-    [compressed] = [name for name in stored if name.startswith(f"{tokenizer.digest}-{tokenizer.size}")]
-    assert compressed.endswith(".zst")
-    weights = records(2)["agent0/adapter_model.safetensors"]
-    assert f"{weights.digest}-{weights.size}" in stored, "40 random numbers do not shrink"
-    assert {version_of(path) for path in objects_of(one, "records")} == {2}
-    one.close()
-    fresh = node("fresh")  # reads, and sends on without compression
-    assert fresh.begin() == 2
-    assert dict(fresh.manager.metadata(2).files) == records(2)
-    fresh.save(3)
-    assert not fresh.mirror.reader.damage(fresh.head)
-    assert compressed in {path.name for path in objects_of(fresh, "blocks")}, "what is there is not sent again"
-
-
-@pytest.mark.parametrize("harm", ["a flipped bit", "half of it", "another frame", "a frame that claims too much"])
-def test_a_damaged_frame_is_damage_of_its_step(harm: str, node: Nodes) -> None:
-    one = node("one", compression="zstd")
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_file_that_is_larger_than_one_request_comes_back(
+    kind: str, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "PART_BYTES", 700)
+    monkeypatch.setattr(writer, "PART_BYTES", 700)
+    one = node("one", url=f"{kind}://{tmp_path}/mirror")
     one.begin()
     one.save(1)
-    [path, *_] = [path for path in objects_of(one, "blocks") if path.suffix == ".zst"]
-    frame = path.read_bytes()
-    if harm == "a flipped bit":
-        flip(path, len(frame) // 2)
-    elif harm == "half of it":
-        path.write_bytes(frame[: len(frame) // 2])
-    elif harm == "another frame":
-        path.write_bytes(zstandard.ZstdCompressor().compress(b"other bytes"))
-    else:  # 4 GB of zeros in a few kilobytes would be taken into memory
-        path.write_bytes(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
-    [damage] = one.mirror.reader.damage(one.head).values()
-    assert "holds other bytes than its name says" in damage
+    fresh = node("fresh", url=one.url)
+    assert fresh.begin() == 1
+    assert dict(fresh.manager.metadata(1).files) == records(1)
 
 
-def test_a_pruned_step_takes_its_blocks_with_it_and_no_others(node: Nodes) -> None:
+def test_a_pruned_step_takes_its_files_with_it_and_no_others(node: Nodes) -> None:
     one = node("disk")
     one.begin()
+    (one.folder / "metrics.jsonl").write_text("a line\n")
     one.save(*range(1, 7))
     assert one.line == ["checkpoint_step_6", "checkpoint_step_5"]
-    one.close()  # a step that the folder lost while it was sent leaves blocks, which the next writer removes
+    one.close()  # a step that the folder lost while it was sent leaves files, which the next writer removes
     again = node("disk")
     again.begin()
     assert again.mirror.flush(DEADLINE_S)
-    needed = {block.key for each in again.head.line for block in again.mirror.reader.record(each)[0].all_blocks}
-    root = Path(again.url.removeprefix("file://"))
-    assert {str(path.relative_to(root)) for path in objects_of(again, "blocks")} == needed
-    assert len(objects_of(again, "records")) == 2
+    head = again.head
+    needed = {each.key(name) for each in head.line for name in (*records(each.step), "manifest.json")}
+    needed |= {f"{file.place}/{name}" for name, file in head.files.items()}
+    assert keys_of(again) == needed | {HEAD, f"{head.writer}/{HEAD}"}
 
 
 def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nodes, said: list[str]) -> None:
@@ -143,7 +118,7 @@ def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nod
     other.save(4)
     assert other.line == ["checkpoint_step_4", "checkpoint_step_3"]
     assert not other.mirror.reader.damage(other.head)
-    assert {each.record.split("/")[1] for each in other.head.line} == {"g2"}
+    assert {each.place.partition("/")[0] for each in other.head.line} == {other.head.writer}
 
 
 def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: Nodes) -> None:
@@ -181,19 +156,6 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
 
 
-def test_the_loser_of_a_claim_removes_no_block_of_the_winner(node: Nodes) -> None:
-    """Both send the same bytes; only the leftovers of the loser are deleted."""
-    one = node("one")
-    one.begin()
-    one.save(1, 2)
-    other = node("other")
-    other.begin()
-    one.save(3, flush=False)
-    assert not one.mirror.flush(DEADLINE_S)
-    other.save(3, 4)
-    assert not other.mirror.reader.damage(other.head)
-
-
 def test_the_mirror_of_another_run_is_refused(node: Nodes) -> None:
     one = node("one")
     one.begin()
@@ -210,13 +172,12 @@ def test_a_damaged_newest_step_is_passed_over_set_aside_and_sent_again(node: Nod
     one = node("one")
     one.begin()
     one.save(1, 2)
-    [hurt, *_] = one.mirror.reader.record(entry(one, "checkpoint_step_2"))[0].blocks["optimizer.safetensors"]
-    flip(Path(one.url.removeprefix("file://")) / hurt.key, bit=100)
-    with pytest.raises(DamagedCheckpoint, match=r"checkpoint_step_2 is damaged: optimizer.safetensors"):
+    flip(stored(one, entry(one, "checkpoint_step_2").key("optimizer.safetensors")), bit=100)
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint_step_2/optimizer.safetensors has another digest"):
         one.mirror.reader.open(entry(one, "checkpoint_step_2"))
     fresh = node("fresh")
     assert fresh.begin() == 1
-    assert any("checkpoint_step_2 is damaged" in line and "passed over" in line for line in said)
+    assert any("checkpoint_step_2/optimizer" in line and "passed over" in line for line in said)
     assert [each.name for each, _ in fresh.head.quarantine] == ["checkpoint_step_2"]
     fresh.save(2)
     assert fresh.line == ["checkpoint_step_2", "checkpoint_step_1"]
@@ -228,8 +189,9 @@ def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> Non
     one.begin()
     one.save(1, 2)
     one.close()
-    for path in objects_of(one, "blocks"):
-        path.unlink()
+    for key in keys_of(one):
+        if "optimizer" in key:
+            stored(one, key).unlink()
     again = node("one")
     assert again.begin() == 2
     assert again.mirror.flush(DEADLINE_S), again.mirror.state
@@ -253,17 +215,18 @@ def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes
 
 
 @pytest.mark.parametrize("damage", ["flipped", "emptied"])
-def test_a_damaged_head_is_rebuilt_from_the_records(node: Nodes, damage: str) -> None:
+def test_the_copy_takes_the_place_of_a_damaged_head(node: Nodes, damage: str) -> None:
     one = node("one")
     one.begin()
     one.save(1, 2, 3)
-    path = Path(one.url.removeprefix("file://")) / HEAD
+    before, path = one.head, stored(one, HEAD)
     flip(path, bit=1000) if damage == "flipped" else path.write_bytes(b"")
+    assert one.head == before
     fresh = node("fresh")
     assert fresh.begin() == 3
     fresh.save(4)
     assert fresh.line == ["checkpoint_step_4", "checkpoint_step_3"]
-    assert Head.parse(path.read_bytes()).generation == 2
+    assert Head.parse(path.read_bytes()).writer.startswith("000002-")
 
 
 def test_the_final_checkpoint_follows_and_comes_back(node: Nodes) -> None:
@@ -286,27 +249,20 @@ def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> N
     one.begin()
     (one.folder / "metrics.jsonl").write_text("a line\n")
     one.save(1)
-    root = Path(one.url.removeprefix("file://"))
-    body = json.loads((root / HEAD).read_text())
+    path = stored(one, HEAD)
+    body = json.loads(path.read_text())
+    log = body["files"]["metrics.jsonl"]
     for name in ("../escaped", "/tmp/escaped", "a/../../escaped"):
-        forged = {**body, "story": {name: body["story"]["metrics.jsonl"]}}
         with pytest.raises(ValueError, match="must not hold a file"):
-            Head.parse(sealed(forged))
-    forged = {**body, "line": [{**body["line"][0], "name": "../checkpoint_step_1"}]}
+            Head.parse(resealed({**body, "files": {name: log}}))
     with pytest.raises(ValueError, match="cannot be"):
-        Head.parse(sealed(forged))
+        Head.parse(resealed({**body, "files": {"metrics.jsonl": {**log, "place": "../x"}}}))
     # A name that stays inside, but is of no file that follows a run, is not written.
-    (root / HEAD).write_bytes(sealed({**body, "story": {"quarantine/x": body["story"]["metrics.jsonl"]}}))
+    path.write_bytes(resealed({**body, "files": {"quarantine/metrics.jsonl": log}}))
     fresh = node("fresh")
     assert fresh.begin() == 1
     assert not (fresh.folder / "quarantine").exists()
     assert not (tmp_path / "escaped").exists()
-
-
-def sealed(body: dict[str, Any]) -> bytes:
-    from ci_llm.mirror import head
-
-    return head._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")})
 
 
 # What is said, and when
@@ -325,6 +281,9 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
                 away.set()
 
     one = node("one", clock=lambda: clock[0], on_change=watch)
+    one.mirror.wake()
+    assert one.mirror.flush(0), "without a claim there is nothing to wait for"
+    assert one.mirror.metrics() == {}
     one.begin()
     one.save(1)
     refusing[0].refuses = lambda verb, key: True
@@ -358,7 +317,7 @@ def test_a_disk_that_is_full_at_the_claim_delays_the_mirror_and_ends_no_run(
     one.save(1)
     assert one.line == ["checkpoint_step_1"]
     token = read_token(one.folder)
-    assert token == Token(one.head.run, one.head.generation)
+    assert token == Token(one.head.run, one.head.writer)
 
 
 def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[Refusing]) -> None:
@@ -378,33 +337,14 @@ def test_before_the_end_the_newest_step_goes_first(node: Nodes, refusing: list[R
     refusing[0].refuses = hold
     one.save(2, flush=False)
     assert entered.wait(DEADLINE_S)
+    assert one.mirror.sending == {2}, "the folder must not prune it meanwhile"
     one.save(3, flush=False)
     one.mirror._limiter.hurry.set()
     released.set()
     assert one.mirror.flush(DEADLINE_S)
     assert 2 not in committed
-    assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
-
-
-def test_a_step_that_is_being_sent_is_not_pruned(node: Nodes, refusing: list[Refusing]) -> None:
-    one = node("one", keep=1)
-    one.begin()
-    one.save(1)
-    entered, released = threading.Event(), threading.Event()
-
-    def hold(verb: str, key: str) -> bool:
-        if verb == "put":
-            entered.set()
-            released.wait(DEADLINE_S)
-        return False
-
-    refusing[0].refuses = hold
-    one.save(2, flush=False)
-    assert entered.wait(DEADLINE_S)
-    assert one.mirror.sending == {2}
-    released.set()
-    assert one.mirror.flush(DEADLINE_S)
     assert one.mirror.sending == frozenset()
+    assert one.line == ["checkpoint_step_3", "checkpoint_step_2", "checkpoint_step_1"]
 
 
 def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_read(
@@ -423,7 +363,7 @@ def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_re
     assert one.mirror.flush(DEADLINE_S)
 
 
-@pytest.mark.parametrize("refused", ["count_on_from", "restore_files", "write_token"])
+@pytest.mark.parametrize("refused", ["count_on_from", "_restore", "write_token"])
 def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,16 +459,6 @@ def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     refusing[1].refuses = lambda verb, key: True
     with pytest.raises(MirrorUnreachable, match="nobody knows from which step this run resumes"):
         other.fill()
-
-
-def test_without_a_claim_there_is_nothing_to_wait_for_and_nothing_to_tell(node: Nodes) -> None:
-    one = node("one")
-    one.mirror.wake()
-    assert one.mirror.flush(0)
-    assert one.mirror.metrics() == {}
-    one.begin()
-    one.save(1)
-    assert one.mirror.metrics() == {"mirror/behind_s": 0, "mirror/sent_bytes": one.mirror.state.sent_bytes}
 
 
 def test_a_late_listener_gets_the_current_state(node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

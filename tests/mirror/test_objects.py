@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ci_llm.core.remote import is_url, without_secrets
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, MirrorUnreachable
-from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, check_url, open_objects, require_writable
+from ci_llm.mirror.objects import LONGEST_S, Missing, RateLimiter, backoff_s, open_objects, require_writable
 from tests.mirror.conftest import swaps_decide
 
 
@@ -21,14 +22,27 @@ def test_a_swap_replaces_only_the_version_that_it_read(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_objects_are_put_listed_and_deleted(kind: str, tmp_path: Path) -> None:
     store = open_objects(f"{kind}://{tmp_path}/other")
-    store.put("blocks/g1/a", b"abc")
-    store.put("blocks/g1/b", b"")
-    assert dict(store.list("blocks")) == {"blocks/g1/a": 3, "blocks/g1/b": 0}
-    assert (store.size("blocks/g1/a"), store.size("blocks/g1/c")) == (3, None)
-    store.delete(["blocks/g1/a", "blocks/g1/b"])
-    assert dict(store.list("blocks")) == {}
+    store.put("some/where/a", b"abc")
+    store.put("some/where/b", iter([b"de", b"f"]))
+    store.put("some/c", b"")
+    assert dict(store.list("some")) == {"some/where/a": 3, "some/where/b": 3, "some/c": 0}
+    assert (store.get("some/where/b"), store.get("some/where/b", 1, 9), store.get("some/c")) == (b"def", b"ef", b"")
+    store.delete(["some/where/a", "some/where/b"])
+    assert dict(store.list("some/where")) == {}
     with pytest.raises(Missing):
-        store.get("blocks/g1/a")
+        store.get("some/where/a")
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_put_that_ends_in_the_middle_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    def breaks_off() -> Iterator[bytes]:
+        yield b"abc"
+        raise ZeroDivisionError
+
+    store = open_objects(f"{kind}://{tmp_path}/broken")
+    with pytest.raises(ZeroDivisionError):
+        store.put("a", breaks_off())
+    assert dict(store.list("")) == {}
 
 
 def test_a_store_is_tried_without_a_trace(tmp_path: Path) -> None:
@@ -48,7 +62,7 @@ def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("url", ["s3://key:very-secret@bucket/run", "s3://bucket/run?sig=very-secret"])
 def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_url(url, "mirror")
+        open_objects(url, "mirror")
     assert "very-secret" not in str(refused.value)
     assert "very-secret" not in without_secrets(url)
 
@@ -113,7 +127,6 @@ ASKED = {
     "get": lambda store: store.get("key"),
     "put": lambda store: store.put("key", b"1"),
     "swap": lambda store: store.swap("key", b"1", None),
-    "size": lambda store: store.size("key"),
     "list": lambda store: list(store.list("key")),
     "delete": lambda store: store.delete(["key"]),
 }

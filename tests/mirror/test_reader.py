@@ -1,4 +1,4 @@
-"""The reader of a mirror refuses records, heads and tokens that were changed."""
+"""The reader of a mirror refuses manifests, heads and tokens that were changed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ci_llm.core.typed_json import Json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-from ci_llm.mirror import head as head_module
 from ci_llm.mirror.filling import local_copy
-from ci_llm.mirror.head import HEAD, TOKEN_FILE, Head, Record, Token, read_token, write_token
+from ci_llm.mirror.head import HEAD, TOKEN_FILE, Head, Token, read_token, write_token
 from ci_llm.mirror.reader import list_mirror
 from tests.checkpoints.test_store import flip
-from tests.mirror.conftest import Node, entry
+from tests.mirror.conftest import Node, entry, resealed, stored
 
 Nodes = Callable[..., Node]
 
@@ -31,66 +28,27 @@ def one(node: Nodes) -> Node:
     return made
 
 
-def stored(node: Node, key: str) -> Path:
-    return Path(node.url.removeprefix("file://")) / key
-
-
-def sealed(body: dict[str, Json]) -> bytes:
-    return head_module._sealed({key: value for key, value in body.items() if key not in ("digest", "format_version")})
-
-
-@pytest.mark.parametrize(("harm", "told"), [("flipped", "is damaged: another digest"), ("gone", "has no record")])
-def test_a_step_without_its_record_is_passed_over(
-    harm: str, told: str, one: Node, node: Nodes, said: list[str]
+@pytest.mark.parametrize("file", ["manifest.json", "optimizer.safetensors"])
+@pytest.mark.parametrize(("harm", "told"), [("flipped", "has another digest"), ("gone", "is missing")])
+def test_a_step_that_is_not_whole_is_passed_over(
+    file: str, harm: str, told: str, one: Node, node: Nodes, said: list[str]
 ) -> None:
     newest = entry(one, "checkpoint_step_2")
-    if harm == "flipped":
-        flip(stored(one, newest.record), bit=900)
-    else:
-        stored(one, newest.record).unlink()
-    with pytest.raises(DamagedCheckpoint, match=told) as damage:
+    path = stored(one, newest.key(file))
+    flip(path, bit=900) if harm == "flipped" else path.unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"checkpoint_step_2/{file} {told}") as damage:
         one.mirror.reader.open(newest)
     assert damage.value.where == one.mirror.reader.url
-    assert one.mirror.reader.damage(one.head) == {newest.record: damage.value.what}
+    assert one.mirror.reader.damage(one.head) == {newest.place: damage.value.what}
     assert node("fresh").begin() == 1
     assert any(told in line and "passed over in the mirror" in line for line in said), said
 
 
-def test_a_head_is_rebuilt_without_the_records_that_are_damaged(one: Node, said: list[str]) -> None:
-    flip(stored(one, entry(one, "checkpoint_step_2").record), bit=900)
-    flip(stored(one, HEAD), bit=1000)
-    assert one.line == ["checkpoint_step_1"]
-    assert any("passed over: records/" in line and "is damaged" in line for line in said), said
-
-
-def test_the_record_of_another_step_is_damage(one: Node) -> None:
-    """Each record matches its name, but the head names the wrong one."""
-    first, second = (entry(one, f"checkpoint_step_{step}") for step in (1, 2))
-    for swapped in (replace(second, record=first.record), replace(first, name="final_checkpoint")):
-        with pytest.raises(DamagedCheckpoint, match=f"the record of {swapped.name} is that of another step"):
-            one.mirror.reader.open(swapped)
-
-
-def test_blocks_of_another_file_are_damage_of_the_step(one: Node) -> None:
-    """The sizes fit and each block matches its name, but they belong to another file."""
+def test_the_manifest_of_another_step_is_damage(one: Node) -> None:
     newest = entry(one, "checkpoint_step_2")
-    record, manifest = one.mirror.reader.record(newest)
-    name = "agent0/adapter_model.safetensors"
-    other = one.mirror.reader.record(entry(one, "checkpoint_step_1"))[0].blocks[name]
-    forged = Record(record.generation, record.name, record.manifest, {**record.blocks, name: other})
-    assert [block.size for block in other] == [manifest.files[name].size]
-    key, data = forged.dump()
-    one.mirror.reader.objects.put(key, data)
-    with pytest.raises(DamagedCheckpoint, match=f"checkpoint_step_2 is damaged: {name} has another digest"):
-        one.mirror.reader.open(replace(newest, record=key))
-
-
-def test_a_block_that_is_gone_is_named(one: Node) -> None:
-    newest = entry(one, "checkpoint_step_2")
-    [block, *_] = one.mirror.reader.record(newest)[0].blocks["optimizer.safetensors"]
-    stored(one, block.key).unlink()
-    with pytest.raises(DamagedCheckpoint, match=f"checkpoint_step_2 is damaged: .*{block.key} is missing"):
-        one.mirror.reader.open(newest)
+    for forged in (replace(newest, step=3), replace(newest, nbytes=1)):
+        with pytest.raises(DamagedCheckpoint, match="checkpoint_step_2 is damaged: it is that of another step"):
+            one.mirror.reader.open(forged)
 
 
 def test_a_mirror_of_which_nothing_verifies_gives_nothing(
@@ -98,7 +56,7 @@ def test_a_mirror_of_which_nothing_verifies_gives_nothing(
 ) -> None:
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
     for each in one.head.line:
-        flip(stored(one, each.record), bit=900)
+        flip(stored(one, each.key("manifest.json")), bit=900)
     with pytest.raises(CheckpointError, match="no checkpoint in this mirror verifies"):
         local_copy(one.url, "RUN")
     fresh = node("fresh")
@@ -110,8 +68,8 @@ def test_a_mirror_of_which_nothing_verifies_gives_nothing(
 @pytest.mark.parametrize("read_all", [True, False])
 def test_a_list_shows_the_steps_and_those_set_aside(read_all: bool, one: Node) -> None:
     first, second = one.head.line[::-1]
-    flip(stored(one, one.mirror.reader.record(first)[0].blocks["optimizer.safetensors"][0].key), bit=900)
-    stored(one, second.record).unlink()
+    flip(stored(one, first.key("optimizer.safetensors")), bit=900)
+    stored(one, second.key("manifest.json")).unlink()
     head = replace(one.head, line=(second, first), superseded=(first,), quarantine=((first, "a flip"),))
     listed = list_mirror(one.mirror.reader, head, read_all=read_all)
     assert [(each.name, each.line, each.step) for each in listed] == [
@@ -127,61 +85,43 @@ def test_a_list_shows_the_steps_and_those_set_aside(read_all: bool, one: Node) -
 # Documents
 
 
-def body_of(one: Node, key: str) -> dict[str, Any]:
-    return dict(json.loads(stored(one, key).read_text()))
-
-
 def test_a_head_without_one_of_its_fields_is_none(one: Node) -> None:
-    body = body_of(one, HEAD)
-    assert Head.parse(sealed(body)) == one.head
+    body = json.loads(stored(one, HEAD).read_text())
+    assert Head.parse(resealed(body)) == one.head
     for field in body.keys() - {"digest", "format_version"}:
         with pytest.raises(ValueError, match="the head lacks a field"):
-            Head.parse(sealed({name: value for name, value in body.items() if name != field}))
+            Head.parse(resealed({name: value for name, value in body.items() if name != field}))
+    for change in ({"name": "checkpoint_step_01"}, {"name": "../checkpoint_step_1"}, {"place": "../a"}, {"step": "2"}):
+        with pytest.raises(ValueError, match=r"cannot be there|valid integer"):
+            Head.parse(resealed({**body, "line": [{**body["line"][0], **change}]}))
 
 
-def test_an_impossible_step_is_not_listed(one: Node) -> None:
-    body = body_of(one, HEAD)
-    for change in ({"name": "checkpoint_step_01"}, {"record": "records/g1/a.json"}, {"step": "2"}):
-        with pytest.raises(ValueError, match="the head names a step that cannot be"):
-            Head.parse(sealed({**body, "line": [{**body["line"][0], **change}]}))
+def test_a_head_without_a_whole_copy_is_refused_and_left(one: Node, node: Nodes) -> None:
+    keys = (HEAD, f"{one.head.writer}/{HEAD}")
+    for key in keys:
+        flip(stored(one, key), bit=1000)
+    before = [stored(one, key).read_bytes() for key in keys]
+    with pytest.raises(CheckpointError, match="the head of this mirror and its copy are damaged"):
+        node("fresh").begin()
+    assert [stored(one, key).read_bytes() for key in keys] == before
 
 
-def test_a_record_without_one_of_its_fields_is_none(one: Node) -> None:
-    body = body_of(one, one.head.line[0].record)
-    Record.parse(sealed(body))
-    for field in body.keys() - {"digest", "format_version"}:
-        with pytest.raises(ValueError, match="the record lacks a field"):
-            Record.parse(sealed({name: value for name, value in body.items() if name != field}))
-
-
-def test_a_rebuilt_head_takes_the_later_of_two_generations(node: Nodes) -> None:
-    """Steps of the earlier generation are superseded from the first step of the later one on."""
-    one = node("one", keep=None)
-    one.begin()
-    one.save(1, 2, 3)
-    one.close()
-    back = node("one", keep=None)
-    back.manager.supersede(1)
-    back.mirror.begin(1, back.manager.acquire_lease(), back.found)
-    back.save(2, 4)
-    before = back.head
-    generations = {each.name: each.record.split("/")[1] for each in before.line}
-    assert generations == {"checkpoint_step_4": "g2", "checkpoint_step_2": "g2", "checkpoint_step_1": "g1"}
-    stored(back, HEAD).write_bytes(b"")
-    rebuilt = back.head
-    assert rebuilt.line == before.line
-    assert {*rebuilt.superseded} == {*before.superseded} != set()
-    assert (rebuilt.generation, rebuilt.attempt) == (before.generation, before.attempt) == (2, 2)
+@pytest.mark.parametrize(("version", "told"), [(2, "commit aff619e9 of ci-llm was the last to read"), (4, "another")])
+def test_a_mirror_of_another_version_is_refused_and_left(version: int, told: str, one: Node, node: Nodes) -> None:
+    path = stored(one, HEAD)
+    path.write_bytes(resealed({**json.loads(path.read_text()), "format_version": version}))
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=told):
+        node("fresh").begin()
+    assert path.read_bytes() == before
 
 
 def test_the_token_of_a_disk_comes_back(tmp_path: Path) -> None:
     assert read_token(tmp_path) is None
-    write_token(tmp_path, Token("run", 3))
-    assert read_token(tmp_path) == Token("run", 3)
-    (tmp_path / TOKEN_FILE).write_text('{"run": "of an earlier version"}')
-    assert read_token(tmp_path) == Token("of an earlier version", None)
-    for text in ("{", '{"generation": 3}', '{"run": 3, "generation": 3}'):
+    write_token(tmp_path, Token("run", "000003-01234567"))
+    assert read_token(tmp_path) == Token("run", "000003-01234567")
+    for text in ("{", '{"run": "of an earlier version", "generation": 3}', '{"run": 3, "writer": ""}'):
         (tmp_path / TOKEN_FILE).write_text(text)
-        with pytest.raises(CheckpointError, match="cannot be read") as refused:
+        with pytest.raises(CheckpointError, match="commit aff619e9 was the last to read") as refused:
             read_token(tmp_path)
         assert refused.value.where == str(tmp_path / TOKEN_FILE)

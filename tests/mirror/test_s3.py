@@ -19,7 +19,7 @@ from ci_llm.mirror import objects, sender
 from ci_llm.mirror.objects import open_objects
 from tests.mirror import mirrored
 from tests.mirror.conftest import swaps_decide
-from tests.mirror.strikes import History, Strike, campaign, strikes
+from tests.mirror.strikes import History, campaign, strikes
 from tests.support import campaign as size
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.object_store import BUCKET, CREDENTIALS, FAULTS, FaultProxy, s3_server
@@ -47,6 +47,16 @@ def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.Mon
     swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
 
 
+def test_a_large_object_is_sent_and_read_in_parts(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    store, chunk = open_objects(f"s3://{BUCKET}/large"), bytes(range(256)) * (1 << 13)
+    store.put("a", iter([chunk] * 5))
+    assert dict(store.list("")) == {"a": 5 * len(chunk)}
+    middle = store.get("a", len(chunk) - 1, objects.PART_BYTES)
+    assert middle == chunk[-1:] + chunk * 3 + (chunk[: objects.PART_BYTES - 1 - 3 * len(chunk)])
+    assert store.get("a") == chunk * 5
+
+
 def test_a_bucket_that_does_not_exist_is_refused_before_the_run_begins(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,17 +79,20 @@ def check_context(words: list[str]) -> CheckContext:
 
 
 def test_no_fault_in_a_save_loses_breaks_or_changes_a_step(tmp_path: Path) -> None:
-    wanted = strikes(FAULTS, random.Random(20261122), None if size.in_full else 12, most=36)
-    outcomes = campaign(mirrored.save_and_mirror, wanted, tmp_path)
+    wanted = strikes(FAULTS, random.Random(20261122), None if size.in_full else 12, most=45)
+    outcomes = campaign(wanted, tmp_path)
     assert len(outcomes) >= 4
     for outcome in outcomes:
         assert outcome.harms == frozenset(), f"{outcome.strike}: {sorted(outcome.harms)}\n{outcome.log}"
 
 
-def test_the_campaign_notices_losses_of_a_copied_folder(tmp_path: Path, address: str) -> None:
+def test_the_campaign_notices_what_is_broken_and_what_is_lost(tmp_path: Path, address: str) -> None:
     with FaultProxy(address) as proxy, ForkServer("tests.mirror.mirrored") as server:
-        history = History(server, proxy, address, tmp_path, mirrored.save_and_sync)
-        half_there = history.strike(Strike("kill after", 3))
-        wrong_bits = history.strike(Strike("flipped", 2, 5))
-    assert (half_there.fired, half_there.harms) == (True, {"newest broken"})
-    assert wrong_bits.harms >= {"newest broken", "wrong bytes", "committed lost"}
+        history = History(server, proxy, address, tmp_path)
+        mirrored.speak_to(address)
+        store = open_objects(history.url)
+        [hurt] = [key for key, _ in store.list("") if "checkpoint_step_2/optimizer.safetensors" in key]
+        assert [*history.harms(2)] == []
+        assert [*history.harms(3)] == ["committed lost"]
+        store.put(hurt, store.get(hurt)[:-1] + b"?")
+        assert [*history.harms(1)] == ["newest broken"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,13 @@ import pytest
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
-from ci_llm.mirror import head
-from ci_llm.mirror.head import HEAD, Block, Found, Head, Record
+from ci_llm.mirror.filling import fill
+from ci_llm.mirror.head import HEAD, NOBODY, Found, Head
 from ci_llm.mirror.objects import Conflict, open_objects
 from ci_llm.mirror.reader import MirrorReader
-from ci_llm.mirror.sender import restore_files, send_files
 from ci_llm.mirror.writer import LostClaim, MirrorWriter
 from tests.checkpoints.test_store import flip
+from tests.mirror.conftest import Node, stored
 from tools.testbed.disks import Crash
 
 
@@ -45,50 +44,43 @@ def claimed(lying: Lying, run: str | None = "run") -> MirrorWriter:
     return writer
 
 
-def with_story(writer: MirrorWriter, text: bytes) -> Head:
-    return replace(writer.head, files={"log": writer.send_blocks([text])})
+def with_log(writer: MirrorWriter, text: bytes) -> Head:
+    return replace(writer.head, files={"log": writer.send_file("log", text)})
 
 
-def test_a_mirror_of_another_version_is_refused_and_not_rebuilt(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr(head, "VERSION", head.VERSION + 1)
-        writer = claimed(lying)
-        writer.commit(with_story(writer, b"one"))
-    before = {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)}
-    with pytest.raises(CheckpointError, match="another version of ci-llm"):
-        claimed(lying)
-    assert {key for prefix in ("blocks/", "records/") for key, _ in lying.store.list(prefix)} == before != set()
-
-
-def test_a_mirror_of_the_version_before_is_read_and_written_on(lying: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as older:
-        older.setattr(head, "VERSION", head.VERSION - 1)
-        writer = claimed(lying)
-        writer.commit(with_story(writer, b"one"))
-    assert json.loads(lying.store.get("head.json"))["format_version"] == 1
-    later = claimed(lying)
-    assert (later.head.run, later.head.generation, later.head.files) == ("run", 2, writer.head.files)
-    assert json.loads(lying.store.get("head.json"))["format_version"] == 2
+def logs(lying: Lying) -> list[str]:
+    return [key for key, _ in lying.store.list("") if key.endswith("/log")]
 
 
 def test_a_sweep_keeps_objects_of_later_writers_and_of_other_programs(lying: Lying) -> None:
     early = claimed(lying)
     late = claimed(lying)
-    late.commit(with_story(late, b"two"))
+    late.commit(with_log(late, b"two"))
     lying.store.put("blocks/.nfs0001", b"of the file system")
     early.sweep()
-    assert len([*lying.store.list("blocks/")]) == 2
+    assert len(logs(lying)) == 1
     assert claimed(lying).sweep() == {}
+    assert len(logs(lying)) == 1
     assert lying.store.get("blocks/.nfs0001") == b"of the file system"
 
 
-def test_after_a_claim_whose_head_was_rebuilt_nothing_is_removed(lying: Lying, tmp_path: Path) -> None:
-    writer = claimed(lying)
-    writer.commit(with_story(writer, b"one"))
+def test_a_writer_that_lost_its_claim_leaves_the_copy_of_the_head_alone(lying: Lying, tmp_path: Path) -> None:
+    """Its last commit arrives, and its copy only after the claim of the next one."""
+    early = claimed(lying)
+    new, put = with_log(early, b"one"), lying.store.put
+
+    def put_late(key: str, data: Any) -> None:
+        lying.instead.clear()
+        late.append(claimed(lying))
+        put(key, data)
+
+    late: list[MirrorWriter] = []
+    lying.instead["put"] = put_late
+    early.commit(new)
     flip(tmp_path / "mirror" / HEAD, bit=9)
-    late = claimed(lying)
-    late.sweep()
-    assert [*lying.store.list("blocks/")] != [], "no record refers to it, and yet"
+    assert MirrorReader(lying.store).head() == late[0].head
+    with pytest.raises(LostClaim):
+        early.commit(with_log(early, b"two"))
 
 
 def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
@@ -99,13 +91,13 @@ def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
         raise MirrorUnreachable("the answer is lost")
 
     lying.instead["swap"] = swap
-    writer.commit(with_story(writer, b"one"))
+    writer.commit(with_log(writer, b"one"))
     assert MirrorReader(lying.store).head() == writer.head
     lying.instead["swap"] = lambda *_: (_ for _ in ()).throw(Conflict(HEAD))  # of a repetition by the library
     with pytest.raises(MirrorUnreachable, match="does not hold the head"):
-        writer.commit(with_story(writer, b"two"))
+        writer.commit(with_log(writer, b"two"))
     lying.instead.clear()
-    writer.commit(with_story(writer, b"two"))
+    writer.commit(with_log(writer, b"two"))
     assert MirrorReader(lying.store).head() == writer.head
 
 
@@ -122,22 +114,28 @@ def test_a_claim_whose_answer_is_lost_is_known_again(lying: Lying) -> None:
 
     lying.instead["swap"] = swap
     with pytest.raises(MirrorUnreachable):
-        writer.claim("run", 1, -1, Found(0))
+        writer.claim("run", 1, -1, Found(NOBODY))
     lying.instead.clear()
-    writer.claim("run", 1, -1, Found(0))
-    assert writer.head.generation == 2
+    writer.claim("run", 1, -1, Found(NOBODY))
+    assert writer.head.writer.startswith("000002-")
     with pytest.raises(LostClaim):
-        MirrorWriter(lying).claim("run", 1, -1, Found(0))
+        MirrorWriter(lying).claim("run", 1, -1, Found(NOBODY))
 
 
 def test_a_store_that_holds_other_bytes_than_were_sent_is_not_believed(lying: Lying) -> None:
     writer = claimed(lying)
     lying.instead["put"] = lambda key, data: lying.store.put(key, data[:-1])
     with pytest.raises(MirrorUnreachable, match="does not hold what was written"):
-        writer.send_blocks([b"some bytes"])
+        writer.send_file("log", b"some bytes")
+    with pytest.raises(MirrorUnreachable, match="does not hold what was written"):
+        writer.commit(replace(writer.head, attempt=7))  # its copy
     lying.instead.clear()
-    [block] = writer.send_blocks([b"some bytes"])
-    assert lying.store.get(block.key) == b"some bytes"
+    with pytest.raises(MirrorUnreachable, match="does not hold the head"):
+        writer.commit(replace(writer.head, attempt=8))
+    file = writer.send_file("log", b"some bytes")
+    assert lying.store.get(f"{file.place}/log") == b"some bytes"
+    writer.commit(replace(writer.head, attempt=8))
+    assert MirrorReader(lying.store).head() == writer.head
 
 
 def test_a_store_that_ignores_conditions_is_refused(lying: Lying) -> None:
@@ -159,33 +157,32 @@ def test_a_head_that_vanishes_is_a_lost_claim(lying: Lying) -> None:
     writer = claimed(lying)
     lying.store.delete([HEAD])
     with pytest.raises(LostClaim):
-        writer.commit(with_story(writer, b"one"))
+        writer.commit(with_log(writer, b"one"))
 
 
 def test_a_head_that_arrives_damaged_is_written_again(lying: Lying) -> None:
     writer = claimed(lying)
     lying.instead["swap"] = lambda key, data, version: lying.store.put(key, data[:-9] + b"?" * 9)
     with pytest.raises(MirrorUnreachable, match="does not hold the head"):
-        writer.commit(with_story(writer, b"one"))
+        writer.commit(with_log(writer, b"one"))
     lying.instead.clear()
-    writer.commit(with_story(writer, b"one"))
+    writer.commit(with_log(writer, b"one"))
     assert MirrorReader(lying.store).head() == writer.head
 
 
-def test_leftovers_that_the_store_does_not_remove_go_at_the_next_claim(lying: Lying, tmp_path: Path) -> None:
+def test_leftovers_that_the_store_does_not_remove_go_at_the_next_claim(lying: Lying) -> None:
     writer = claimed(lying)
 
     def refuse(*_: Any) -> None:
         raise MirrorUnreachable("503")
 
     lying.instead["delete"] = refuse
-    writer.commit(with_story(writer, b"one"))
-    writer.commit(with_story(writer, b"two"))
-    assert len(dict(lying.store.list("blocks/"))) == 2
+    writer.commit(with_log(writer, b"one"))
+    writer.commit(with_log(writer, b"two"))
+    assert len(logs(lying)) == 2
     lying.instead.clear()
-    next_one = claimed(lying)
-    assert next_one.sweep() == {}
-    assert len(dict(lying.store.list("blocks/"))) == 1
+    assert claimed(lying).sweep() == {}
+    assert len(logs(lying)) == 1
 
 
 def test_leftovers_of_a_killed_put_are_removed_at_the_next_claim(
@@ -194,66 +191,58 @@ def test_leftovers_of_a_killed_put_are_removed_at_the_next_claim(
     def die(self: Filesystem, source: Path, target: Path) -> None:
         raise Crash
 
-    folder = tmp_path / "checkpoint_step_3"
-    write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
     writer = claimed(lying)
-    writer.commit(with_story(writer, b"one"))
-    key = writer.send_step(folder).record
-    record = lying.store.get(key)
-    lying.store.delete([key])
     with monkeypatch.context() as killed:
         killed.setattr(Filesystem, "rename", die)
-        for each, data in (("blocks/g1/" + "0" * 32 + "-3", b"two"), (key, record)):
-            with pytest.raises(Crash):
-                lying.store.put(each, data)
+        with pytest.raises(Crash):
+            writer.send_file("log", b"two")
 
     def unfinished() -> list[Path]:
         return [*(tmp_path / "mirror").rglob("*.partial")]
 
-    assert len(unfinished()) == 2
+    assert len(unfinished()) == 1
     writer.sweep()
-    assert len(unfinished()) == 2, "it may be sending them"
-    flip(tmp_path / "mirror" / HEAD, bit=9)
-    assert claimed(lying).head.entries == (), "an unfinished record is none"
+    assert len(unfinished()) == 1, "it may be sending it"
     assert claimed(lying).sweep() == {}
     assert unfinished() == []
 
 
-def test_a_damaged_log_is_left_out_and_the_others_come_back(lying: Lying, tmp_path: Path, said: list[str]) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "a.log").write_bytes(b"a" * 300_000)
-    (there / "b.log").write_text("b\n")
-    (there / "c.log").symlink_to(there / "a.log")
-    writer = claimed(lying)
-    writer.commit(replace(writer.head, files=send_files(writer, there, ("*.log",))))
-    assert sorted(writer.head.files) == ["a.log", "b.log"]
-    assert len(writer.head.files["a.log"]) == 2
-    flip(tmp_path / "mirror" / writer.head.files["a.log"][1].key, bit=9)
-    here = tmp_path / "here"
-    restore_files(MirrorReader(lying.store), writer.head, here, ("*.log",))
-    assert [path.name for path in here.iterdir()] == ["b.log"]
-    assert any("a.log does not come back" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    "key", ["blocks/g1/../../x-1", "blocks/gx/00-1", "records/g1/a.json", "", "blocks/g1/" + "0" * 32]
-)
-def test_a_name_that_is_not_a_block_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="is not the key of a block"):
-        Block.parse(key)
-
-
-def test_a_record_that_does_not_fit_its_manifest_is_refused(lying: Lying, tmp_path: Path) -> None:
+def test_a_listing_that_lacks_what_is_there_condemns_no_step(lying: Lying, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint_step_3"
     write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
     writer = claimed(lying)
     entry = writer.send_step(folder)
-    record, manifest = Record.parse(lying.store.get(entry.record))
-    assert manifest.step == 3
-    for odd in (Record(1, "elsewhere", record.manifest, record.blocks), Record(1, record.name, record.manifest, {})):
-        with pytest.raises(ValueError, match="does not fit its manifest"):
-            Record.parse(odd.dump()[1])
-    flip(folder / "config.yaml", bit=3)
-    with pytest.raises(DamagedCheckpoint, match="another digest"):
+    writer.commit(writer.head.with_step(entry))
+    lying.instead["list"] = lambda prefix: iter([])
+    assert writer.sweep() == {}
+    lying.store.delete([entry.key("config.yaml")])
+    assert writer.sweep() == {entry.place: "checkpoint_step_3: checkpoint_step_3/config.yaml is missing"}
+    assert writer.send_step(folder) == entry, "it is sent again"
+    assert writer.sweep() == {}
+
+
+def test_a_damaged_log_is_left_out_and_the_others_come_back(node: Callable[..., Node], said: list[str]) -> None:
+    one = node("one")
+    one.mirror.files = patterns = ("*.log", "logs/*")
+    one.begin()
+    (one.folder / "logs").mkdir()
+    for name in ("a.log", "b.log", "logs/c"):
+        (one.folder / name).write_text(f"{name}\n")
+    (one.folder / "d.log").symlink_to(one.folder / "a.log")
+    one.save(1)
+    assert sorted(one.head.files) == ["a.log", "b.log", "logs/c"]
+    flip(stored(one, f"{one.head.files['a.log'].place}/a.log"), bit=9)
+    fresh = node("fresh")
+    fill(fresh.mirror.reader, fresh.manager, patterns)
+    assert [name for name in one.head.files if (fresh.folder / name).exists()] == ["b.log", "logs/c"]
+    assert any("a.log does not come back" in line for line in said)
+
+
+def test_a_checkpoint_that_is_gone_is_not_sent(lying: Lying, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_step_3"
+    write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
+    writer = claimed(lying)
+    (folder / "config.yaml").unlink()
+    with pytest.raises(DamagedCheckpoint, match="checkpoint_step_3 is gone"):
         writer.send_step(folder)
+    assert [key for key, _ in lying.store.list("") if "config" in key] == []

@@ -35,9 +35,8 @@ def leave_run(
 
     Args:
         agents: how many, or their own settings.
-        predictions_step: the one that gave its predictions; None: as of a release that did not write it.
-        asked: what its scores are of, and with what `predictions_step` says also its predictions; None: as of a release
-            that did not write it.
+        predictions_step: the one that gave its predictions; None: the last.
+        asked: what scores and predictions are of.
         rows: of its evaluation.
         right: share that its crowd answers right.
         keys: of its configuration.
@@ -52,8 +51,8 @@ def leave_run(
         write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps) | {**(asked or {})})
     if predictions:
         (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in predictions))
-    if predictions_step is not None:
-        source = {"checkpoint": f"step {predictions_step} of {folder}", "data": "my.jsonl", "step": predictions_step}
+        asked_step = steps if predictions_step is None else predictions_step
+        source = {"checkpoint": f"step {asked_step} of {folder}", "data": "my.jsonl", "step": asked_step}
         write_json(folder / "predictions.source.json", source | {**(asked or {})})
     return folder
 

@@ -132,19 +132,6 @@ def test_answers_of_something_else_than_the_scores_are_not_paired(
     assert (", unpaired, " in capsys.readouterr().out) is (key is not None)
 
 
-@pytest.mark.parametrize(("right", "measured_by"), [(28, "generation"), (30, "teacher_forcing")])
-def test_answers_of_older_releases_are_paired_if_their_share_is_the_score(
-    two: list[str], tmp_path: Path, right: int, measured_by: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those releases did not record which rows the scores are of."""
-    rows = [prediction(number, correct=number < right) for number in range(40)]
-    run = leave_run(tmp_path / "run", predictions=rows, right=0.75, asked={"measured_by": measured_by})
-    other = Path(two[0], "evaluation.json")
-    other.write_text(json.dumps(json.loads(other.read_text()) | {"measured_by": measured_by}))
-    assert main(["compare", two[0], str(run)]) == 0
-    assert ", unpaired, " in capsys.readouterr().out
-
-
 def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *two, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -203,7 +190,7 @@ def test_processes_and_rows_per_step_are_shown_where_they_differ(
     """No key differs between runs of one and of two processes with the same batch_size."""
     for folder, processes, rows in ((two[0], 1, 8), (two[1], 2, 16)):
         checkpoint = Path(folder, "checkpoint_step_20")
-        state = {"config.yaml": (checkpoint / "config.yaml").read_bytes(), "train_state": {"effective_batch": rows}}
+        state = {"config.yaml": (checkpoint / "config.yaml").read_bytes(), "train_state": {"rows_per_step": rows}}
         shutil.rmtree(checkpoint)
         write_checkpoint(checkpoint, state, step=20, info={"surroundings": {"processes": processes}})
     assert main(["compare", *two]) == 0

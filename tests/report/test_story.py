@@ -26,7 +26,6 @@ KEYS = {
     "eval_samples": 12,
     "generation_eval_samples": 12,
     "max_new_tokens_eval": 8,
-    "log_memory_usage": "true",
     "write_report": "true",
 }
 

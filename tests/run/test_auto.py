@@ -84,7 +84,6 @@ def test_auto_keeps_the_length_of_answers_with_which_the_run_began(given: Any, h
 def test_auto_on_the_embedded_base_and_rows_gives_the_numbers_of_earlier_files() -> None:
     found = load_config(ROOT / "configs.yaml")
     assert values(found, NUMBERS) == NUMBERS
-    assert (found.held_out, found.long_rows) == ("auto", "split")
     assert not re.search(rf"^({'|'.join(NUMBERS)}): *[\d.]", (ROOT / "configs.yaml").read_text(), re.MULTILINE)
 
 
@@ -138,7 +137,7 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
         "learning_rate": 2e-4,
         "eval_samples": 50,
     }
-    assert (config.held_out, config.long_rows) == ("auto", "split")
+    assert config.long_rows == "split"
     assert json.loads((result.folder / "final_checkpoint" / "agent1" / "adapter_config.json").read_text())["r"] == 16
     assert result.metrics["n"] == 3
     for line in (
@@ -156,11 +155,11 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
 def test_auto_on_the_embedded_base_trains_the_same_bits_as_the_numbers(tmp_path: Path) -> None:
     few = QUICK | {"max_train_steps": 2, "pass_per_agent": False, "num_workers": 0, "eval_steps": None}
     auto = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "auto", **few).folder / "final_checkpoint"
-    given = NUMBERS | {"held_out": "spread", "long_rows": "truncate"} | few
+    given = NUMBERS | {"long_rows": "truncate"} | few
     plain = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "numbers", **given).folder / "final_checkpoint"
     assert compare(load_checkpoint(auto), load_checkpoint(plain)).identical
     changes = recorded(plain).diff(recorded(auto))
-    assert {change.key for change in changes} == {"output_dir", "held_out", "long_rows"}
+    assert {change.key for change in changes} == {"output_dir", "long_rows"}
 
 
 @pytest.mark.slow
@@ -168,7 +167,7 @@ def test_a_resumed_run_keeps_the_values_that_it_began_with(own_base: Path, tmp_p
     """The file had numbers and has auto now; or it had auto, which was resolved by the rows."""
     rows = str(questions(tmp_path / "rows.jsonl", 31))
     common = QUICK | {"model_name": str(own_base), "dataset_name": rows, "batch_size": 8, "num_workers": 0}
-    old = {"learning_rate": 8e-3, "lora_rank": 8, "lora_alpha": 16, "max_seq_length": 23, "held_out": "spread"}
+    old = {"learning_rate": 8e-3, "lora_rank": 8, "lora_alpha": 16, "max_seq_length": 23}
     for name, begun in {"numbers": old, "auto": {}}.items():
         whole = ci_llm.train(common | begun, output_dir=tmp_path / f"{name} whole")
         stopped = ci_llm.train(common | begun, output_dir=tmp_path / name, callbacks=[StopAt(3)])

@@ -39,10 +39,10 @@ BEST, LAST = 2, 8
 # Plain values
 
 
-def seen(*values: float, metric: str = "nll", threshold: float = 0.0) -> Validation:
+def seen(*values: float, metric: str = "nll") -> Validation:
     validation = Validation(metric)
     for number, value in enumerate(values, start=1):
-        validation = validation.after(10 * number, value, [value, 1 - value], threshold)
+        validation = validation.after(10 * number, value, [value, 1 - value])
     return validation
 
 
@@ -53,15 +53,6 @@ def test_the_best_and_the_count_of_evaluations_without_a_better_one() -> None:
     assert seen(0.5, 0.3, 0.4, metric="exact_match").crowd == Best(10, 0.5)
     assert seen(0.5, 0.3, 0.4).agents == (Best(20, 0.3), Best(10, 0.5))
     assert seen(0.5, 0.3).without_better == 0
-
-
-def test_a_gain_below_the_threshold_is_the_best_and_still_costs_patience() -> None:
-    found = seen(0.5, 0.45, 0.41, threshold=0.1)
-    assert found.crowd == Best(30, 0.41)
-    assert found.without_better == 2
-    told = "best crowd by nll 0.4100 after step 30, no gain above 0.1 in the last 2 evaluation(s)"
-    assert found.described(0.1) == told, "the best one is not called one that nothing came near"
-    assert seen(0.5, 0.3, threshold=0.1).without_better == 0
 
 
 def test_a_value_that_is_not_a_number_is_never_the_best() -> None:

@@ -117,7 +117,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_callbacks_receive_every_event_and_change_no_bit(plain: Path, tmp_path: Path) -> None:
     witness = Witness()
-    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], show_example=False)
+    result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness])
     assert (result.status, result.step, result.reason) == ("completed", 4, None)
     assert witness.told == [
         ("begin", 0),
@@ -280,7 +280,7 @@ def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, mo
 
     real, witness = Evaluator.scores, Witness()
     monkeypatch.setattr(Evaluator, "scores", scores)
-    patience = {"early_stopping_patience": 1, "early_stopping_threshold": 9.0, "eval_steps": 1}
+    patience = {"early_stopping_patience": 1, "metric_for_best_model": "exact_match", "eval_steps": 1}
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], **patience)
     assert (result.status, result.step) == ("completed", 2)
     assert scored == [1, 2, 2], "the last one is that of the base alone"

@@ -13,13 +13,10 @@ import torch
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from ci_llm.config import Config
-from ci_llm.core import numerics
-from ci_llm.core.numerics import as_called_now
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.lora import kernels
 from ci_llm.lora.kernels import PARTS
-from ci_llm.run import context
-from ci_llm.run.one_layer import choose, kernels_of, parts_of
+from ci_llm.run.one_layer import choose, kernels_of
 from tests.run.test_one_layer import assert_same, crowd_on, everything, trains
 from tests.support import small_run
 
@@ -93,40 +90,12 @@ def test_a_trial_leaves_base_and_generators_as_they_were(own_rows: bool) -> None
     assert crowd.fast == fast
 
 
-@pytest.mark.parametrize(("version", "missing"), [("2", ["products", "attention"]), ("3", ["attention"])])
-def test_an_older_run_has_no_newer_parts(version: str, missing: list[str]) -> None:
-    older = {"kernels": "fast without norms", "settings": {"numerics": version}}
-    assert parts_of(older) == [part for part in PARTS if part not in missing] == parts_of(as_called_now(older))
-    assert as_called_now(older)["kernels"] == ", ".join(["fast without norms", *missing])
-    assert parts_of({}) == [*PARTS] == parts_of({"kernels": "plain", "settings": {"numerics": "1"}})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("threads_as_they_were")
-@pytest.mark.parametrize(("version", "missing"), [(2, 2), (3, 1)])
-def test_an_older_run_resumes_bitwise(
-    version: int, missing: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [*small_run.WORDS, f"output_dir={tmp_path / 'run'}", "lr_scheduler_type=constant"]
-    with monkeypatch.context() as older:
-        older.setattr(context, "parts_of", lambda _: PARTS[:-missing])
-        older.setattr(context, "kernels_of", lambda *_: "fast")
-        older.setitem(numerics.NUMERICS, "fast", version)
-        assert main(["train", *words, "max_train_steps=2"]) == 0
-    for steps in (4, 6):
-        capsys.readouterr()
-        assert main(["train", *words, f"max_train_steps={steps}"]) == 0
-        assert "exactness: bitwise" in capsys.readouterr().out
-    found: Any = read_manifest(tmp_path / "run" / "checkpoint_step_6").info["surroundings"]
-    assert (found["kernels"], found["settings"]["numerics"]) == (f"fast without {', '.join(PARTS[-missing:])}", "4")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads_as_they_were")
 def test_a_resume_by_another_route_is_not_called_bitwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older release padded the rows of some bases that this one packs."""
+    """As after a change to this program that packs the rows of a base which were padded before."""
     words = [*small_run.WORDS, f"output_dir={tmp_path / 'run'}", "lr_scheduler_type=constant"]
     with monkeypatch.context() as older:
         older.setattr(Crowd, "choose_route", lambda crowd: setattr(crowd, "route", "padded"))

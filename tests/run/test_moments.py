@@ -84,7 +84,7 @@ def test_a_stop_in_an_evaluation_is_announced_with_the_step_that_will_be_saved(
 def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_to_stop(
     place: str, call: int, server: ForkServer, tmp_path: Path
 ) -> None:
-    keys = {"eval_samples": 64, "generation_eval_samples": 12, "show_example": "false"}
+    keys = {"eval_samples": 64, "generation_eval_samples": 12}
     moment = Moment(place, call)
     codes = train(server, tmp_path, moment, ranks=2, rank=1, tripwire=call + 1, keys=keys)
     assert codes == [0, 0], (tmp_path / "log").read_text()
@@ -109,23 +109,6 @@ def test_a_run_whose_time_is_over_is_saved_and_resumes(server: ForkServer, undis
     assert f"step {status.step} is saved" in said or (status.step == 0 and "no step is saved" in said)
     assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
     assert learned(tmp_path) == learned(undisturbed)
-
-
-def test_which_signals_stop_and_which_save_is_configured(server: ForkServer, tmp_path: Path) -> None:
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 6)
-    swapped = {
-        "stop_signals": "[SIGUSR1]",
-        "save_signals": "[SIGTERM]",
-        "save_steps": "null",
-        "save_total_limit": "null",
-    }
-    assert train(server, tmp_path, moment, sent="SIGUSR1", keys=swapped) == [0]
-    status = read_status(tmp_path / "run")
-    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGUSR1", 3)
-    moment = Moment("ci_llm.crowd.crowd.Crowd.forward", 4)  # in step 5
-    assert train(server, tmp_path, moment, sent="SIGTERM", keys=swapped) == [0]
-    assert read_status(tmp_path / "run").status == "completed"
-    assert (tmp_path / "run" / "checkpoint_step_5").is_dir()
 
 
 def test_ctrl_c_twice_ends_a_run_at_once_and_what_is_committed_stays(server: ForkServer, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.start import agent_settings
 from ci_llm.run.step.nonfinite import findings_of
-from tests.support.faults import KEYS, Fault, fired, metrics, said, train, weights
+from tests.support.faults import KEYS, Fault, fired, metrics, said, train, train_with_faults, weights
 from tools.testbed.forkserver import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
@@ -83,24 +84,23 @@ def test_a_nonfinite_agent_leaves_the_diversity_term(server: ForkServer, tmp_pat
 def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
     server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
-    fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
-    keys = {"max_consecutive_nonfinite": 3}
-    assert train(server, tmp_path, fault, **keys) == [0], said(tmp_path)
+    fault = Fault("nan gradient", steps=(3, 4, 5, 6, 7), agents=(1,))
+    assert train(server, tmp_path, fault) == [0], said(tmp_path)
     assert "agent1    rolled back to its weights and moments of step 0" in said(tmp_path)
     assert metrics(tmp_path)[-1]["train/agent1/set_backs"] == 1
     assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
     state = load_checkpoint(tmp_path / "run" / "final_checkpoint").state
-    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 6  # its moments are those of the six steps since
+    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 8  # its moments are those of the four steps since
     assert float(state["optimizer"]["agent0"]["step"]) == 12
 
 
 def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
-    """Two steps before the checkpoint and one after it are three in a row; the rollback is to the older snapshot."""
-    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5}
-    fault = Fault("nan gradient", steps=(3, 4, 5), agents=(1,))
+    """Two steps before the checkpoint and three after it are five in a row; the rollback is to the older snapshot."""
+    keys = {"save_steps": 5}
+    fault = Fault("nan gradient", steps=(3, 4, 5, 6, 7), agents=(1,))
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
     cut = tmp_path / "cut"
-    assert train(server, cut, fault, Fault("kill", steps=(7,), committed=5), **keys) == [-9]
+    assert train(server, cut, fault, Fault("kill", steps=(9,), committed=5), **keys) == [-9]
     assert train(server, cut, fault, **keys) == [0], said(cut)
     assert "agent1    rolled back to its weights and moments of step 0" in said(cut).partition("resume    step 5 of")[2]
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
@@ -108,26 +108,30 @@ def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServe
 
 def test_an_agent_with_no_rollback_left_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
-    assert train(server, tmp_path, fault, max_consecutive_nonfinite=2, save_steps=3) == [1]
-    assert [step for _, step, _ in fired(tmp_path)] == [4, 5, 6, 7]
+    assert train(server, tmp_path, fault, save_steps=3, max_train_steps=20) == [1]
+    assert [step for _, step, _ in fired(tmp_path)] == [*range(4, 14)]
     status, (failure,) = read_status(tmp_path / "run"), read_failures(tmp_path / "run", 1)
     assert (status.status, status.reason) == ("failed", "nonfinite")
     assert (failure.reason, failure.step) == ("nonfinite", 4)
-    assert "agent1: from step 5 on not finite 2 times in a row, rolled back, and as often once more" in failure.message
+    assert "agent1: from step 5 on not finite 5 times in a row, rolled back, and as often once more" in failure.message
 
 
-def test_an_agent_with_no_rollback_left_is_dropped_on_request(
-    server: ForkServer, undisturbed: Path, tmp_path: Path
-) -> None:
+def train_trials(**keys: Any) -> int:
+    """As `train_with_faults`, with agents that are trials of a sweep."""
+    Config.trial_steps = property(lambda _: KEYS["max_train_steps"])  # type: ignore[assignment,misc]
+    return train_with_faults(**keys)
+
+
+def test_a_trial_with_no_rollback_left_is_dropped(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
     """The attempt after a kill drops it too, and evaluation.json names it."""
-    fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
-    keys = {"max_consecutive_nonfinite": 2, "drop_nonfinite_agents": "true", "save_steps": 9}
-    assert train(server, tmp_path, fault, Fault("kill", steps=(10,), committed=9), **keys) == [-9]
-    assert train(server, tmp_path, **keys) == [0], said(tmp_path)
+    fault, keys = Fault("nan gradient", steps=tuple(range(1, 99)), agents=(1,)), {"save_steps": 11}
+    killed = Fault("kill", steps=(11,), committed=11)
+    assert train(server, tmp_path, fault, killed, trial=train_trials, **keys) == [-9]
+    assert train(server, tmp_path, trial=train_trials, **keys) == [0], said(tmp_path)
     assert "agent1    dropped; the others train on" in said(tmp_path)
     assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
     assert json.loads((tmp_path / "run/evaluation.json").read_text())["dropped"] == [1]
-    assert metrics(tmp_path)[-1]["train/agent1/skipped_steps"] == 8
+    assert metrics(tmp_path)[-1]["train/agent1/skipped_steps"] == 11
 
 
 def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
@@ -142,10 +146,10 @@ def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
     assert (bad.left_out, bad.nonfinite, bad.bad_batch, bad.tokens) == ((0, 1, 2), (0, 2), True, 0)
 
 
-def test_a_schedule_with_its_own_length_ends_there_and_keeps_the_last_rate() -> None:
+def test_the_schedule_of_a_trial_ends_with_a_whole_trial_and_keeps_the_last_rate() -> None:
     """Three steps with a schedule of eight have its first three rates; steps after its end keep the last rate."""
     whole = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
-    part = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2, schedule_steps=8), 3)
+    part = agent_settings.schedule(Config(learning_rate=1e-3, num_warmup_steps=2).of_trials(8, {}), 3)
     assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
     assert part(20) == part(8)
 
@@ -183,15 +187,15 @@ def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp
 
 def test_nan_in_every_step_ends_the_attempt_with_the_good_weights(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan output", steps=tuple(range(6, 99)), agents=(0, 1, 2))
-    keys = {"max_consecutive_nonfinite": 3, "save_steps": 5, "pass_per_agent": False}
+    keys = {"save_steps": 6, "pass_per_agent": False}
     assert train(server, tmp_path, fault, **keys) == [1]
-    assert [step for _, step, _ in fired(tmp_path)] == [6, 7, 8]
+    assert [step for _, step, _ in fired(tmp_path)] == [6, 7, 8, 9, 10]
     status, (failure,) = read_status(tmp_path / "run"), read_failures(tmp_path / "run", 1)
     assert (status.status, status.reason) == ("failed", "nonfinite")
     assert (failure.reason, failure.step) == ("nonfinite", 6)
-    assert "no agent had a finite step 3 times in a row, from step 7 on" in failure.message
+    assert "no agent had a finite step 5 times in a row, from step 7 on" in failure.message
     assert "safe_train.py" in failure.message
-    state = load_checkpoint(tmp_path / "run" / "checkpoint_step_5").state
+    state = load_checkpoint(tmp_path / "run" / "checkpoint_step_6").state
     assert all(t.isfinite().all() for k in range(3) for t in state[f"agent{k}/adapter_model"].values())
     assert json.loads((tmp_path / "run" / "skipped_batches.json").read_text()) == []  # the batches were not to blame
     assert train(server, tmp_path, **keys) == [0], said(tmp_path)

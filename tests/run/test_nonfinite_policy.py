@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ci_llm.config import Config
 from ci_llm.core.run_folder import BadBatch
+from ci_llm.core.typed_json import decode, encode
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.step.nonfinite import Findings, findings_of
 from ci_llm.run.step.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, Bounds, RecoveryState
@@ -93,23 +93,12 @@ def test_a_dropped_agent_does_not_count_as_an_overflow() -> None:
     assert (state.loss_scale, state.clean_steps, state.skipped) == (8.0, 2, (1, 2))
 
 
-def test_a_state_without_healing_keys_reads_as_that_of_a_healthy_run() -> None:
-    older = {key: value for key, value in TrainState(skipped=(0, 0)).to_dict().items() if key != "healing"}
-    assert TrainState.from_dict(older).recovery == RecoveryState(agents=(AgentRecovery(), AgentRecovery()))
-
-
 def test_a_finite_step_of_a_run_without_faults_changes_nothing() -> None:
     recovery = RecoveryState(agents=(AgentRecovery(),) * 2)
     assert recovery.after(5, [], BOUNDS) == recovery
     assert (recovery.lr_factor(0), recovery.limit(8), recovery.is_bad_batch(5, lambda _: [1])) == (1.0, 8, False)
     assert (recovery.micro_batch_size, recovery.recompute) == (None, False)
     assert replace(recovery, micro_batch_size=4).limit(8) == 4
-
-
-def test_the_bounds_are_those_of_the_configuration() -> None:
-    config = Config()
-    told = (config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    assert Bounds(*told) == Bounds()
 
 
 def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:
@@ -133,38 +122,5 @@ def test_a_later_request_of_the_supervisor_never_raises_rate_or_batch() -> None:
 
 def test_the_state_is_restored_from_plain_values() -> None:
     recovery = RecoveryState(agents=(AgentRecovery(), after("xx"))).after_bad_batch(BadBatch(5, (3, 1)))
-    assert RecoveryState.from_dict(recovery.to_dict()) == recovery
-
-
-def test_the_keys_of_a_checkpoint_are_those_of_the_first_release() -> None:
-    agent = AgentRecovery(0.5, 2, 7, 0, True, 3)
-    recovery = RecoveryState((agent,), (BadBatch(5, (3, 1)),), 1, 0.25, 4, True)
-    state = TrainState(step=9, rows_per_step=8, skipped=(2,), recovery=recovery)
-    assert state.to_dict() == {
-        "step": 9,
-        "samples_seen": 0,
-        "tokens_seen": 0,
-        "effective_batch": 8,
-        "skipped": [2],
-        "healing": {
-            "agents": [
-                {
-                    "rate_share": 0.5,
-                    "sick_in_a_row": 2,
-                    "trouble_since": 7,
-                    "well_in_a_row": 0,
-                    "set_back": True,
-                    "set_backs": 3,
-                }
-            ],
-            "bad_batches": [{"step": 5, "rows": [3, 1]}],
-            "bad_in_a_row": 1,
-            "rate_factor": 0.25,
-            "micro_batch_size": 4,
-            "recompute": True,
-        },
-        "loss_scale": None,
-        "clean_steps": 0,
-        "validation": {"metric": "nll", "step": 0, "crowd": None, "agents": (), "without_better": 0},
-    }
-    assert TrainState.from_dict(state.to_dict()) == state
+    state = TrainState(step=9, rows_per_step=8, skipped=(2, 0), recovery=recovery)
+    assert TrainState.from_dict(decode(encode(state.to_dict()))) == state

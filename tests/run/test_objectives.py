@@ -15,7 +15,6 @@ from ci_llm import Crowd, embedded
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from tests.run.test_own_settings import keys
-from tests.support import small_run
 from tests.support.agent_facts import facts_of
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -142,24 +141,6 @@ def trained(folder: Path) -> dict[tuple[int, str], float]:
         for metric, value in line.items()
         if metric.startswith("train/agent")
     }
-
-
-@pytest.mark.usefixtures("threads_as_they_were")
-def test_an_older_run_keeps_whole_rows_and_sharing_prompts_is_not_a_bitwise_resume(
-    data: Mapping[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The older run is one of a release without the key; `before` of the key has its behaviour."""
-    words = [*small_run.WORDS, *(f"{key}={value}" for key, value in data["dpo"].items()), f"output_dir={tmp_path}"]
-
-    def train(steps: int, *more: str) -> str:
-        constant = ("lr_scheduler_type=constant", f"max_train_steps={steps}")
-        assert main(["train", *words, *constant, *more]) == 0
-        return capsys.readouterr().out
-
-    train(1, "shared_prompts=false")
-    assert "exactness: bitwise" in train(2)
-    assert "exactness: sample-exact (shared_prompts False -> True)" in train(3, "shared_prompts=true")
-    assert "exactness: bitwise" in train(4)
 
 
 def test_results_of_a_run_say_how_pairs_are_ranked(undisturbed: dict[str, Path]) -> None:

@@ -40,9 +40,7 @@ def train(words: list[str], seen: str) -> int:
 def test_a_terminal_shows_the_live_area_while_training_and_the_result_at_the_end(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    words = arguments(
-        num_agents=16, eval_steps=2, show_loss_curve="true", max_train_steps=12, output_dir=tmp_path / "run"
-    )
+    words = arguments(num_agents=16, eval_steps=2, max_train_steps=12, output_dir=tmp_path / "run")
     codes, seen = list[int](), tmp_path / "seen"
     with PseudoTerminal(80, 24) as terminal:
         place = Path(os.ttyname(terminal.file.fileno()))
@@ -66,7 +64,6 @@ def test_a_terminal_shows_the_live_area_while_training_and_the_result_at_the_end
     assert re.search(
         r"\nanswer    .*\n          (right|wrong: .+ is right); of 16 agents alone, \d+ answer right\n", text
     )
-    assert "o training loss, mean of the agents" in text
     assert "\ncompleted at step 12\n" in text
     assert "━" not in text, "something of the live area is left"
     assert not [line for line in screen if re.match(r"(step|loss|epoch|score|generate|tokenise|load) ", line)]

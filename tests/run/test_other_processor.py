@@ -15,7 +15,6 @@ import pytest
 
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.run_status import read_status
-from tests.run.test_first_wave import digests
 from tests.support.campaign import sampled, size
 from tools.processors import EMULATIONS
 from tools.testbed.forkserver import ForkServer
@@ -57,6 +56,17 @@ def train(server: ForkServer, folder: Path, settings: str, *words: str) -> str:
     codes = server.run(train_watched, log, folder=str(folder), arguments=arguments, fate=None)
     assert codes == [0], log.read_text()
     return log.read_text()
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """Of every tensor of the agents and of their moments."""
+    files = read_manifest(checkpoint).files
+    return {
+        f"{file}: {name}": digest
+        for file, record in files.items()
+        if file.startswith(("agent", "optimizer"))
+        for name, digest in record.tensors.items()
+    }
 
 
 def layer_of(checkpoint: Path) -> Any:

@@ -28,7 +28,7 @@ from tests.run.test_emergency_save import BrokenOnce
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> shutdown.Attempt:
     """An attempt that is about to end, of a run with checkpoints of these steps."""
-    config: Any = SimpleNamespace(run_folder=folder, requeue="auto", max_requeues=9)
+    config: Any = SimpleNamespace(run_folder=folder, requeue="auto")
     processes: Any = SimpleNamespace(is_main_process=True, launch=launch("python"))
     manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True, wait_until_finished=lambda: None)
     log: Any = SimpleNamespace(end_progress=lambda: None)  # an interruption is reported by the loggers

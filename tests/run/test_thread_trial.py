@@ -19,7 +19,7 @@ from ci_llm.cluster import launch
 from ci_llm.core.run_status import read_status
 from ci_llm.run import thread_trial
 from ci_llm.run.thread_trial import choose_threads
-from tests.run.test_first_wave import digests
+from tests.run.test_other_processor import digests
 from tests.support import small_run
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import train_watched

@@ -307,7 +307,7 @@ def signalled_at_start(scene: Scenario) -> dict[str, Any]:
 
 def signalled_in_training(scene: Scenario) -> dict[str, Any]:
     """A SIGTERM to the srun step in an optimizer step, of a job that may not be requeued."""
-    job = scene.submit(max_requeues=0, max_train_steps=1_000_000, save_steps="null")
+    job = scene.submit(requeue="false", max_train_steps=1_000_000, save_steps="null")
     job.until("it trains", lambda: bool(scene.metrics()))
     return scene.signal(job)
 

@@ -63,7 +63,7 @@ def tell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tell]:
 
 def play(scene: Scenario, launcher: tuple[Any, ...], event: str) -> dict[str, Any]:
     """`sbatch --wrap` of a run, which stands still in the middle until the event wakes it."""
-    wrapped = shlex.join(map(str, [*launcher, *scene.words(stop_before_walltime="false")]))
+    wrapped = shlex.join(map(str, [*launcher, *scene.words()]))
     job = scene.sbatch("--requeue", "--time=60", f"--wrap={wrapped}", environment=STAND_STILL)
     scene.caught(job)
     happen(scene, job, event)

@@ -192,7 +192,7 @@ def test_an_attempt_that_slept_through_its_own_replacement_damages_nothing(
     ("scenario", "step", "said"),
     [
         (scenarios.signalled_at_start, 0, "not put back into the queue: no progress in 3 attempts"),
-        (scenarios.signalled_in_training, None, "not put back into the queue: it was 0 times, and max_requeues is 0"),
+        (scenarios.signalled_in_training, None, "is saved; resume with"),
         (scenarios.signalled_in_evaluation, 2, "step 2 is saved"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -44,16 +44,16 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
 
 
 def test_nan_for_ever_ends_by_a_smaller_rate_from_an_older_checkpoint(tmp_path: Path) -> None:
-    fault = Fault("nan output", steps=tuple(range(7, 99)), agents=(0, 1, 2))
-    keys = {"good_after_steps": 3, "save_steps": 2, "save_total_limit": "null", "max_consecutive_nonfinite": 2}
+    fault = Fault("nan output", steps=tuple(range(57, 199)), agents=(0, 1, 2))
+    keys = {"save_steps": 4, "save_total_limit": "null", "max_train_steps": 64}
     log = supervise(tmp_path, fault, "learning_rate_factor", **keys)
     run = tmp_path / "run"
     assert "learning rate: 1 -> 0.667 of the schedule's" in log
-    assert "going back to a checkpoint of step 4 or before" in log
+    assert "going back to a checkpoint of step 7 or before" in log
     (failure,) = read_failures(run, 1)
-    assert (failure.reason, failure.step) == ("nonfinite", 7)
-    assert "step 4 of 12, verified" in (run / "training.log").read_text()
-    assert (run / "superseded" / "checkpoint_step_6").is_dir()
+    assert (failure.reason, failure.step) == ("nonfinite", 57)
+    assert "step 4 of 64, verified" in (run / "training.log").read_text()
+    assert (run / "superseded" / "checkpoint_step_8").is_dir()
     assert metrics(tmp_path)[-1]["train/learning_rate"] < KEYS["learning_rate"]
     assert len(read_recovery(run).because) == 1
 

@@ -447,12 +447,13 @@ def train(
     *faults: Fault,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
+    trial: Callable[..., int] = train_with_faults,
     **keys: object,
 ) -> list[int]:
     """One attempt; the exit codes of its processes."""
     folder.mkdir(exist_ok=True)
     return server.run(
-        train_with_faults,
+        trial,
         folder / "log",
         ranks=ranks,
         folder=str(folder),

@@ -12,7 +12,7 @@ from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint, write_che
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.sweep.handover import compose
 
-LISTS = ("state.skipped", "state.healing.agents", "meta.sizes")
+LISTS = ("state.skipped", "state.recovery.agents", "meta.sizes")
 
 
 def state(count: int, mark: int, moments: bool = True) -> dict[str, Any]:
@@ -22,7 +22,11 @@ def state(count: int, mark: int, moments: bool = True) -> dict[str, Any]:
         **{f"agent{k}/adapter": {"w": torch.tensor([value])} for k, value in enumerate(own)},
         **{f"agent{k}/tokenizer.json": b"the same for all" for k in range(count)},
         "optimizer": {f"agent{k}": {"m": torch.tensor([value])} for k, value in enumerate(own)} if moments else {},
-        "state": {"step": 5, "skipped": own, "healing": {"agents": [{"id": value} for value in own], "in_a_row": mark}},
+        "state": {
+            "step": 5,
+            "skipped": own,
+            "recovery": {"agents": [{"id": value} for value in own], "in_a_row": mark},
+        },
         "meta": {"sizes": mark, "num_agents": count},
         "config.yaml": f"{mark}".encode(),
     }
@@ -43,9 +47,9 @@ def test_members_take_everything_of_their_own_along(tmp_path: Path) -> None:
         "agent2": 100,
     }
     assert found["state"]["skipped"] == [102, 210, 100]
-    assert [each["id"] for each in found["state"]["healing"]["agents"]] == [102, 210, 100]
+    assert [each["id"] for each in found["state"]["recovery"]["agents"]] == [102, 210, 100]
     assert found["meta"]["sizes"] == [1, 2, 1]  # one value for all of a checkpoint
-    assert (found["state"]["step"], found["state"]["healing"]["in_a_row"], found["config.yaml"]) == (5, 1, b"1")
+    assert (found["state"]["step"], found["state"]["recovery"]["in_a_row"], found["config.yaml"]) == (5, 1, b"1")
     assert not [key for key in found if key.startswith("agent") and key.endswith("tokenizer.json")]
     written_again = write_checkpoint(tmp_path / "c", found, step=5)
     assert load_checkpoint(tmp_path / "c").manifest == written_again

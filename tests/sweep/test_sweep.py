@@ -266,8 +266,8 @@ def test_two_processes_interrupted_and_called_again(server: ForkServer, new_fold
 def test_a_sick_trial_costs_the_others_nothing(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
     """Its rate makes its weights infinite: the others end with the bits that they have without it."""
     folder = new_folder()
-    keys = {"learning_rate": "[1e-3,2e-3,4e-3,8e-3,1e30]", "max_consecutive_nonfinite": 1, "keep": 0.4}
-    complete(server, folder, arguments=words(**keys))
+    keys = {"learning_rate": "[1e-3,2e-3,4e-3,8e-3,1e30]", "keep": 0.4}
+    complete(server, folder, arguments=words(**keys), max_in_a_row=1)
     told, healthy = record(folder), record(undisturbed)
     assert told["trials"][4]["status"] == "failed"
     assert told["trials"][4]["score"] is None
@@ -281,8 +281,8 @@ def test_a_sick_trial_costs_the_others_nothing(server: ForkServer, undisturbed: 
 
 def test_a_pack_of_sick_trials_alone_ends_itself_and_not_the_sweep(server: ForkServer, new_folder: Folder) -> None:
     folder = new_folder()
-    keys = {"learning_rate": "[1e30,2e-3]", "agents_per_pass": 1, "max_consecutive_nonfinite": 1}
-    complete(server, folder, arguments=words(**keys))
+    keys = {"learning_rate": "[1e30,2e-3]", "agents_per_pass": 1}
+    complete(server, folder, arguments=words(**keys), max_in_a_row=1)
     assert [trial["status"] for trial in record(folder)["trials"]] == ["failed", "completed"]
 
 

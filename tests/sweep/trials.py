@@ -14,6 +14,8 @@ import torch
 
 import ci_llm.sweep.runner  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
+from ci_llm.run import setup
+from ci_llm.run.step.nonfinite_policy import Bounds
 from examples import sweep_by_hand
 from tools.testbed.moments import interfere
 from tools.testbed.trials import account
@@ -64,8 +66,13 @@ def called(
     call: int = 0,
     sent: str = "SIGKILL",
     environment: Mapping[str, str] | None = None,
+    max_in_a_row: int = 5,
 ) -> int:
-    """A trial for the fork server: a command that sends itself a signal just before the `call`-th call of `place`."""
+    """A trial for the fork server: a command that sends itself a signal just before the `call`-th call of `place`.
+
+    With a smaller `max_in_a_row`, a short trial that stays nonfinite is dropped within its length.
+    """
+    setup.Bounds = lambda: Bounds(max_in_a_row=max_in_a_row)  # type: ignore[assignment,misc]
     os.environ.update(environment or {})
     torch.set_num_threads(1)
     os.chdir(folder)

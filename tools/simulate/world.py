@@ -186,7 +186,7 @@ class _Job:
         self.history.append(outcome)
         if decision.action == "requeue":
             job = Job("simulated", self.restarts)
-            why = reason_not_to_requeue(job, _RUNNING, "walltime", self.cluster.max_requeues, self.in_vain)
+            why = reason_not_to_requeue(job, _RUNNING, "walltime", self.in_vain, self.cluster.max_requeues)
             yield from self._run_again() if why is None else self._call_a_person(why)
         elif decision.action == "give up":
             yield from self._call_a_person(decision.why)

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ci_llm.checkpoints import manager as manager_module
 from ci_llm.checkpoints.backends import distributed
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, PeerLost
-from ci_llm.interrupts import Interrupts
 
 
 def state(step: int) -> dict[str, Any]:
@@ -203,26 +201,4 @@ def without_thread(directory: str) -> int:
     assert manager.save(3, state(3))
     manager.close()
     assert CheckpointManager(directory).all_steps() == [1, 3]
-    return 0
-
-
-def pausing(directory: str, backend: str, behind: bool) -> int:
-    """A disk that stays full: process 0 waits for a while, drops that checkpoint, and all continue together."""
-    rank = enter()
-    naps: list[float] = []
-    Interrupts.wait = lambda _, seconds: naps.append(seconds)  # type: ignore[method-assign, assignment, return-value]
-    manager_module.LONGEST_PAUSE_S = 1e-3
-    options: dict[str, Any] = {"async_save": behind, "checkpoint_backend": backend, "on_disk_full": "pause"}
-    with CheckpointManager(directory, **options) as manager:
-        assert manager.save(1, state(1))
-        manager.wait_until_finished()
-        real = Filesystem.free_bytes
-        Filesystem.free_bytes = lambda *_: 0  # type: ignore[method-assign]
-        manager.save(2, state(2))
-        manager.wait_until_finished()
-        Filesystem.free_bytes = real  # type: ignore[method-assign]
-        assert bool(naps) == (rank == 0)
-        dist.barrier()
-        assert manager.save(3, state(3))
-    assert rank or CheckpointManager(directory).all_steps() == [1, 3]
     return 0

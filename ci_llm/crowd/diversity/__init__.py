@@ -34,8 +34,6 @@ class TermInputs:
         finite: [K] bool, the agents whose log-probabilities are all finite.
         batch: the rows of the micro-batch.
         step: the optimizer step; with `seed` it keys random numbers, so that a resumed run draws the same.
-        projections: `swd_num_projections`.
-        representation: `swd_representation`.
     """
 
     log_probs: Tensor
@@ -44,8 +42,6 @@ class TermInputs:
     batch: Batch
     step: int
     seed: int
-    projections: int
-    representation: str
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: The files that are sent beside the checkpoints: those for people, and those for the next attempt.
 RUN_FILES: Final = (
     *(BEGINNING, CROWD_CHANGES, RECOVERY, SKIPPED_BATCHES, "status.json", "training.log"),
-    *("metrics.jsonl", "loss_log.csv"),
+    "metrics.jsonl",
     *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )
@@ -68,7 +68,6 @@ class RunMirror:
                 keep=config.save_total_limit,
                 files=RUN_FILES,
                 max_mb_per_s=config.mirror_max_mb_per_s,
-                compression=config.mirror_compression,
                 on_change=self._tell,
             )
 

@@ -44,13 +44,11 @@ def watch_walltime(config: Config, processes: Processes, pace: Pace, interrupts:
     deadline = _deadline(config, processes.launch, job_end) if processes.is_main_process else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
-    elif config.stop_before_walltime is True:
-        logger.warning("walltime  nothing says when the time of this run is over: stop_before_walltime has no effect")
     return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(config, processes.launch, current_job_end))
 
 
 def _deadline(config: Config, launch: Launch, end: Callable[[Job], float | None]) -> Deadline | None:
-    job = read_job() if config.stop_before_walltime else None
+    job = read_job()
     return find_deadline(config.max_runtime, None if job is None else end(job), started=launch.called_at)
 
 
@@ -124,7 +122,7 @@ class Attempt:
     def _put_job_back(self, reason: str, step: int) -> str | None:
         config = self.config
         without_progress = attempts_without_progress(config.run_folder, step)
-        line = requeue(config.requeue, reason, max_requeues=config.max_requeues, without_progress=without_progress)
+        line = requeue(config.requeue, reason, without_progress=without_progress)
         if line:
             logger.info(line)
         return line

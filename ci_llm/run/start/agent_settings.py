@@ -59,8 +59,6 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     return Objective(
         config.diversity,
         config.lambda_sw,
-        config.swd_num_projections,
-        config.swd_representation,
         config.seed,
         bootstrap=bootstrap,
     )
@@ -68,8 +66,8 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
 
 def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
     """The optimizer of the agents of `config`."""
-    betas, fused = (config.adam_beta1, config.adam_beta2), config.fused_optimizer
-    return torch.optim.AdamW(optimizer_groups(config, crowd), betas=betas, eps=config.adam_epsilon, fused=fused)
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(optimizer_groups(config, crowd), betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
@@ -90,10 +88,9 @@ def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
     """The learning rate as a pure function of the 0-based step.
 
-    With `schedule_steps` it is the rate of a run of that many steps, wherever this run ends; later steps have the last
-    rate.
+    That of a trial follows the length of a whole trial, wherever this run ends; later steps have the last rate.
     """
-    total = config.schedule_steps or total_steps
+    total = config.trial_steps or total_steps
     share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
     return lambda step: config.learning_rate * share(min(step, total))
 

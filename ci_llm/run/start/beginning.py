@@ -266,14 +266,9 @@ def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None
     return known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
 
 
-#: The defaults that these keys had when the first records were written.
-_FIRST_DEFAULTS: Final = {"learning_rate": 2e-4, "lora_rank": 8, "lora_alpha": 16, "max_seq_length": 512}
-
-
 def _settings(config: Config) -> dict[str, Any]:
     """The keys that are not at their defaults, and whose change would make this another run."""
-    defaults = Config(**_FIRST_DEFAULTS, held_out=config.held_out, long_rows=config.long_rows)
-    settings = {one.key: one.new for one in defaults.diff(config) if one.kind == "sample-exact"}
+    settings = {one.key: one.new for one in Config().diff(config) if one.kind == "sample-exact"}
     return json.loads(json.dumps(settings))  # type: ignore[no-any-return]  # lists for tuples, as in the record
 
 

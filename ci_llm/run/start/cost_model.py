@@ -37,7 +37,6 @@ from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch
-from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
@@ -321,9 +320,6 @@ def settle(
     if config.kernels == AUTO:
         kernels = FAST if before is None else before.kernels
         config = config.model_copy(update={"kernels": FAST if kernels == AUTO else kernels})
-    if config.shared_prompts == AUTO:
-        shares = row_kind(config) == "pairs" if before is None else before.shared_prompts is True
-        config = config.model_copy(update={"shared_prompts": shares})
     for key in ("pass_per_agent", "use_gradient_checkpointing"):
         if getattr(config, key) != AUTO:
             continue

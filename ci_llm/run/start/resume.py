@@ -31,7 +31,7 @@ from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
-from ci_llm.core.numerics import PLAIN, as_called_now, differences
+from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
@@ -107,7 +107,7 @@ _COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "ker
 #: Fingerprints that must be the same in a resumed run, and the message about another one.
 _OTHER_INPUTS: Final = {
     "data": "the training rows are not those of the checkpoint: another data set, tokenizer, template or length,"
-    " or a release of ci-llm that reads them in another way",
+    " or a ci-llm that reads them in another way",
     "start": "the adapters of init_from are not those that agents were compared with: put those back",
 }
 
@@ -321,8 +321,8 @@ class RunCheckpoint:
         for k, (name, row) in enumerate(self._named_rows()):
             self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
             self.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.optimizer)
-        self.last_good.load(_in_episode(state), saved.get("guard", {}))
-        return Restored(state, dict(saved.get("trackers", {})), _shown(changes, self.config))
+        self.last_good.load(_in_episode(state), saved["guard"])
+        return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
 
     def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
         """Set the generators as they were; returns the grade, and what lowers it, for people. A collective.
@@ -332,7 +332,7 @@ class RunCheckpoint:
         """
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
-        measure(before.get("layer", {}).get("lengths", ()))
+        measure(before.get("layer", {}).get("lengths", ()))  # a crowd of a sweep, made of others, has no digest yet
         now = self.environment(state)
         if self.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
@@ -427,7 +427,7 @@ class RunCheckpoint:
         before, now = self._precisions(source)
         if before == now:
             return bool(prints["base"] == self.base.fingerprint)
-        return bool(prints.get("base_rounded") == self.base.rounded_fingerprint)
+        return bool(prints["base_rounded"] == self.base.rounded_fingerprint)
 
     def _precisions(self, source: Source) -> tuple[str, str]:
         """The precision of the base, in the checkpoint and here."""
@@ -439,11 +439,11 @@ class RunCheckpoint:
         return bool(prints["data"] == self.rows.fingerprint)
 
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
-        """Refuse other training rows, and other adapters at the start; older releases kept no fingerprint of those."""
+        """Refuse other training rows, and other adapters at the start."""
         prints: Any = source.checkpoint.manifest.info["fingerprints"]
         now = self.fingerprints()
         for key, what in _OTHER_INPUTS.items():
-            if prints.get(key, now.get(key)) != now.get(key) and not self.config.allow_inexact_resume:
+            if prints.get(key) != now.get(key) and not self.config.allow_inexact_resume:
                 raise ForeignCheckpoint(
                     what,
                     where=str(source.folder),
@@ -478,7 +478,7 @@ def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
 
 def _follows_length(config: Config) -> bool:
     """Whether the learning rate of a step depends on the length of the run."""
-    return any(own.schedule_steps is None and own.lr_scheduler_type != "constant" for own in config.each_agent)
+    return config.trial_steps is None and any(own.lr_scheduler_type != "constant" for own in config.each_agent)
 
 
 def _shown(changes: Sequence[Change], config: Config) -> list[str]:
@@ -490,8 +490,6 @@ def _shown(changes: Sequence[Change], config: Config) -> list[str]:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences of two environments, apart from determinism, which has a grade of its own."""
-    older = {"pass_per_agent": False, "kernels": PLAIN, "shared_prompts": False, "all_reduce": "one"}
-    before = {**older, **as_called_now(before)}
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
     return odd + differences(before, now)
 

@@ -119,9 +119,7 @@ class Rounds:
             pass
 
 
-def validation_after(
-    state: TrainState, metrics: Mapping[str, Any], threshold: float, processes: Processes
-) -> Validation:
+def validation_after(state: TrainState, metrics: Mapping[str, Any], processes: Processes) -> Validation:
     """The validation state with the evaluation after the present step; an evaluation counts once. A collective.
 
     All processes take the numbers of the main one: they must not end a run at different steps because the last bits of
@@ -129,13 +127,12 @@ def validation_after(
 
     Args:
         metrics: the numbers of the evaluation, by the names of metrics.jsonl.
-        threshold: `early_stopping_threshold`.
     """
     validation = state.validation
     names = [*state.names, "crowd"]
     values = [float(metrics.get(f"eval/{name}/{validation.metric}", math.nan)) for name in names]  # NaN is never best
     *agents, crowd = processes.broadcast_object(values)
-    return validation if validation.step == state.step else validation.after(state.step, crowd, agents, threshold)
+    return validation if validation.step == state.step else validation.after(state.step, crowd, agents)
 
 
 def kept_steps(config: Config, validation: Validation) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from ci_llm.core.run_folder import BadBatch
+from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
 
 #: The smallest factor to which cuts reduce an agent's learning rate. Below it, an agent that is nonfinite now and then
 #: would stop moving.
@@ -24,31 +24,19 @@ LEAST_LR_FACTOR: Final = 0.01
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits of the responses, by keys of the configuration.
+    """The limits of the responses.
 
     Attributes:
-        lr_divisor: `nonfinite_lr_factor`, at least 1: a nonfinite step divides the agent's learning rate by it.
-        max_in_a_row: `max_consecutive_nonfinite`.
-        good_after: `good_after_steps`: this many finite steps in a row end an episode.
+        lr_divisor: a nonfinite step divides the agent's learning rate by it; 1.5 as in safe_train.py.
+        max_in_a_row: one bad batch or two pass, and five are neither.
+        good_after: this many finite steps in a row end an episode.
         own_rows: whether each agent has rows of its own in a step.
     """
 
     lr_divisor: float = 1.5
     max_in_a_row: int = 5
-    good_after: int = 50
+    good_after: int = GOOD_AFTER_STEPS
     own_rows: bool = False
-
-
-#: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
-_AGENT_KEYS: Final = {
-    "lr_factor": "rate_share",
-    "nonfinite_in_a_row": "sick_in_a_row",
-    "episode_start": "trouble_since",
-    "finite_in_a_row": "well_in_a_row",
-    "rolled_back": "set_back",
-    "rollbacks": "set_backs",
-}
-_RUN_KEYS: Final = {"bad_batches_in_a_row": "bad_in_a_row", "requested_lr_factor": "rate_factor"}
 
 
 @dataclass(frozen=True)
@@ -99,15 +87,6 @@ class AgentRecovery:
     def is_exhausted(self, bounds: Bounds) -> bool:
         """Whether no response is left inside the run."""
         return self.rolled_back and self.nonfinite_in_a_row >= bounds.max_in_a_row
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the keys of train_state.json."""
-        return {_AGENT_KEYS.get(name, name): value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> AgentRecovery:
-        """The inverse of `to_dict`."""
-        return cls(**_attributes(values, _AGENT_KEYS))
 
 
 @dataclass(frozen=True)
@@ -188,20 +167,15 @@ class RecoveryState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        values = {_RUN_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        if not self.pass_per_agent:
-            del values["pass_per_agent"]  # the key is younger than the file
-        batches = [batch.to_dict() for batch in self.bad_batches]
-        return values | {"agents": [agent.to_dict() for agent in self.agents], "bad_batches": batches}
+        lists = {
+            "agents": [asdict(agent) for agent in self.agents],
+            "bad_batches": [batch.to_dict() for batch in self.bad_batches],
+        }
+        return asdict(self) | lists
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RecoveryState:
         """The inverse of `to_dict`."""
-        agents = tuple(AgentRecovery.from_dict(agent) for agent in values["agents"])
+        agents = tuple(AgentRecovery(**agent) for agent in values["agents"])
         batches = tuple(BadBatch(batch["step"], tuple(batch["rows"])) for batch in values["bad_batches"])
-        return cls(**{**_attributes(values, _RUN_KEYS), "agents": agents, "bad_batches": batches})
-
-
-def _attributes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    names = {key: name for name, key in keys.items()}
-    return {names.get(key, key): value for key, value in values.items()}
+        return cls(**{**values, "agents": agents, "bad_batches": batches})

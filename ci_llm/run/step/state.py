@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ci_llm.core.scores import METRICS
 from ci_llm.run.step.members import Members
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.run.step.nonfinite_policy import RecoveryState
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Validation:
         metric: what is compared: "nll" or "exact_match".
         step: the step of the last evaluation; 0: there was none.
         crowd, agents: the best of the crowd, and of each agent alone; None before there is one.
-        without_better: evaluations in a row in which the crowd did not get better by more than the threshold.
+        without_better: evaluations in a row in which the crowd did not get better.
     """
 
     metric: str = "nll"
@@ -43,11 +43,10 @@ class Validation:
     agents: tuple[Best | None, ...] = ()
     without_better: int = 0
 
-    def after(self, step: int, crowd: float, agents: Sequence[float], threshold: float = 0.0) -> Validation:
+    def after(self, step: int, crowd: float, agents: Sequence[float]) -> Validation:
         """The state with the evaluation after `step`.
 
-        As in Transformers, every gain makes a new best, and a gain above the threshold resets the count. NaN is never
-        better.
+        Every gain makes a new best and resets the count. NaN is never better.
         """
         lead = self._lead(crowd, self.crowd)
         known = self.agents or (None,) * len(agents)
@@ -59,7 +58,7 @@ class Validation:
                 Best(step, value) if self._lead(value, best) > 0 else best
                 for value, best in zip(agents, known, strict=True)
             ),
-            without_better=0 if lead > threshold else self.without_better + 1,
+            without_better=0 if lead > 0 else self.without_better + 1,
         )
 
     def _lead(self, value: float, best: Best | None) -> float:
@@ -73,12 +72,11 @@ class Validation:
         """The step after which the crowd was best; None before its first evaluation."""
         return self.crowd.step if self.crowd else None
 
-    def described(self, threshold: float = 0.0) -> str:
-        """The state in words; for `threshold` see `after`."""
+    def described(self) -> str:
+        """The state in words."""
         if self.crowd is None:
             return f"no evaluation has given the crowd a {self.metric} yet"
-        gain = f"gain above {threshold:g}" if threshold else "gain"
-        later = f", no {gain} in the last {self.without_better} evaluation(s)" if self.without_better else ""
+        later = f", no gain in the last {self.without_better} evaluation(s)" if self.without_better else ""
         return f"best crowd by {self.metric} {self.crowd.value:.4f} after step {self.crowd.step}{later}"
 
     def record(self) -> dict[str, Any]:
@@ -92,16 +90,12 @@ class Validation:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validation:
         """The inverse of `dataclasses.asdict`."""
-        agents = tuple(_best(best) for best in values.get("agents", ()))
-        return cls(**{**values, "crowd": _best(values.get("crowd")), "agents": agents})
+        agents = tuple(_best(best) for best in values["agents"])
+        return cls(**{**values, "crowd": _best(values["crowd"]), "agents": agents})
 
 
 def _best(values: Mapping[str, Any] | None) -> Best | None:
     return None if values is None else Best(**values)
-
-
-#: Attribute -> key in train_state.json, where they differ. The keys are a format: older checkpoints hold them.
-_KEYS: Final = {"rows_per_step": "effective_batch", "recovery": "healing"}
 
 
 @dataclass(frozen=True)
@@ -190,25 +184,19 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the keys of train_state.json."""
-        plain = {name: value for name, value in asdict(self).items() if name != "members"}
-        values = {_KEYS.get(name, name): value for name, value in plain.items()}
-        members = {"members": self.members.to_dict()} if self.members else {}
-        return values | {"skipped": list(self.skipped), "healing": self.recovery.to_dict()} | members
+        members = self.members and self.members.to_dict()
+        return asdict(self) | {"skipped": [*self.skipped], "recovery": self.recovery.to_dict(), "members": members}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The inverse of `to_dict`; a key that an older checkpoint lacks has its default."""
-        skipped, recovery = tuple(values["skipped"]), values.get("healing")
-        names = {key: name for name, key in _KEYS.items()}
+        """The inverse of `to_dict`."""
         rebuilt = {
-            "skipped": skipped,
-            "recovery": RecoveryState.from_dict(recovery)
-            if recovery
-            else RecoveryState(agents=(AgentRecovery(),) * len(skipped)),
-            "validation": Validation.from_dict(values.get("validation", {})),
-            "members": Members.from_dict(values["members"]) if values.get("members") else None,
+            "skipped": tuple(values["skipped"]),
+            "recovery": RecoveryState.from_dict(values["recovery"]),
+            "validation": Validation.from_dict(values["validation"]),
+            "members": values["members"] and Members.from_dict(values["members"]),
         }
-        return cls(**{**{names.get(key, key): value for key, value in values.items()}, **rebuilt})
+        return cls(**{**values, **rebuilt})
 
 
 #: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.

@@ -17,7 +17,7 @@ import psutil
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import run_guarded  # its import makes this script one of ours
-from ci_llm.core.run_folder import Failure, read_recovery, write_failure
+from ci_llm.core.run_folder import GOOD_AFTER_STEPS, Failure, read_recovery, write_failure
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.interrupts import Interrupts
 
@@ -65,7 +65,9 @@ def tell(attempt: int, step: int, allowed: int | None, factor: float, micro_batc
 
 def fail(fault: str, attempt: int, step: int, store: CheckpointStore, status: RunStatus, interrupts: Interrupts) -> int:
     if fault in EXIT_REASONS:
-        write_failure(FOLDER, attempt, 0, Failure(fault, f"as planned: {fault}", 0, time.time(), step))
+        # The newest checkpoint counts as bad, and the one before it as good.
+        at = step + GOOD_AFTER_STEPS - 1 if fault == "nonfinite" else step
+        write_failure(FOLDER, attempt, 0, Failure(fault, f"as planned: {fault}", 0, time.time(), at))
         status.finish("failed", fault)
         return 1
     if fault == "interrupted":
