@@ -1,12 +1,12 @@
 """The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-`setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`. Every step goes the
-same way, on all processes alike:
+`setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`, for which Accelerate
+prepares the crowd, its optimizer and the loader. Every step goes the same way, on all processes alike:
 
 1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py).
 2. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
-   alone. Losses are summed, so that the gradients of all passes add up. Nothing is communicated here.
+   alone. Losses are summed, so that the gradients of all passes add up. `accelerator.no_sync` keeps it silent.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd.
 4. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
@@ -25,6 +25,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import psutil
@@ -34,10 +35,12 @@ from torch import Tensor
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.data.batches import MicroBatch, of_agents, stream
+from ci_llm.data.batches import MicroBatch, of_agents
+from ci_llm.data.loader import StepSampler, loader_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
-from ci_llm.run.context import Run
+from ci_llm.distributed.processes import peer_errors
+from ci_llm.run.context import Prepared, Run
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.step import evaluation
 from ci_llm.run.step.members import is_waiting
@@ -89,6 +92,7 @@ def train(run: Run, batches: Batches) -> str | None:
         settings = run.crowd.settings
         change_crowd(run, verdict)
         if run.crowd.settings is not settings:
+            prepare(run, run.prepared.loader)
             run.measure(compute_gradients)
         stop = verdict.stop or (run.stop_vote.reason() if run.votes_after_steps else None)
         if stop or verdict.save or run.state.step == run.total_steps:
@@ -104,20 +108,44 @@ def train(run: Run, batches: Batches) -> str | None:
 
 def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
-    batches = stream(
+    accelerator, workers = run.processes.accelerator, run.config.num_workers
+    begun = run.state.step - run.state.step % run.plan.steps_per_epoch
+    loader, sampler = loader_of(
         run.rows,
         run.plan,
-        run.state.step,
-        run.total_steps,
-        process_index=run.processes.process_index,
+        range(begun, run.total_steps),
         num_processes=run.processes.num_processes,
         micro_batch_size=run.micro_batch_size,
-        num_workers=run.config.num_workers,
-        pin_memory=run.crowd.device.type == "cuda",
+        num_workers=workers,
     )
+    prepare(run, loader)
+    batches = iter(accelerator.skip_first_batches(run.prepared.loader, sampler.before(run.state.step)))
     run.batch_places = [*range(run.crowd.num_agents)]
-    # One at a time, when it is asked for: the crowd may change between two steps.
-    return ((step, of_agents(micro_batches, run.batch_places)) for step, micro_batches in batches)
+    first = [*islice(batches, 1)] if workers else []  # starts them
+    return _by_step(run, chain(first, batches), sampler)
+
+
+def _by_step(run: Run, batches: Iterator[MicroBatch | None], sampler: StepSampler) -> Batches:
+    for step in range(run.state.step, run.total_steps):
+        dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch is not None]
+        # One step at a time, when it is asked for: the crowd may change between two steps.
+        yield step, of_agents(dealt, run.batch_places)
+
+
+def prepare(run: Run, loader: Any) -> None:
+    """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
+
+    On several processes DistributedDataParallel wraps the crowd, without the frozen base: each process has loaded it,
+    and may hold a part of it alone.
+    """
+    accelerator, crowd = run.processes.accelerator, run.crowd
+    accelerator.unwrap_model(run.prepared.model, keep_fp32_wrapper=False)
+    run.prepared = Prepared(crowd, run.optimizer, loader)
+    accelerator.free_memory()  # the model before, and what an earlier run of this process has prepared
+    frozen = [name for name, parameter in crowd.named_parameters() if not parameter.requires_grad]
+    crowd._ddp_params_and_buffers_to_ignore = [*frozen, *(name for name, _ in crowd.named_buffers())]
+    with peer_errors():
+        run.prepared = Prepared(*accelerator.prepare(crowd, run.optimizer, loader))
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:
@@ -151,8 +179,8 @@ def compute_gradients(
     Args:
         of_step: the objective with what it has to know of the step; None if it has to know nothing.
     """
-    objective = of_step or run.objective
-    run.crowd.train()
+    objective, accelerator, model = of_step or run.objective, run.processes.accelerator, run.prepared.model
+    model.train()
     run.crowd.agents.begin_step(step)
     sums = torch.zeros(
         _num_sums(run.crowd.num_agents, run.plan, objective), dtype=torch.float64, device=run.crowd.device
@@ -166,10 +194,10 @@ def compute_gradients(
             # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the
             # same, and so does an agent that is alone.
             seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
-            with part.reading():
-                with run.processes.autocast():
-                    loss = objective(run.crowd(part.rows), part.rows, step, part.agent)
-                (loss.total * (run.state.loss_scale or 1.0)).backward()
+            with part.reading(), accelerator.no_sync(model):
+                with accelerator.autocast():
+                    loss = objective(model(part.rows), part.rows, step, part.agent)
+                accelerator.backward(loss.total if run.state.loss_scale is None else loss.total * run.state.loss_scale)
             losses.append((part.agent, loss))
         loss = objective.together(losses, batch, step)
         sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens, loss.metrics)
@@ -194,9 +222,10 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
             gradient.div_(max(count, 1) * scale)
     norms = agents.clip(run.max_grad_norms)
     agents.leave_out(left_out)
-    for k, group in enumerate(run.optimizer.param_groups):
+    optimizer = run.prepared.optimizer
+    for k, group in enumerate(optimizer.param_groups):
         group["lr"] = run.learning_rates[k](step) * run.state.recovery.lr_factor(k)
-    run.optimizer.step()
+    optimizer.step()
     return norms
 
 
