@@ -97,9 +97,10 @@ class Unpacked:
         if not any(self.each):
             return None
         packed = tuple(own and pack(*own) for own in self.each)
-        batch: Any = AgentBatches(packed) if self.own_rows else packed[0]
-        batch = batch.pinned() if torch.device(device).type == "cuda" else batch
-        return unless_out_of_memory(lambda: batch.to(device))[0] or batch
+        batch: MicroBatch | None = AgentBatches(packed) if self.own_rows else packed[0]
+        assert batch is not None  # one of them has rows
+        here = batch.pinned() if torch.device(device).type == "cuda" else batch
+        return unless_out_of_memory(lambda: here.to(device))[0] or here
 
 
 class _Places(Dataset[Any]):

@@ -194,7 +194,7 @@ class Processes:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass, in the precision of `mixed_precision`."""
-        return self.accelerator.autocast()
+        return self.accelerator.autocast()  # type: ignore[no-any-return]
 
     def settle_precision(self, config: Config, before: Config | None = None) -> tuple[Config, str]:
         """Choose a precision where the configuration says auto: the same one on all processes. A collective.

@@ -30,13 +30,16 @@ from typing import Any, TypeAlias
 
 import psutil
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
 from ci_llm.data.batches import MicroBatch, of_agents
-from ci_llm.data.loader import StepSampler, loader_of
+from ci_llm.data.loader import loader_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.distributed.processes import peer_errors
@@ -92,7 +95,8 @@ def train(run: Run, batches: Batches) -> str | None:
         settings = run.crowd.settings
         change_crowd(run, verdict)
         if run.crowd.settings is not settings:
-            prepare(run, run.prepared.loader)
+            accelerator, loader = run.processes.accelerator, run.prepared.loader
+            run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
             run.measure(compute_gradients)
         stop = verdict.stop or (run.stop_vote.reason() if run.votes_after_steps else None)
         if stop or verdict.save or run.state.step == run.total_steps:
@@ -118,34 +122,35 @@ def steps(run: Run) -> Batches:
         micro_batch_size=run.micro_batch_size,
         num_workers=workers,
     )
-    prepare(run, loader)
+    run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
     batches = iter(accelerator.skip_first_batches(run.prepared.loader, sampler.before(run.state.step)))
     run.batch_places = [*range(run.crowd.num_agents)]
-    first = [*islice(batches, 1)] if workers else []  # starts them
-    return _by_step(run, chain(first, batches), sampler)
+    batches = chain([*islice(batches, 1)] if workers else [], batches)  # the first one starts them
 
-
-def _by_step(run: Run, batches: Iterator[MicroBatch | None], sampler: StepSampler) -> Batches:
-    for step in range(run.state.step, run.total_steps):
+    def of_step(step: int) -> tuple[int, list[MicroBatch]]:
         dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch is not None]
-        # One step at a time, when it is asked for: the crowd may change between two steps.
-        yield step, of_agents(dealt, run.batch_places)
+        return step, of_agents(dealt, run.batch_places)
+
+    # One at a time, when it is asked for: the crowd may change between two steps.
+    return map(of_step, range(run.state.step, run.total_steps))
 
 
-def prepare(run: Run, loader: Any) -> None:
+def prepared(before: Prepared, accelerator: Accelerator, crowd: Crowd, optimizer: Optimizer, loader: Any) -> Prepared:
     """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
 
     On several processes DistributedDataParallel wraps the crowd, without the frozen base: each process has loaded it,
     and may hold a part of it alone.
+
+    Args:
+        before: what was prepared last, which the accelerator forgets.
     """
-    accelerator, crowd = run.processes.accelerator, run.crowd
-    accelerator.unwrap_model(run.prepared.model, keep_fp32_wrapper=False)
-    run.prepared = Prepared(crowd, run.optimizer, loader)
-    accelerator.free_memory()  # the model before, and what an earlier run of this process has prepared
+    accelerator.unwrap_model(before.model, keep_fp32_wrapper=False)
+    accelerator.free_memory()
     frozen = [name for name, parameter in crowd.named_parameters() if not parameter.requires_grad]
-    crowd._ddp_params_and_buffers_to_ignore = [*frozen, *(name for name, _ in crowd.named_buffers())]
+    ignored: Any = [*frozen, *(name for name, _ in crowd.named_buffers())]
+    crowd._ddp_params_and_buffers_to_ignore = ignored
     with peer_errors():
-        run.prepared = Prepared(*accelerator.prepare(crowd, run.optimizer, loader))
+        return Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:

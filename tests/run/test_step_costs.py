@@ -31,7 +31,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.run.context import Prepared
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.loop import apply_gradients, compute_gradients, prepare
+from ci_llm.run.loop import apply_gradients, compute_gradients, prepared
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
 from tools.testbed.tiny import base, batch
@@ -112,7 +112,8 @@ class Step:
             learning_rates=[lambda step: 1e-3] * agents,
             max_grad_norms=[1.0] * agents,
         )
-        prepare(self.run, None)
+        optimizer = self.run.optimizer
+        self.run.prepared = prepared(self.run.prepared, self.run.processes.accelerator, crowd, optimizer, None)
 
     def take(self, number: int, rows: Batch, *watched: Any) -> Verdict:
         """One step; `watched` see what it does up to and after the ballot."""
