@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 #: What only one file (or package) may import, because it has to be done in one way.
 OWNERS = {
-    "accelerate": {"distributed/processes.py"},
+    "accelerate": {"distributed/processes.py", "run/loop.py"},
     "yaml": {"config/yaml_file.py", "supervisor/script_settings.py"},
     "signal": {"interrupts.py"},
     "peft": {"lora/adapters.py", "crowd/merging.py"},

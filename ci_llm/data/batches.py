@@ -1,27 +1,20 @@
-"""The packed micro-batches of every step, made of rows in the order of the plan.
-
-The position of a stream is its step number and nothing else: workers and prefetching only decide how early a
-micro-batch is made, never which one it is.
+"""Micro-batches: the rows of a step laid end to end, with their targets.
 
 Legend: the B rows of a micro-batch, laid end to end, are N tokens, of which S are targets; the longest row has T.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.units import Unit
-from ci_llm.interrupts import ignore_signals, worker_context
 
 
 class Packable(Protocol):
@@ -38,13 +31,6 @@ class PackableRows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> Packable: ...
-
-
-class RowsOfEach(Protocol):
-    """Agents with data sets of their own."""
-
-    @property
-    def each(self) -> Sequence[PackableRows]: ...
 
 
 @dataclass(frozen=True)
@@ -271,103 +257,3 @@ def padded(batch: Batch, pad_id: int) -> tuple[dict[str, Tensor], tuple[Tensor, 
         "position_ids": columns.expand(shape),
     }
     return inputs, index
-
-
-#: The rows of one micro-batch, and their numbers. Loader workers hand over arrays and not tensors: tensors would travel
-#: through shared memory, of which containers give 64 MB, and one file descriptor each.
-_Found = tuple[list[Packable], list[int]]
-
-
-@dataclass(frozen=True)
-class _Deal:
-    """Which part of a step is whose."""
-
-    process_index: int
-    num_processes: int
-    micro_batch_size: int
-
-    def of(self, dataset: PackableRows, plan: Plan, step: int) -> list[_Found]:
-        """The rows of this process's micro-batches of the step."""
-        parts = plan.dealt(step, self.process_index, self.num_processes, self.micro_batch_size)
-        return [([dataset[row] for row in rows], rows) for rows in parts]
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Step number -> the rows of this process's micro-batches of that step; what the loader's workers hold."""
-
-    dataset: PackableRows
-    plan: Plan
-    deal: _Deal
-
-    def __getitem__(self, step: int) -> tuple[int, list[_Found]]:
-        return step, self.deal.of(self.dataset, self.plan, step)
-
-
-@dataclass(frozen=True)
-class _StepsOfAgents:
-    """The steps of agents with rows of their own: a micro-batch has rows of every agent, None where one has none."""
-
-    dataset: RowsOfEach
-    plans: AgentPlans
-    deal: _Deal
-
-    def __getitem__(self, step: int) -> tuple[int, list[tuple[_Found | None, ...]]]:
-        agents = zip(self.dataset.each, self.plans.each, strict=True)
-        return step, [*zip_longest(*(self.deal.of(rows, plan, step) for rows, plan in agents))]
-
-
-def _as_is(item: Any) -> Any:
-    return item
-
-
-def stream(
-    dataset: PackableRows | RowsOfEach,
-    plan: Plan | AgentPlans,
-    start_step: int,
-    stop_step: int,
-    *,
-    process_index: int,
-    num_processes: int,
-    micro_batch_size: int,
-    num_workers: int,
-    pin_memory: bool,
-) -> Generator[tuple[int, list[Any]], None, None]:
-    """Yield (step, this process's micro-batches of that step) for start_step <= step < stop_step.
-
-    Order and content do not depend on `num_workers`, and a stream from step s is the tail of any longer one.
-    The list is empty where the step has no row left for this process. Workers start here and not at the first
-    `next`, so that a caller can have them forked before it starts threads; they ignore the signals that stop
-    or save a run, and end with the stream or when it is closed. No random number is drawn from the global
-    generators.
-
-    Args:
-        plan: one for all agents together, or `AgentPlans`: `dataset` then has rows of each agent, and the stream yields
-            `AgentBatches`.
-    """
-    kind: Any = _Steps if isinstance(plan, Plan) else _StepsOfAgents
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
-        loader: DataLoader[Any] = DataLoader(
-            kind(dataset, plan, _Deal(process_index, num_processes, micro_batch_size)),
-            batch_size=None,
-            sampler=range(start_step, stop_step),
-            num_workers=num_workers,
-            collate_fn=_as_is,
-            worker_init_fn=ignore_signals,
-            multiprocessing_context=worker_context() if num_workers else None,
-            generator=torch.Generator(),
-        )
-        return _packed(iter(loader), pin_memory, pack if isinstance(plan, Plan) else _pack_each)
-
-
-def _packed(
-    steps: Iterator[tuple[int, list[Any]]], pin_memory: bool, packed: Callable[..., MicroBatch]
-) -> Generator[tuple[int, list[Any]], None, None]:
-    for step, micro_batches in steps:
-        batches = [packed(*found) for found in micro_batches]
-        yield step, [batch.pinned() for batch in batches] if pin_memory else batches
-
-
-def _pack_each(*found: _Found | None) -> AgentBatches:
-    return AgentBatches(tuple(None if own is None else pack(*own) for own in found))

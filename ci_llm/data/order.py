@@ -91,7 +91,7 @@ class Plan:
     def rows(self, step: int) -> list[int]:
         """Dataset rows of the 0-based optimizer step `step`, in the order in which they are dealt out.
 
-        Each costs a permutation: `num_rows_of` counts them, and `dealt` finds those of one process, for less.
+        Each costs a permutation: `num_rows_of` counts them, and `dealt` finds those of one micro-batch, for less.
         """
         epoch, positions = self._positions(step)
         return self._at(positions, epoch)
@@ -100,13 +100,17 @@ class Plan:
         """How many rows the 0-based step takes."""
         return len(self._positions(step)[1])
 
-    def dealt(self, step: int, process_index: int, num_processes: int, micro_batch_size: int) -> list[list[int]]:
-        """The rows of one process's micro-batches of the step: `share` of `rows(step)`, of which only these are found.
+    def dealt(
+        self, step: int, micro_step: int, process_index: int, num_processes: int, micro_batch_size: int
+    ) -> list[int]:
+        """The rows of a micro-batch: of process p those at the positions p, p + P, ... of the step, divided in order.
 
-        So a process does the same work however many there are.
+        Only these are found, so a process does the same work however many there are. The last micro-batch may be short,
+        and where no row is left the list is empty.
         """
         epoch, positions = self._positions(step)
-        return [self._at(part, epoch) for part in share(positions, process_index, num_processes, micro_batch_size)]
+        mine = positions[process_index::num_processes]
+        return self._at(mine[micro_step * micro_batch_size :][:micro_batch_size], epoch)
 
     def _positions(self, step: int) -> tuple[int, range]:
         """(epoch of the step, its positions in the shuffled epoch)."""

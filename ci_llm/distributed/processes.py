@@ -1,11 +1,10 @@
-"""The processes of a run: how they meet, the device of this one, and every collective of the training.
+"""The processes of a run: how they meet, their `Accelerator`, and every collective of the training.
 
-One optimizer step has two collectives. Every process first casts a ballot (`agree`), before it enters any other
-collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). The ballot goes over gloo on
-every machine, because gloo reports a dead peer within milliseconds, while a kernel on a GPU would wait for it. A single
-process communicates nothing. The processes meet at one address, once, and join a new group for every run. Of
-Accelerate a run takes the device, the rank, the number of processes, the exchange of Python objects and the trackers;
-only this file imports it.
+One optimizer step has two collectives, both by Accelerate. Every process first casts a ballot (`agree`), before it
+enters any other collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). The ballot
+goes over gloo on every machine, because gloo reports a dead peer within milliseconds, while a kernel on a GPU would
+wait for it. The processes meet at one address, once, and join a new group for every run. Only this file makes an
+`Accelerator`: after the precision of the run is settled, because Accelerate fixes it in the constructor.
 """
 
 from __future__ import annotations
@@ -28,9 +27,15 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState, is_initialized
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    broadcast_object_list,
+    gather_object,
+)
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -84,7 +89,6 @@ class Processes:
         interrupts: a request to stop ends the wait for processes that have not come.
 
     Attributes:
-        accelerator: Accelerate's own, for the device, the rank, the number of processes and the trackers.
         follow: called before every ballot: serves processes whose passes through a sharded base are not over.
         notes: lines for people about the way the run was started.
         patience: how long a process that is asked to stop waits for the others.
@@ -109,21 +113,18 @@ class Processes:
         with rendezvous_errors(self.launch) if self.launch.num_processes > 1 else nullcontext():
             if self.launch.num_processes > 1 and not (dist.is_initialized() or is_initialized()):
                 join(self.launch, _backend(on_cpu), interrupts)
-            self.accelerator = Accelerator(
-                cpu=on_cpu,
-                mixed_precision="no" if config.mixed_precision == AUTO else config.mixed_precision,
-                kwargs_handlers=[InitProcessGroupKwargs(backend=_backend(on_cpu))] if dist.is_initialized() else [],
-            )
+            backend = {"backend": _backend(on_cpu)} if dist.is_initialized() else {}
+            self._state = PartialState(on_cpu, **backend)
             if self.device.type == "cuda":  # ACCELERATE_TORCH_DEVICE may name another one than torch's current one
                 torch.cuda.set_device(self.device)
             self._meet_on_devices()
         if self.chooses_threads:  # else the next run of this process would take our number for a given one
             os.environ.pop("OMP_NUM_THREADS", None)
         # An Accelerator that exists already has fixed Accelerate's global state: the new one silently adopts it.
-        if self.accelerator.num_processes != self.launch.num_processes:
+        if self.num_processes != self.launch.num_processes:
             raise LaunchError(
                 f"{self.launch.num_processes} processes were started, but Accelerate sees"
-                f" {self.accelerator.num_processes}: each would train alone, into the same folder",
+                f" {self.num_processes}: each would train alone, into the same folder",
                 where=f"launcher: {self.launch.launcher}",
                 hint="create no Accelerator before Processes; start by torchrun or accelerate launch",
             )
@@ -131,7 +132,8 @@ class Processes:
         self.follow: Callable[[], None] = lambda: None
         self.patience = Patience()
         self._tokens: list[Path] = []
-        self._autocast = precision.autocast_dtype(config.mixed_precision)
+        self._precision: str = config.mixed_precision
+        self._accelerator: Accelerator | None = None
         logger.debug("process %d of %d on %s; %s", self.process_index, self.num_processes, self.device, self.launch)
 
     def _meet_on_devices(self) -> None:
@@ -154,27 +156,45 @@ class Processes:
     @property
     def device(self) -> torch.device:
         """The device of this process. On the CPU it is "cpu": Accelerate's "cpu:0" equals no tensor's device."""
-        device = torch.device(self.accelerator.device)
+        device = torch.device(self._state.device)
         return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def process_index(self) -> int:
         """0 to num_processes - 1."""
-        return int(self.accelerator.process_index)
+        return int(self._state.process_index)
 
     @property
     def num_processes(self) -> int:
         """Processes of the run, over all machines."""
-        return int(self.accelerator.num_processes)
+        return int(self._state.num_processes)
 
     @property
     def is_main_process(self) -> bool:
         """Whether this process writes the files of which a run has one."""
         return self.process_index == 0
 
+    @property
+    def accelerator(self) -> Accelerator:
+        """Accelerate's own, in the precision of `mixed_precision`; auto counts as no until it is settled.
+
+        Gradients are summed and divided by the targets of the whole step, and the loss scale is a part of the run's
+        state: so Accelerate neither divides by micro-steps nor scales.
+        """
+        if self._accelerator is None:
+            self._accelerator = Accelerator(
+                cpu=self.device.type == "cpu",
+                mixed_precision="no" if self._precision == AUTO else self._precision,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                dataloader_config=DataLoaderConfiguration(even_batches=False),
+                rng_types=[],
+                kwargs_handlers=[GradScalerKwargs(enabled=False)],
+            )
+        return self._accelerator
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass, in the precision of `mixed_precision`."""
-        return torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext()
+        return self.accelerator.autocast()  # type: ignore[no-any-return]
 
     def settle_precision(self, config: Config, before: Config | None = None) -> tuple[Config, str]:
         """Choose a precision where the configuration says auto: the same one on all processes. A collective.
@@ -194,7 +214,9 @@ class Processes:
         speed = precision.slowest(self.gather_object(precision.speed_of_bf16()))
         settled = config.model_copy(update=precision.chosen(config, speed, before))
         precision.check_precision(settled)
-        self._autocast = precision.autocast_dtype(settled.mixed_precision)
+        if settled.mixed_precision != self._precision:
+            AcceleratorState._reset_state()  # which keeps the precision of the first Accelerator of a process
+            self._precision, self._accelerator = settled.mixed_precision, None
         why = speed.why if before is None else "auto keeps what the run began with"
         base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
         return settled, f"mixed_precision={settled.mixed_precision}{base}: {why}"
@@ -220,11 +242,12 @@ class Processes:
 
     def _add_in_order(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, by their index: wherever a number stands, it is the same. A collective."""
-        if self.num_processes < 3:
-            return self.reduce_flat_(tensor)
-        each = [torch.empty_like(tensor) for _ in range(self.num_processes)]
         with peer_errors():
-            dist.all_gather(each, tensor)
+            if self.num_processes < 3:
+                added: Tensor = self.accelerator.reduce(tensor, "sum")
+                return added
+            each = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+            dist.all_gather(each, tensor)  # Accelerate would gather on the GPUs, and a ballot lies on the host
         return sum(each[1:], start=each[0])
 
     def reduce_flat_(self, tensor: Tensor) -> Tensor:
@@ -238,7 +261,8 @@ class Processes:
         """
         if self.num_processes > 1:
             with peer_errors():
-                reduce_within_bound(tensor)
+                tensor.copy_(self.accelerator.reduce(tensor, "sum"))
+                wait_within_bound(tensor)
         return tensor
 
     def gather_object(self, value: T) -> list[T]:
@@ -405,7 +429,7 @@ def _set_environment(launch: Launch, on_cpu: bool) -> None:
         # Every step has rows of other lengths, which leaves gaps in memory. torch reads it at its first allocation.
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        # A process without a peer ends as PeerLost (`reduce_within_bound`), and not by a signal of NCCL's watchdog.
+        # A process without a peer ends as PeerLost (`wait_within_bound`), and not by a signal of NCCL's watchdog.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if on_cpu and launch.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         # Otherwise every process uses all cores, or Accelerate counts those of the machine instead of the job's.
@@ -585,8 +609,8 @@ def peer_errors() -> Iterator[None]:
         _waiting.pop()
 
 
-def reduce_within_bound(tensor: Tensor) -> None:
-    """Add a tensor over all processes, in place, and return when it is done or a peer is gone.
+def wait_within_bound(tensor: Tensor) -> None:
+    """Return when a tensor is added over all processes, or a peer is gone.
 
     gloo tells of a dead peer at once. On a GPU the call returns before anything is added, and a kernel without its
     peer never ends. The optimizer must not move by such a gradient, so the host looks until the kernel has ended.
@@ -594,7 +618,6 @@ def reduce_within_bound(tensor: Tensor) -> None:
     Raises:
         RuntimeError: a peer is gone, or silent for `REDUCE_BOUND_S`.
     """
-    dist.all_reduce(tensor)
     if not tensor.is_cuda:
         return
     done, until = torch.cuda.current_stream(tensor.device).record_event(), time.monotonic() + REDUCE_BOUND_S

@@ -63,6 +63,21 @@ class Resources:
     log: RunLog
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What Accelerate has prepared for the loop; before that, the crowd and the optimizer themselves.
+
+    Attributes:
+        model: the crowd; on several processes a DistributedDataParallel around it.
+        optimizer: moves the agents.
+        loader: the micro-batches of this process.
+    """
+
+    model: torch.nn.Module
+    optimizer: Any
+    loader: Any = None
+
+
 @dataclass
 class Run(Resources):
     """The parts of a run.
@@ -75,6 +90,7 @@ class Run(Resources):
         learning_rates: for each agent the rate of a 0-based step, before any factor.
         max_grad_norms: the clipping bound of each agent.
         rows, plan: rows and order of the agents that stand in the crowd now; `checkpoint.rows` has the first ones.
+        prepared: crowd, optimizer and loader as the loop takes them. `crowd` and `optimizer` are inside of these.
         batch_places: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: collects what a checkpoint holds, and restores it.
         votes_after_steps: whether a callback may ask for a stop after any step, so that all processes vote there too.
@@ -105,6 +121,7 @@ class Run(Resources):
     checkpoint: RunCheckpoint
     heartbeat: Heartbeat
     step_metrics: StepMetrics
+    prepared: Prepared
     batch_places: Sequence[int] = ()
     pace: Pace = field(default_factory=Pace)
     learning: Learning = field(default_factory=lambda: Learning(()))  # before there are steps

@@ -1,12 +1,12 @@
 """The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-`setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`. Every step goes the
-same way, on all processes alike:
+`setup.py` builds the `Run`, and `job.py` hands it to `train` together with the batches of `steps`, for which Accelerate
+prepares the crowd, its optimizer and the loader. Every step goes the same way, on all processes alike:
 
 1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py).
 2. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
-   alone. Losses are summed, so that the gradients of all passes add up. Nothing is communicated here.
+   alone. Losses are summed, so that the gradients of all passes add up. `accelerator.no_sync` keeps it silent.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd.
 4. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
@@ -25,19 +25,25 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import psutil
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.data.batches import MicroBatch, of_agents, stream
+from ci_llm.data.batches import MicroBatch, of_agents
+from ci_llm.data.loader import loader_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
-from ci_llm.run.context import Run
+from ci_llm.distributed.processes import peer_errors
+from ci_llm.run.context import Prepared, Run
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.step import evaluation
 from ci_llm.run.step.members import is_waiting
@@ -89,6 +95,8 @@ def train(run: Run, batches: Batches) -> str | None:
         settings = run.crowd.settings
         change_crowd(run, verdict)
         if run.crowd.settings is not settings:
+            accelerator, loader = run.processes.accelerator, run.prepared.loader
+            run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
             run.measure(compute_gradients)
         stop = verdict.stop or (run.stop_vote.reason() if run.votes_after_steps else None)
         if stop or verdict.save or run.state.step == run.total_steps:
@@ -104,20 +112,45 @@ def train(run: Run, batches: Batches) -> str | None:
 
 def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
-    batches = stream(
+    accelerator, workers = run.processes.accelerator, run.config.num_workers
+    begun = run.state.step - run.state.step % run.plan.steps_per_epoch
+    loader, sampler = loader_of(
         run.rows,
         run.plan,
-        run.state.step,
-        run.total_steps,
-        process_index=run.processes.process_index,
+        range(begun, run.total_steps),
         num_processes=run.processes.num_processes,
         micro_batch_size=run.micro_batch_size,
-        num_workers=run.config.num_workers,
-        pin_memory=run.crowd.device.type == "cuda",
+        num_workers=workers,
     )
+    run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
+    batches = iter(accelerator.skip_first_batches(run.prepared.loader, sampler.before(run.state.step)))
     run.batch_places = [*range(run.crowd.num_agents)]
+    batches = chain([*islice(batches, 1)] if workers else [], batches)  # the first one starts them
+
+    def of_step(step: int) -> tuple[int, list[MicroBatch]]:
+        dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch is not None]
+        return step, of_agents(dealt, run.batch_places)
+
     # One at a time, when it is asked for: the crowd may change between two steps.
-    return ((step, of_agents(micro_batches, run.batch_places)) for step, micro_batches in batches)
+    return map(of_step, range(run.state.step, run.total_steps))
+
+
+def prepared(before: Prepared, accelerator: Accelerator, crowd: Crowd, optimizer: Optimizer, loader: Any) -> Prepared:
+    """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
+
+    On several processes DistributedDataParallel wraps the crowd, without the frozen base: each process has loaded it,
+    and may hold a part of it alone.
+
+    Args:
+        before: what was prepared last, which the accelerator forgets.
+    """
+    accelerator.unwrap_model(before.model, keep_fp32_wrapper=False)
+    accelerator.free_memory()
+    frozen = [name for name, parameter in crowd.named_parameters() if not parameter.requires_grad]
+    ignored: Any = [*frozen, *(name for name, _ in crowd.named_buffers())]
+    crowd._ddp_params_and_buffers_to_ignore = ignored
+    with peer_errors():
+        return Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
 
 def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> Verdict:
@@ -151,8 +184,8 @@ def compute_gradients(
     Args:
         of_step: the objective with what it has to know of the step; None if it has to know nothing.
     """
-    objective = of_step or run.objective
-    run.crowd.train()
+    objective, accelerator, model = of_step or run.objective, run.processes.accelerator, run.prepared.model
+    model.train()
     run.crowd.agents.begin_step(step)
     sums = torch.zeros(
         _num_sums(run.crowd.num_agents, run.plan, objective), dtype=torch.float64, device=run.crowd.device
@@ -166,10 +199,10 @@ def compute_gradients(
             # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the
             # same, and so does an agent that is alone.
             seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
-            with part.reading():
-                with run.processes.autocast():
-                    loss = objective(run.crowd(part.rows), part.rows, step, part.agent)
-                (loss.total * (run.state.loss_scale or 1.0)).backward()
+            with part.reading(), accelerator.no_sync(model):
+                with accelerator.autocast():
+                    loss = objective(model(part.rows), part.rows, step, part.agent)
+                accelerator.backward(loss.total if run.state.loss_scale is None else loss.total * run.state.loss_scale)
             losses.append((part.agent, loss))
         loss = objective.together(losses, batch, step)
         sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens, loss.metrics)
@@ -194,9 +227,10 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
             gradient.div_(max(count, 1) * scale)
     norms = agents.clip(run.max_grad_norms)
     agents.leave_out(left_out)
-    for k, group in enumerate(run.optimizer.param_groups):
+    optimizer = run.prepared.optimizer
+    for k, group in enumerate(optimizer.param_groups):
         group["lr"] = run.learning_rates[k](step) * run.state.recovery.lr_factor(k)
-    run.optimizer.step()
+    optimizer.step()
     return norms
 
 

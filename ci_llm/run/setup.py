@@ -30,7 +30,7 @@ from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.run.context import Resources, Run
+from ci_llm.run.context import Prepared, Resources, Run
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
@@ -165,6 +165,7 @@ def assemble(
         ),
         heartbeat=heartbeat,
         step_metrics=StepMetrics(crowd.num_agents, crowd.device),
+        prepared=Prepared(crowd, optimizer),
     )
 
 

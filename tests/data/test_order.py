@@ -141,7 +141,7 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
             assert both.num_rows_of(step) == sum(own.num_rows_of(step) for own in both.each)
             assert found == []
             index = num_processes // 2
-            dealt = plan.dealt(step, index, num_processes, 4)
+            dealt = [plan.dealt(step, micro_step, index, num_processes, 4) for micro_step in range(3)]
             assert sum(map(len, dealt)) == len(found) <= 8
             assert all(len(part) <= 4 for part in dealt)
             found.clear()
@@ -161,7 +161,8 @@ def test_the_rows_of_a_process_are_its_share_of_the_step(
     plan = Plan(num_rows, batch, seed=7)
     assert plan.num_rows_of(step) == len(plan.rows(step))
     for index in range(processes):
-        assert plan.dealt(step, index, processes, micro) == share(plan.rows(step), index, processes, micro)
+        wanted = share(plan.rows(step), index, processes, micro)
+        assert [plan.dealt(step, number, index, processes, micro) for number in range(len(wanted) + 1)] == [*wanted, []]
 
 
 # Agents

@@ -11,6 +11,7 @@ import torch
 
 from ci_llm.crowd.objective import Objective
 from ci_llm.distributed.ballot import Verdict
+from ci_llm.run.context import Prepared
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.nonfinite import HUGE, nonfinite_here
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
@@ -31,7 +32,7 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
         crowd=crowd,
         processes=SimpleNamespace(reduce_flat_=lambda tensor: tensor),
         state=TrainState(recovery=RecoveryState(agents=tuple(AgentRecovery(lr_factor=rate / 0.1) for rate in rates))),
-        optimizer=torch.optim.SGD([{"params": [row]} for row in crowd.agents.rows]),
+        prepared=Prepared(crowd, torch.optim.SGD([{"params": [row]} for row in crowd.agents.rows])),
         learning_rates=[lambda step: 0.1] * K,
         max_grad_norms=[limit] * K,
     )

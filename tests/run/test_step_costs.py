@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
+from ci_llm.distributed.processes import Processes
 from ci_llm.lora.layer import LoraSettings
+from ci_llm.run.context import Prepared
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.loop import apply_gradients, compute_gradients
+from ci_llm.run.loop import apply_gradients, compute_gradients, prepared
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
 from tools.testbed.tiny import base, batch
@@ -80,6 +85,14 @@ class Waits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(autouse=True)
+def accelerate_forgets() -> Iterator[None]:
+    """Accelerate's state is that of the process, and keeps a precision."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 class Step:
     """A run's step as the loop takes it."""
 
@@ -91,17 +104,16 @@ class Step:
             crowd=crowd,
             objective=Objective(),
             heartbeat=Heartbeat(),
-            processes=SimpleNamespace(
-                process_index=0,
-                autocast=lambda: torch.autocast("cpu", dtype) if dtype else nullcontext(),
-                reduce_flat_=lambda tensor: tensor,
-            ),
+            processes=Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, [])),
             state=TrainState(skipped=(0,) * agents, recovery=recovery),
             optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True),
+            prepared=Prepared(crowd, None),
             plan=None,
             learning_rates=[lambda step: 1e-3] * agents,
             max_grad_norms=[1.0] * agents,
         )
+        optimizer = self.run.optimizer
+        self.run.prepared = prepared(self.run.prepared, self.run.processes.accelerator, crowd, optimizer, None)
 
     def take(self, number: int, rows: Batch, *watched: Any) -> Verdict:
         """One step; `watched` see what it does up to and after the ballot."""

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,13 +150,18 @@ class Trackers:
             is_known = name in saved_state if kind.run_id(tracker) else resumed_from > 0
             if not is_known:
                 kind.show_hyperparameters(tracker, hyperparameters)
-        accelerator.trackers = [tracker for _, tracker in self._trackers.values()]
+        self._accelerator = accelerator
+        accelerator.trackers = [_Guarded(name, self) for name in self._trackers]
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values`, under the names of metrics.jsonl and under those that Trainer has."""
         own = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        numbers = own | _trainers_names(own)
-        for name, (kind, tracker) in [*self._trackers.items()]:
+        self._accelerator.log(own | _trainers_names(own), step=step)
+
+    def log_to(self, name: str, step: int, numbers: dict[str, int | float]) -> None:
+        """Send the numbers to one tracker, unless it has failed."""
+        if name in self._trackers:
+            kind, tracker = self._trackers[name]
             self._call(name, partial(kind.log, tracker, step, numbers))
 
     def state(self) -> dict[str, str]:
@@ -180,6 +186,17 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
             del self._trackers[name]
             logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A tracker in Accelerate's list: where it fails it is left out, and the others go on."""
+
+    name: str
+    trackers: Trackers
+
+    def log(self, values: dict[str, int | float], step: int) -> None:
+        self.trackers.log_to(self.name, step, values)
 
 
 #: Transformers' Trainer logs under these names what is ours under the others: dashboards and sweeps look for them.

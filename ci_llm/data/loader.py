@@ -1,0 +1,158 @@
+"""The loader of a run: PyTorch's own, over the micro-batches of every step, for Accelerate to prepare.
+
+    loader, sampler = loader_of(rows, plan, steps, num_processes=2, micro_batch_size=8)
+    loader = accelerator.prepare(loader)                              # deals each process its micro-batches
+    rest = accelerator.skip_first_batches(loader, sampler.before(step))  # after a resume
+
+The sampler names places, and not rows: a place is a step, a micro-step and a process, in this order. Which rows stand
+there is computed from the plan where they are read. So skipping costs no rows, nothing is remembered, and workers only
+decide how early a micro-batch is made, never which one it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.data.batches import AgentBatches, MicroBatch, Packable, PackableRows, pack
+from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.interrupts import ignore_signals, worker_context
+
+
+class RowsOfEach(Protocol):
+    """Agents with data sets of their own."""
+
+    @property
+    def each(self) -> Sequence[PackableRows]: ...
+
+
+class Place(NamedTuple):
+    """Where a micro-batch stands in a run."""
+
+    step: int
+    micro_step: int
+    process: int
+
+
+class StepSampler(BatchSampler):
+    """The places of all micro-batches: step by step, micro-step by micro-step, one for every process.
+
+    Accelerate gives process p every item number p of as many as there are processes. A place may have no row.
+
+    Attributes:
+        batch_size, drop_last: what Accelerate asks of a sampler: sizes differ, and no item is without its peers.
+    """
+
+    batch_size: Any = None
+    drop_last = True
+
+    def __init__(self, plan: Plan | AgentPlans, steps: range, num_processes: int, micro_batch_size: int) -> None:
+        self.steps, self._plans = steps, plan.each if isinstance(plan, AgentPlans) else (plan,)
+        self._num_processes, self._micro_batch_size = num_processes, micro_batch_size
+
+    def micro_steps(self, step: int) -> int:
+        """The micro-steps of a step: those of the process, and of the agent, that has the most rows."""
+        rows = max(plan.num_rows_of(step) for plan in self._plans)
+        return -(-rows // (self._num_processes * self._micro_batch_size))
+
+    def before(self, step: int) -> int:
+        """How many micro-batches each process has before a step."""
+        return sum(map(self.micro_steps, range(self.steps.start, step)))
+
+    def __len__(self) -> int:
+        return self.before(self.steps.stop) * self._num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in self.steps:
+            for micro_step in range(self.micro_steps(step)):
+                for process in range(self._num_processes):
+                    yield Place(step, micro_step, process)
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """The rows of a micro-batch with their numbers, which are packed where they are placed on a device.
+
+    Workers hand over arrays and not tensors: tensors would travel through shared memory, of which containers give
+    64 MB, and one file descriptor each.
+
+    Attributes:
+        each: of each agent that has rows of its own, or one for all; None: it has none here.
+    """
+
+    each: tuple[tuple[list[Packable], list[int]] | None, ...]
+    own_rows: bool
+
+    def to(self, device: torch.device | str) -> MicroBatch | None:
+        """The micro-batch on `device`; None if it has no row.
+
+        If memory runs out it stays on the host: the step places it again, and there a lack of memory is answered.
+        """
+        if not any(self.each):
+            return None
+        packed = tuple(own and pack(*own) for own in self.each)
+        batch: MicroBatch | None = AgentBatches(packed) if self.own_rows else packed[0]
+        assert batch is not None  # one of them has rows
+        here = batch.pinned() if torch.device(device).type == "cuda" else batch
+        return unless_out_of_memory(lambda: here.to(device))[0] or here
+
+
+class _Places(Dataset[Any]):
+    """The rows of micro-batches by their places; what the loader's workers hold."""
+
+    def __init__(
+        self, rows: PackableRows | RowsOfEach, plan: Plan | AgentPlans, num_processes: int, micro_batch_size: int
+    ) -> None:
+        self._own_rows = isinstance(plan, AgentPlans)
+        each: Any = zip(rows.each, plan.each, strict=True) if isinstance(plan, AgentPlans) else [(rows, plan)]  # type: ignore[union-attr]
+        self._each: list[tuple[PackableRows, Plan]] = [*each]
+        self._num_processes, self._size = num_processes, micro_batch_size
+
+    def __getitems__(self, place: Place) -> Unpacked:
+        found = []
+        for rows, plan in self._each:
+            numbers = plan.dealt(*place, self._num_processes, self._size)
+            found.append(([rows[number] for number in numbers], numbers) if numbers else None)
+        return Unpacked(tuple(found), self._own_rows)
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def loader_of(
+    rows: PackableRows | RowsOfEach,
+    plan: Plan | AgentPlans,
+    steps: range,
+    *,
+    num_processes: int,
+    micro_batch_size: int,
+    num_workers: int = 0,
+) -> tuple[DataLoader[Any], StepSampler]:
+    """The loader of the micro-batches of these steps, and its sampler.
+
+    Its workers ignore the signals that stop or save a run, and end with the pass over it. No random number is drawn
+    from the global generators.
+
+    Args:
+        rows, plan: of all agents together, or of each: a micro-batch then is an `AgentBatches`.
+    """
+    sampler = StepSampler(plan, steps, num_processes, micro_batch_size)
+    # torch warns of more workers than cores, in each of the loaders that Accelerate makes of this one.
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+    loader: DataLoader[Any] = DataLoader(
+        _Places(rows, plan, num_processes, micro_batch_size),
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_as_is,
+        worker_init_fn=ignore_signals,
+        multiprocessing_context=worker_context() if num_workers else None,
+        generator=torch.Generator(),
+    )
+    return loader, sampler

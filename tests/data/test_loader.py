@@ -1,0 +1,183 @@
+"""The loader of a run, prepared by Accelerate: which rows come when and on which process, and what workers survive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Generator
+from dataclasses import fields
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from torch import Tensor
+
+from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.data.loader import loader_of
+from ci_llm.data.order import AgentPlans, Plan
+from tests.data.test_batches import Rows
+from tools.testbed.events import DEADLINE_S
+
+
+def start(
+    first: int,
+    last: int,
+    rows: Any = None,
+    plan: Any = None,
+    *,
+    process_index: int = 0,
+    num_processes: int = 1,
+    micro_batch_size: int = 3,
+    num_workers: int = 0,
+) -> Generator[tuple[int, list[Any]], None, None]:
+    """(step, micro-batches) from step `first` on, of a loader that begins at step 0, as a run takes them."""
+    rows, plan = rows or Rows(), plan or Plan(50, 8, seed=3)
+    how = {"num_processes": num_processes, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    loader, sampler = loader_of(rows, plan, range(last), **how)
+    mine: Any = prepare_data_loader(
+        loader, torch.device("cpu"), num_processes, process_index, put_on_device=True, even_batches=False, rng_types=[]
+    )
+    batches = iter(skip_first_batches(mine, sampler.before(first)))
+    head = [*islice(batches, 1)] if num_workers else []
+
+    def by_step() -> Generator[tuple[int, list[Any]], None, None]:
+        for step in range(first, last):
+            count = sampler.micro_steps(step) - len(head)
+            found = [*head, *islice(batches, count)]
+            head.clear()
+            yield step, [batch for batch in found if batch is not None]
+
+    return by_step()
+
+
+def steps(first: int, last: int, **changes: Any) -> list[tuple[int, list[Batch]]]:
+    return list(start(first, last, **changes))
+
+
+def assert_same(ours: list[tuple[int, list[Batch]]], theirs: list[tuple[int, list[Batch]]]) -> None:
+    assert [(step, len(batches)) for step, batches in ours] == [(step, len(b)) for step, b in theirs]
+    for (_, left), (_, right) in zip(ours, theirs, strict=True):
+        for a, b in zip(left, right, strict=True):
+            for field in fields(Batch):
+                x, y = getattr(a, field.name), getattr(b, field.name)
+                assert torch.equal(x, y) if isinstance(x, Tensor) else x == y, field.name
+
+
+def test_the_batches_follow_the_plan() -> None:
+    plan = Plan(50, 8, seed=3)
+    for step, batches in steps(0, 15):
+        assert [number for batch in batches for number in batch.sample_ids] == plan.rows(step)
+        assert all(batch.num_rows == 3 for batch in batches[:-1])
+
+
+def test_every_start_is_the_tail_of_the_whole() -> None:
+    whole = steps(0, 12)
+    for start in (1, 6, 7, 11, 12):
+        assert_same(steps(start, 12), whole[start:])
+
+
+@pytest.mark.slow
+def test_workers_change_nothing() -> None:
+    assert_same(steps(2, 12, num_workers=2), steps(2, 12))
+    cores = len(os.sched_getaffinity(0))
+    assert_same(steps(2, 4, num_workers=cores + 1), steps(2, 4))  # torch would warn, and a warning is an error here
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+def test_the_samples_of_a_step_do_not_depend_on_processes_or_micro_batches(num_processes: int) -> None:
+    plan = Plan(50, 8, seed=3)
+    taken: dict[int, list[int]] = {}
+    for index in range(num_processes):
+        for step, batches in steps(0, 7, process_index=index, num_processes=num_processes, micro_batch_size=2):
+            taken.setdefault(step, []).extend(number for batch in batches for number in batch.sample_ids)
+    assert {step: sorted(rows) for step, rows in taken.items()} == {step: sorted(plan.rows(step)) for step in range(7)}
+
+
+def test_a_process_without_rows_still_hears_of_the_step() -> None:
+    """The last step of an epoch has 2 rows; processes 2 and 3 of 4 get none and must vote all the same."""
+    last = [steps(6, 7, process_index=index, num_processes=4) for index in range(4)]
+    assert [[len(batches) for _, batches in one] for one in last] == [[1], [1], [0], [0]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_generators_are_never_drawn_from(num_workers: int) -> None:
+    torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1]
+    assert steps(0, 4, num_workers=num_workers)
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)
+
+
+@pytest.mark.usefixtures("pool_of_threads")
+def test_workers_ignore_the_signals_of_the_run_and_end_with_it() -> None:
+    before = set(psutil.Process().children())
+    running = start(0, 12, num_workers=2)
+    workers = set(psutil.Process().children()) - before
+    assert len(workers) == 2
+    taken = [next(running), next(running)]  # one from each worker: both have begun
+    for name in ("TERM", "INT", "USR1", "USR2"):  # from somebody else: a worker obeys its own parent
+        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True, timeout=DEADLINE_S)
+    taken.extend(running)
+    assert_same(taken, steps(0, 12))
+    assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []
+
+
+def test_workers_go_when_the_pass_is_left_early() -> None:
+    before = set(psutil.Process().children())
+    running = start(0, 10**9, num_workers=1)
+    workers = set(psutil.Process().children()) - before
+    assert len(workers) == 1
+    next(running)
+    running.close()
+    assert psutil.wait_procs(workers, timeout=DEADLINE_S)[1] == []
+
+
+# Agents with rows of their own
+
+PLANS = AgentPlans((Plan(50, 8, seed=3), Plan(11, 8, seed=3), Plan(50, 8, seed=4)))
+
+
+def steps_of_agents(first: int, last: int, **changes: Any) -> list[tuple[int, list[AgentBatches]]]:
+    return list(start(first, last, SimpleNamespace(each=[Rows()] * 3), PLANS, **changes))
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_agent_gets_the_batches_that_it_gets_alone(num_workers: int) -> None:
+    found = steps_of_agents(1, 9, num_workers=num_workers)
+    assert [step for step, _ in found] == list(range(1, 9))
+    for k, plan in enumerate(PLANS.each):
+        alone = start(1, 9, plan=plan)
+        mine = [(step, [own for b in batches if (own := b.each[k]) is not None]) for step, batches in found]
+        assert_same(mine, list(alone))
+
+
+def test_agents_whose_epoch_ends_have_fewer_micro_batches() -> None:
+    ((_, batches),) = steps_of_agents(1, 2)  # the second agent has three of its eleven rows left
+    assert [[own and own.num_rows for own in batch.each] for batch in batches] == [
+        [3, 3, 3],
+        [3, None, 3],
+        [2, None, 2],
+    ]
+    assert [batch.num_units for batch in batches] == [3, 3, 2]
+    first = batches[0]
+    assert first.num_tokens == sum(own.num_tokens for own in first.present)
+    assert first.num_targets == sum(own.num_targets for own in first.present)
+    assert first.sample_ids == tuple(row for own in first.present for row in own.sample_ids)
+    assert [own and own.input_ids.device.type for own in batches[1].to("meta").each] == ["meta", None, "meta"]
+
+
+def test_agents_take_the_same_rows_on_any_number_of_processes() -> None:
+    taken: dict[tuple[int, int], list[int]] = {}
+    for index in range(3):
+        for step, batches in steps_of_agents(0, 4, process_index=index, num_processes=3, micro_batch_size=2):
+            for batch in batches:
+                for k, own in enumerate(batch.each):
+                    taken.setdefault((k, step), []).extend(own.sample_ids if own else [])
+    assert {place: sorted(rows) for place, rows in taken.items()} == {
+        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS.each) for step in range(4)
+    }
