@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import select
 import termios
@@ -180,8 +181,7 @@ def _same_file(one: int, other: int) -> bool:
 _TURN_S: Final = 0.25  # the longest delay until a new window size or an order is noticed
 _FLUSH_S: Final = 1.0
 _SCARCE_FRACTION: Final = 0.03  # of the machine's memory; with less than that available it is short
-_SCARCE_FOR_S: Final = 10.0  # how long short memory explains the end of a command
-_KILLED_FOR_S: Final = 60.0  # and how long a kill by the kernel does: it may have hit a part of the command first
+_SHORT_FOR_S: Final = 30.0  # how long that, or a kill by the kernel, explains the end: it may have hit a part first
 
 
 class StopOrder(NamedTuple):
@@ -350,28 +350,21 @@ class _MemoryWatch:
 
     def __init__(self) -> None:
         self._kills = _out_of_memory_kills()
-        self._next_look = 0.0
-        self._short_until = 0.0
+        self._next_look, self._short_at = 0.0, -math.inf
 
     def look(self) -> None:
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + 1.0
-        memory = psutil.virtual_memory()
-        if memory.available < _SCARCE_FRACTION * memory.total:
-            self._short_until = max(self._short_until, now + _SCARCE_FOR_S)
-        self._count_kills(now)
+        memory, kills = psutil.virtual_memory(), _out_of_memory_kills()
+        if kills > self._kills or memory.available < _SCARCE_FRACTION * memory.total:
+            self._kills, self._short_at = kills, now
 
     def was_short(self) -> bool:
-        now = time.monotonic()
-        self._count_kills(now)
-        return now < self._short_until
-
-    def _count_kills(self, now: float) -> None:
-        kills = _out_of_memory_kills()
-        if kills > self._kills:
-            self._kills, self._short_until = kills, now + _KILLED_FOR_S
+        self._next_look = 0.0
+        self.look()
+        return time.monotonic() - self._short_at < _SHORT_FOR_S
 
 
 def _out_of_memory_kills() -> int:

@@ -20,7 +20,7 @@ from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, crash_signature
-from ci_llm.supervisor.output_scan import Evidence, UserPatterns
+from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
 
 GRACE_S: Final = 120.0
@@ -45,7 +45,6 @@ class OwnRun:
     """
 
     restarts_from_scratch = False
-    user_patterns = UserPatterns()  # its failures are in its folder
     rerun_effect = "the same command resumes"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:

@@ -220,7 +220,7 @@ def test_a_folder_without_weights_fails_the_check_of_the_model_and_estimates_are
     assert found.codes == [1]
     assert found.of("FAILED") == ["model"], found.text
     assert "model.safetensors" in found.lines["model"]
-    assert re.search(r"\dM parameters", found.lines["estimate"])
+    assert re.search(r"\dk parameters", found.lines["estimate"])
     assert "GB" in found.lines["batch"]
     assert "about" in found.lines["time"]
     assert "of" in found.lines["storage"]
