@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,14 +17,6 @@ _KILLS: Final = (-9, 137)
 _STOPS: Final = (-15, -2, -1, 143, 130, 129)
 _NO_SPACE: Final = ("No space left on device", "Disk quota exceeded")
 BAD_CALL: Final = 2
-#: Exceptions that may pass by themselves: of a network, of another process, of a device that another job still holds.
-_TRANSIENT: Final = re.compile(
-    r"connect|time(?:d|s)? ?out|temporar|unavailable|in use\b|\bbusy|locked|reset|refused|name resolution|gaierror"
-    r"|network|\bSSL|HTTP|Too Many Requests|try again|retry|stale file|input/output|NCCL|CUDA|HIP error|driver",
-    re.IGNORECASE,
-)
-_NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
-
 #: Reasons in status.json and in the failure files that mean a kind of their own; every other one is a crash.
 _REASONS: Final[dict[str, Kind]] = {
     "nonfinite": "nonfinite",
@@ -54,23 +45,8 @@ def classify_by_output(
         progress=result.duration_s >= progress_after_s,
         learning_rate=learning_rate,
         batch_size=batch_size,
-        signature=crash_signature(kind, result.evidence.exception),
         duration_s=result.duration_s,
     )
-
-
-def crash_signature(kind: Kind, exception: str | None) -> str | None:
-    """Return what two crashes share if they are the same one: the exception without its numbers.
-
-    Args:
-        exception: with its message; None if it is unknown.
-
-    Returns:
-        None for a crash that may pass by itself, one without an exception, and every other kind.
-    """
-    if kind != "crashed" or exception is None or _TRANSIENT.search(exception):
-        return None
-    return _NUMBERS.sub("#", exception)
 
 
 def classify_by_status(

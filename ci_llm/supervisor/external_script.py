@@ -71,15 +71,11 @@ class Resumption:
     @property
     def rerun_effect(self) -> str:
         """What the same call does after an interruption; the end of a sentence."""
-        if not self._words:
-            return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
-        if self._pattern is None:
-            told = shown(self._words)
-            requeued = "" if self._job is None else ", which a job gets that SLURM puts back"
-            return f"the same command begins again; with {told} it resumes{requeued}"
         if words := self.words():
             return f"the same command resumes, with {shown(words)}"
-        return f"the same command begins again, for there is no {self._pattern}"
+        if not self._words:
+            return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
+        return f"the same command begins again; with {shown(self._words)} it would resume"
 
 
 def _split(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from ci_llm.errors import BadInput
 from ci_llm.interrupts import send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
-from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, crash_signature
+from ci_llm.supervisor.classify import classify_by_status
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
 
@@ -132,7 +132,6 @@ class OwnRun:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
         cause = run_folder.earliest_failure(failures)
-        known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
         good_step = self._good_step(cause) if kind == "nonfinite" else None
         return Outcome(
             kind,
@@ -141,7 +140,6 @@ class OwnRun:
             learning_rate=self._highest_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=good_step,
-            signature=crash_signature(kind, known),
             duration_s=result.duration_s,
         )
 
@@ -259,8 +257,3 @@ class SweepRun(OwnRun):
         """The optimizer steps that the newest checkpoints of all segments hold."""
         segments = sorted((self._folder / run_folder.SEGMENTS).glob("*"))
         return sum(max(CheckpointStore(folder).all_steps(), default=0) for folder in segments)
-
-
-def _exception_in_output(result: AttemptResult) -> str | None:
-    """The exception of an attempt that wrote no failure. None after a refusal, which may pass, as a lease does."""
-    return None if result.returncode == BAD_CALL else result.evidence.exception

@@ -17,12 +17,12 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Final
 
 from ruamel.yaml import YAML
@@ -92,26 +92,26 @@ class ConfigFile:
             ConfigError: no file can be written next to the original.
         """
         self.close()
-        path = self.path.with_name(f"{self.path.stem}_retry_{retry}_{secrets.token_hex(4)}{self.path.suffix}")
+        named = {"prefix": f"{self.path.stem}_retry_{retry}_", "suffix": self.path.suffix, "dir": self.path.parent}
         try:
-            # O_EXCL: never over a file of the user. 0o600 in any case: this process must be able to write it.
-            mode = self.path.stat().st_mode & 0o777 | 0o600
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+            with NamedTemporaryFile(delete=False, **named) as file:
+                path = Path(file.name)
             self._copy.callback(path.unlink, missing_ok=True)
+            path.chmod(self.path.stat().st_mode & 0o777 | 0o600)  # this process must be able to write it
             self._copy.enter_context(locked(path, required=False))  # without locks nobody removes it but this one
             path.write_text(self.changed(new) + ("" if path.suffix == ".json" else _MARK), encoding="utf-8")
         except OSError as error:
             self.close()
             raise ConfigError(
                 f"no changed configuration can be written: {error.strerror}",
-                where=str(path),
+                where=str(self.path),
                 hint="make the folder of the configuration writable",
             ) from error
         return path
 
     def remove_abandoned(self) -> list[Path]:
         """Remove the copies that a killed supervisor left, and return their paths."""
-        name = re.compile(rf"{re.escape(self.path.stem)}_retry_\d+_[0-9a-f]{{8}}{re.escape(self.path.suffix)}")
+        name = re.compile(rf"{re.escape(self.path.stem)}_retry_\d+_[0-9a-z_]{{8}}{re.escape(self.path.suffix)}")
         candidates = (path for path in self.path.parent.iterdir() if name.fullmatch(path.name))
         return sorted(path for path in candidates if _removed_if_abandoned(path))
 

@@ -2,8 +2,8 @@
 
 What a recipe needs and this machine lacks (a GPU, SLURM, an account) stands in a comment before its block. The commands
 of such a block are read by the real parsers; in a campaign the configuration of the large one passes what
-`ci-llm check` proves without weights. The base that the recipes name is real: in a campaign in all of them, in `make test` in
-`ON_THE_REAL_BASE`.
+`ci-llm check` proves without weights. The base that the recipes name is real: in a campaign in all of them, in `make
+test` in `ON_THE_REAL_BASE`.
 """
 
 from __future__ import annotations
