@@ -76,8 +76,9 @@ class ConfigFile:
         for dotted, place, key, old in list(_leaves(tree)):
             if dotted in new:
                 place[key] = new[dotted]
-                for _, other, alias, value in list(_leaves(tree)):
-                    if value is old and hasattr(old, "anchor"):  # its aliases follow
+                is_anchored = hasattr(old, "anchor") and old.anchor.value is not None
+                for _, other, alias, value in list(_leaves(tree)) if is_anchored else ():
+                    if value is old:  # its aliases follow
                         other[alias] = new[dotted]
         if self.path.suffix == ".json":
             return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
@@ -95,7 +96,7 @@ class ConfigFile:
         named = {"prefix": f"{self.path.stem}_retry_{retry}_", "suffix": self.path.suffix, "dir": self.path.parent}
         try:
             with NamedTemporaryFile(delete=False, **named) as file:
-                path = Path(file.name)
+                path = self.path.with_name(Path(file.name).name)  # relative, as the user has written it
             self._copy.callback(path.unlink, missing_ok=True)
             path.chmod(self.path.stat().st_mode & 0o777 | 0o600)  # this process must be able to write it
             self._copy.enter_context(locked(path, required=False))  # without locks nobody removes it but this one
