@@ -6,7 +6,6 @@ import glob
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -158,15 +157,17 @@ class ExternalScript:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Classify by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
-        outcome = classify_by_output(
-            result,
+        kind, detail = classify_by_output(result)
+        # A checkpoint that was written before NaN may hold NaN itself: it is not progress.
+        has_saved = kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
+        return Outcome(
+            kind,
+            detail,
+            progress=has_saved or result.duration_s >= self._options.policy.progress_after_s,
             learning_rate=number(self._command.value(self._lr_key)),
             batch_size=integer(self._command.value(self._batch_key)),
-            progress_after_s=self._options.policy.progress_after_s,
+            duration_s=result.duration_s,
         )
-        # A checkpoint that was written before NaN may hold NaN itself: it is not progress.
-        has_saved = outcome.kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
-        return replace(outcome, progress=outcome.progress or has_saved)
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
         """Put new values on the command line of the script, or into a copy of its configuration."""

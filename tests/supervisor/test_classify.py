@@ -83,15 +83,9 @@ BOOM = ("Traceback (most recent call last):", '  File "fit.py", line 3, in <modu
     ],
 )
 def test_a_script_is_classified_by_exit_code_signal_and_output(end: AttemptResult, kind: Kind, detail: str) -> None:
-    outcome = classify_by_output(end, learning_rate=0.1, batch_size=3, progress_after_s=600)
-    assert outcome.kind == kind
-    assert outcome.detail.startswith(detail)
-    assert (outcome.learning_rate, outcome.batch_size, outcome.progress) == (0.1, 3, False)
-
-
-def test_a_script_that_ran_for_long_has_made_progress() -> None:
-    end = result(returncode=1, duration_s=600.0)
-    assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).progress
+    found, told = classify_by_output(end)
+    assert found == kind
+    assert told.startswith(detail)
 
 
 def test_the_kernel_says_how_often_it_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive
-from ci_llm.supervisor.attempt import Attempt
+from ci_llm.supervisor.attempt import Attempt, AttemptResult
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
@@ -470,6 +470,14 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
     assert "Traceback" not in terminal.text
     for part in told:
         assert part in terminal.text
+
+
+def test_a_script_that_ran_for_long_has_made_progress() -> None:
+    script = ExternalScript(parse_options(["--lr-key", "lr", "--batch-size-key", "n", "--", "fit", "lr=0.1", "n=3"]))
+    for duration_s in (599.0, 600.0):
+        outcome = script.classify(AttemptResult(Evidence(), returncode=1, duration_s=duration_s))
+        assert (outcome.kind, outcome.progress) == ("crashed", duration_s >= 600)
+        assert (outcome.learning_rate, outcome.batch_size) == (0.1, 3)
 
 
 def test_a_checkpoint_may_be_removed_while_it_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
