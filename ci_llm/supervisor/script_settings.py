@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import mkstemp
 from typing import Any, Final
 
 from ruamel.yaml import YAML
@@ -93,10 +93,11 @@ class ConfigFile:
             ConfigError: no file can be written next to the original.
         """
         self.close()
-        named = {"prefix": f"{self.path.stem}_retry_{retry}_", "suffix": self.path.suffix, "dir": self.path.parent}
+        stem, folder = f"{self.path.stem}_retry_{retry}_", self.path.parent
         try:
-            with NamedTemporaryFile(delete=False, **named) as file:
-                path = self.path.with_name(Path(file.name).name)  # relative, as the user has written it
+            handle, name = mkstemp(self.path.suffix, stem, folder)  # never over a file of the user
+            os.close(handle)
+            path = folder / Path(name).name  # relative, as the user has written it
             self._copy.callback(path.unlink, missing_ok=True)
             path.chmod(self.path.stat().st_mode & 0o777 | 0o600)  # this process must be able to write it
             self._copy.enter_context(locked(path, required=False))  # without locks nobody removes it but this one
