@@ -1,4 +1,4 @@
-"""The first ten minutes of a GPU: its checks, and what a step of K agents costs beside K runs of PEFT, in one table.
+"""The first ten minutes of a GPU: what a step of K agents costs beside K runs of PEFT, in one table.
 
     python -m benchmarks.gpu [--to build/gpu] [--minutes 10] [--model FOLDER]
 
@@ -44,7 +44,6 @@ from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
-from ci_llm.dry_run import gpu as checks
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CiLlmError, first_line
 from ci_llm.run.loop import compute_gradients
@@ -83,19 +82,6 @@ TINY: Final = {
 AGENTS: Final = (1, 4, 16)
 COLUMNS: Final = ("ms", "GB", "tokens/s", "MFU", "kernels", "waits", "what")
 DEVICE: Final = torch.device("cuda")
-CHECKS: Final[dict[str, Callable[[], str]]] = {
-    "autocast": partial(checks.autocast, DEVICE),
-    "attention": partial(checks.attention, DEVICE),
-    "determinism": partial(checks.determinism, DEVICE, torch.bfloat16, required=False),
-    "copies": partial(checks.copies, DEVICE),
-    "memory": partial(checks.memory, DEVICE),
-    "checkpoint": lambda: _in_a_folder(lambda folder: checks.checkpoint(DEVICE, folder)),
-}
-
-
-def _in_a_folder(work: Callable[[Path], str]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return work(Path(folder))
 
 
 @dataclass(frozen=True)
@@ -129,8 +115,6 @@ class Bench:
 
     def cases(self) -> Iterator[tuple[str, Callable[[], Figures]]]:
         """Every case by its name, in the order in which they are worth most."""
-        for name, check in CHECKS.items():
-            yield f"check {name}", lambda check=check: {"what": check()}
         yield "digest", self.digest
         for agents in AGENTS[: 2 if self.tiny else None]:
             yield from self._of_a_base(f"0.5B, K={agents}", self.qwen, agents)

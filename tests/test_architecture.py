@@ -40,7 +40,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 #: What only one file (or package) may import, because it has to be done in one way.
 OWNERS = {
     "accelerate": {"distributed/processes.py", "run/loop.py"},
-    "yaml": {"config/yaml_file.py", "supervisor/script_settings.py"},
+    "yaml": {"config/yaml_file.py"},
+    "ruamel": {"supervisor/script_settings.py"},
     "signal": {"interrupts.py"},
     "peft": {"lora/adapters.py", "crowd/merging.py"},
     "subprocess": {"cluster/slurm.py", "cluster/starter.py", "supervisor/shim.py"},

@@ -10,9 +10,6 @@ from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 
 _RAN: Final = Outcome("crashed", learning_rate=2e-4, batch_size=32)
 _NO_PROGRESS: Final = (_RAN, _RAN)
-_EARLY: Final = replace(
-    _RAN, detail="exit code 1: ImportError: no torch", signature="ImportError: no torch", duration_s=2.0
-)
 _CUT: Final = replace(_RAN, kind="nonfinite")
 
 #: Row by row: how the attempt ended, the situation, the outcomes before it, its own outcome.
@@ -43,7 +40,6 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("disk_full", "second time without progress", (_RAN,), replace(_RAN, kind="disk_full")),
     ("crashed", "", (), _RAN),
     ("crashed", "second time without progress", (_RAN,), _RAN),
-    ("crashed", "the same exception twice, within a minute", (_EARLY,), _EARLY),
     ("crashed", "third time, but with progress", _NO_PROGRESS, replace(_RAN, progress=True)),
     ("killed, hang, disk_full, crashed", "third time without progress", _NO_PROGRESS, replace(_RAN, kind="killed")),
 )

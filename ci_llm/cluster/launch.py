@@ -103,7 +103,6 @@ _LAUNCHERS: Final = (
     _Variables("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     _Variables("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    _Variables("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     _Variables("mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 )
 #: Words by which a flag of Accelerate asks for nothing.
@@ -331,38 +330,27 @@ def accelerate_settings(environ: Mapping[str, str], parent_command: Sequence[str
     return {key: value for key, value in values.items() if value not in ("no", "1")}
 
 
-def launch_notes(
-    launch: Launch, environ: Mapping[str, str], *, num_gpus: int, rows_per_process: int | None = None
-) -> list[str]:
+def launch_notes(launch: Launch, environ: Mapping[str, str], *, num_gpus: int) -> list[str]:
     """One line, with a hint, for each property of a launch that works but may not be intended.
 
     Args:
         num_gpus: GPUs that this process may use; 0 for a run on the CPU.
-        rows_per_process: rows of one process in an optimizer step; None if the rows of all processes are configured.
     """
     lines = []
     if launch.requested_processes is not None:
-        lines.append(_fewer_processes_note(launch, environ, num_gpus, rows_per_process))
+        why = f"this machine has {num_gpus} GPU(s), and each takes one" if num_gpus else "--distributed=N starts N here"
+        lines.append(f"asked for {launch.requested_processes or 'several'} processes, running 1: {why}")
     if num_gpus > 1 and launch.num_processes == 1:
         way = f"`--distributed`, or `accelerate launch --num_processes={num_gpus}`"
         lines.append(f"{num_gpus} GPUs, 1 process: {way}, uses them all")
-    threads = environ.get("OMP_NUM_THREADS", "")
-    wanted = launch.num_local_processes * (int(threads) if threads.isdecimal() else 1)
+    threads, share = environ.get("OMP_NUM_THREADS", ""), launch.threads_per_process
+    # Launchers set 1 where it is not set: with fewer processes than cores that leaves cores idle.
+    is_idle = threads == "1" and share > 1 and launch.launcher != "python"
     if not num_gpus and launch.num_local_processes > _num_cores():
         shared = f"{launch.num_local_processes} processes share {_num_cores()} CPU core(s)"
         lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
-    elif not num_gpus and wanted > _num_cores():
-        lines.append(
-            f"{wanted} threads (processes x OMP_NUM_THREADS) share {_num_cores()} CPU core(s), and a step waits for the"
-            f" last of them: `export OMP_NUM_THREADS={launch.threads_per_process}`"
-        )
-    # With fewer processes than cores, that leaves cores idle.
-    throttled = launch.launcher != "python" and environ.get("OMP_NUM_THREADS") == "1" and not num_gpus
-    if throttled and launch.threads_per_process > 1:
-        lines.append(
-            "one CPU thread per process (OMP_NUM_THREADS=1, which launchers set if it is not set):"
-            f" `export OMP_NUM_THREADS={launch.threads_per_process}` uses all cores"
-        )
+    elif not num_gpus and (is_idle or (threads.isdecimal() and int(threads) > share)):
+        lines.append(f"OMP_NUM_THREADS={threads} per process: `export OMP_NUM_THREADS={share}` uses each core once")
     return [*lines, *step_notes(environ), *elastic_notes(environ, option(launch.launcher_command, "nnodes"))]
 
 
@@ -418,29 +406,6 @@ def _num_cores() -> int:
 
 def _launcher_variables(environ: Mapping[str, str]) -> _Variables | None:
     return next((one for one in _LAUNCHERS if one.num_processes in environ), None)
-
-
-def _fewer_processes_note(launch: Launch, environ: Mapping[str, str], num_gpus: int, rows: int | None) -> str:
-    """One process runs instead of several: the effect on the batch, and the command that starts all of them."""
-    number = launch.requested_processes
-    note = f"asked for {number or 'several'} processes, running 1, for this machine has"
-    note += f" {num_gpus} GPU(s), and each takes one process" if num_gpus else " no GPU"
-    if rows and number:
-        share = {2: "half", 3: "a third", 4: "a quarter"}.get(number, f"1/{number}")
-        note += f"; the effective batch of a run that begins like this is {share}: {rows} rows and not {number * rows}"
-    return note if num_gpus else f"{note}; this starts them on the CPU:\n          {_cpu_command(launch, environ)}"
-
-
-def _cpu_command(launch: Launch, environ: Mapping[str, str]) -> str:
-    """The command, changed so that it starts all processes on a machine without a GPU."""
-    command = launch.launcher_command
-    place = next(n for n, word in enumerate(command) if PurePath(word).name in _ACCELERATE_LAUNCH) + 1
-    end = len(command) - len(launch.arguments)
-    options = [word for word in command[place:end] if word.replace("-", "_") not in ("__cpu", "__use_cpu")]
-    number = [] if option(options, "num_processes") else [f"--num_processes={launch.requested_processes or 'N'}"]
-    # Without --multi_gpu the launcher starts a single process on such a machine, whatever the number.
-    line = shell_line([*command[:place], "--multi_gpu", *number, *options, *command[end:]])
-    return f"ACCELERATE_USE_CPU=true {line}" if is_cpu_wanted(environ) else line
 
 
 def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
@@ -522,7 +487,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 def _local_processes(environ: Mapping[str, str], num_processes: int) -> int:
     """The number of processes on this machine; all processes if the launcher does not tell it."""
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     for name in names:
         if name in environ:
             return _integer(environ, name)

@@ -195,7 +195,7 @@ def requeue(
         obstacle = "scontrol requeue failed"
     if obstacle:
         return f"SLURM job {job.id} is not put back into the queue: {obstacle}"
-    return f"SLURM job {job.id} is put back into the queue, for the {_ordinal(job.restarts + 1)} time"
+    return f"SLURM job {job.id} is put back into the queue (requeue {job.restarts + 1})"
 
 
 def reason_not_to_requeue(
@@ -220,8 +220,3 @@ def reason_not_to_requeue(
     if without_progress >= MAX_WITHOUT_PROGRESS:
         return f"no progress in {without_progress} attempts; more time per job, or smaller steps, and submit it again"
     return None
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

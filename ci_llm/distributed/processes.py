@@ -128,7 +128,8 @@ class Processes:
                 where=f"launcher: {self.launch.launcher}",
                 hint="create no Accelerator before Processes; start by torchrun or accelerate launch",
             )
-        self.notes += _notes(self.launch, config, num_gpus=0 if on_cpu else torch.cuda.device_count())
+        num_gpus = 0 if on_cpu else torch.cuda.device_count()
+        self.notes += launch_notes(self.launch, os.environ, num_gpus=num_gpus)
         self.follow: Callable[[], None] = lambda: None
         self.patience = Patience()
         self._tokens: list[Path] = []
@@ -399,11 +400,6 @@ def check_process_group() -> str:
     finally:
         leave()
     return f"{backend} on 127.0.0.1:{store.port}"
-
-
-def _notes(launch: Launch, config: Config, num_gpus: int) -> list[str]:
-    rows = None if config.global_batch_size else config.batch_size * config.gradient_accumulation_steps
-    return launch_notes(launch, os.environ, num_gpus=num_gpus, rows_per_process=rows)
 
 
 def _check_gpus(launch: Launch, on_cpu: bool) -> None:

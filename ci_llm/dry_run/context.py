@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from ci_llm.base.load import load_architecture, positions_of
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
@@ -20,66 +19,10 @@ from ci_llm.data.agent_rows import EvaluationRows, Lengths
 from ci_llm.data.rows import Rows
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import ModelError
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.context import Run
 from ci_llm.run.start.cost_model import Trace
-
-
-class Inapplicable(Exception):
-    """A check has nothing to check here, such as a GPU on a machine without one; the message says what."""
-
-
-_FIGURES: Final = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
-)
-#: Published figures of the bases of the presets: enough to estimate what a run needs.
-KNOWN: Final[dict[str, dict[str, Any]]] = {
-    name: dict(zip(_FIGURES, figures, strict=True))
-    for name, *figures in (
-        ("Qwen/Qwen2.5-0.5B", "qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, True),
-        ("meta-llama/Llama-3.1-8B", "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, False),
-        ("meta-llama/Llama-3.1-70B", "llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, False),
-        ("google/gemma-2-2b", "gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192, True),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An architecture, and its source.
-
-    Attributes:
-        from_hub: whether the name is a hub id, so that missing weights can be downloaded.
-        offline: the error of the hub, if `config` comes from `KNOWN` because of it.
-    """
-
-    config: PreTrainedConfig
-    from_hub: bool
-    offline: ModelError | None = None
-
-    @property
-    def positions(self) -> int | None:
-        """The most tokens of a row; None if the family has no limit."""
-        return positions_of(self.config)
-
-
-def find_shape(model_name: str) -> Shape:
-    """The architecture called `model_name`, without its weights; a known one is found without the hub as well.
-
-    Raises:
-        ModelError: the architecture is not found, or is not a causal language model.
-    """
-    from_hub = model_name != "embedded" and not Path(model_name).exists()
-    try:
-        return Shape(load_architecture(model_name), from_hub)
-    except ModelError as error:
-        if model_name not in KNOWN:
-            raise
-        return Shape(AutoConfig.for_model(**KNOWN[model_name]), from_hub, offline=error)
-
 
 TOY_STEPS = 2
 TOY_ROWS_ON_CPU = 16  # on a CPU the real number would fit, but take long
@@ -88,7 +31,7 @@ TOY_EVAL_ROWS = 4
 
 @dataclass
 class Measured:
-    """What the toy run measured on the real base; None if the embedded base stood in for it.
+    """What the toy run measured; None until it has.
 
     Attributes:
         tokens_per_s: tokens of training per second, all processes together.
@@ -119,14 +62,13 @@ class CheckContext:
     interrupts: Interrupts
     scratch: Path = field(init=False)  # disk; on all processes: accelerate
     processes: Processes = field(init=False)  # port
-    shape: Shape = field(init=False)  # architecture
+    shape: PreTrainedConfig = field(init=False)  # architecture
     rows: Sequence[Rows] = ()  # of every agent; data
     eval_rows: Sequence[Rows] = field(init=False)  # of every agent; data
     examples: Sequence[TokenizedRows] = ()  # of every agent; template
     eval_examples: EvaluationRows = field(init=False)  # template
     lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
-    uses_stand_in: bool = False  # model: the embedded base takes the place of weights that are not at hand
     run: Run = field(init=False)  # model
     measured: Measured = field(default_factory=Measured)
     at_end: ExitStack = field(default_factory=ExitStack)
@@ -197,10 +139,6 @@ class CheckContext:
             "mirror": None,
             "push_to_hub": False,
         }
-        if self.uses_stand_in:
-            shape: dict[str, object] = {"lora_target_modules": "all-linear", "agent_layers": "all"}
-            own = tuple({**agent, **shape} for agent in self.config.agents)
-            toy |= {"model_name": "embedded", "init_from": None, "agents": own, **shape}
         return self.config.model_copy(update=toy)
 
     def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:

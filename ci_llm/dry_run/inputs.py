@@ -11,9 +11,7 @@ from functools import partial
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ci_llm.base.load import opened_by, require_positions
-from ci_llm.base.quantized import stored_quantization
-from ci_llm.config import Config
+from ci_llm.base.load import load_architecture, opened_by, positions_of, require_positions
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.core.quantities import duration, short, size
@@ -22,9 +20,8 @@ from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
-from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext, find_shape
+from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
 from ci_llm.dry_run.environment import scratch_parent
-from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError, first_line
 from ci_llm.lora.heads import how_tokenized
 from ci_llm.run.start import cost_model
@@ -36,12 +33,11 @@ CUDA_CONTEXT_BYTES = 10**9
 
 def architecture(context: CheckContext) -> str:
     """The base is a known architecture, a causal language model."""
-    context.shape = find_shape(context.config.model_name)
-    text = context.shape.config.get_text_config()
+    context.shape = load_architecture(context.config.model_name)
+    text = context.shape.get_text_config()
     layers, width = getattr(text, "num_hidden_layers", "?"), getattr(text, "hidden_size", "?")
-    limit = context.shape.positions or "any number of"
-    source = "; the hub is out of reach, its published figures are taken" if context.shape.offline else ""
-    return f"{text.model_type}, {layers} layers of {width}, {text.vocab_size} tokens, {limit} positions{source}"
+    limit = positions_of(context.shape) or "any number of"
+    return f"{text.model_type}, {layers} layers of {width}, {text.vocab_size} tokens, {limit} positions"
 
 
 def data(context: CheckContext) -> str:
@@ -60,17 +56,15 @@ def data(context: CheckContext) -> str:
 def template(context: CheckContext) -> str:
     """Rows become tokens, and the learned part of them is found under the chat template in force."""
     tokenizer = _tokenizer(context)
-    if not context.shape.offline:
-        use_chat_template(tokenizer, context.config.chat_template)
+    use_chat_template(tokenizer, context.config.chat_template)
     wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.num_processes)
-    longest = (context.shape.positions or sys.maxsize) if context.config.is_open("max_seq_length") else None
-    tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
+    longest = (positions_of(context.shape) or sys.maxsize) if context.config.is_open("max_seq_length") else None
+    _tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
     if longest is not None:
         seen = max(examples.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})
-    if not context.shape.offline:
-        each = {id(examples): examples for examples in context.examples}.values()
-        context.lengths = Lengths.of([examples[number] for examples in each for number in range(len(examples))])
+    each = {id(examples): examples for examples in context.examples}.values()
+    context.lengths = Lengths.of([examples[number] for examples in each for number in range(len(examples))])
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
     lines = [line for found in different.values() for line in _description(context, wanted, *found)]
     return "\n".join([*lines, *(f"auto: {line}" for line in context.config.told_auto())])
@@ -79,18 +73,13 @@ def template(context: CheckContext) -> str:
 def _description(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
     """Lines about the tokenised rows of one data set."""
     source, *lines = examples.description[len(rows.description) :]
-    if context.shape.offline:
-        source = "tokens of the embedded base, as the base's own tokenizer is not at hand"
     number = wanted if wanted < len(rows) else "all"
     source = naming_template(source, context.config.chat_template)
     return [f"{source}; of {number} rows:", *lines, *examples.warnings]
 
 
 def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
-    """The base's; the embedded one's where the hub is out of reach."""
     name = context.config.model_name
-    if name == "embedded" or context.shape.offline:
-        return AutoTokenizer.from_pretrained(BASE_FOLDER)
     try:
         return AutoTokenizer.from_pretrained(opened_by(name), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -101,12 +90,12 @@ def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def tokenize_samples(
+def _tokenize_samples(
     context: CheckContext,
     tokenizer: PreTrainedTokenizerBase,
     number: int,
     number_evaluated: int,
-    max_seq_length: int | None = None,
+    max_seq_length: int | None,
 ) -> None:
     """Tokenise some rows of every agent, evenly spread, into the scratch folder."""
 
@@ -118,7 +107,7 @@ def tokenize_samples(
             max_seq_length=max_seq_length or context.config.max_seq_length,
             train_on_prompt=context.config.train_on_prompt,
             learn_preferred=learns_preferred(context.config, rows),
-            **how_tokenized(context.config, context.shape.config, tokenizer),
+            **how_tokenized(context.config, context.shape, tokenizer),
             long_rows=context.config.long_rows,
             evaluated=evaluated,
             cache_folder=context.scratch / "tokens",
@@ -163,11 +152,11 @@ def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
     return f"\n{key}=auto becomes {str(settled).lower()} on this machine"
 
 
-def _traced(context: CheckContext, config: Config | None = None) -> cost_model.Trace:
-    """The cost of a micro-step, by default with the configuration of the run."""
-    shape, processes = context.shape.config, context.processes
+def _traced(context: CheckContext) -> cost_model.Trace:
+    """The cost of a micro-step with the configuration of the run."""
+    processes = context.processes
     return cost_model.trace_longest(
-        config or context.config, shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
+        context.config, context.shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
     )
 
 
@@ -184,7 +173,7 @@ def _micro_batch(context: CheckContext) -> str:
 def batch(context: CheckContext) -> str:
     """One micro-batch fits: into the positions of the base, and into the memory of this machine."""
     if not context.config.is_open("max_seq_length"):
-        require_positions(context.shape.config, context.config.max_seq_length)
+        require_positions(context.shape, context.config.max_seq_length)
     found, device = context.trace, context.processes.device
     if found is None:
         return f"{_micro_batch(context)} fit the base's positions; memory is not estimated"
@@ -206,13 +195,9 @@ def batch(context: CheckContext) -> str:
 
 def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
     assert context.trace is not None
-    hints = ["a smaller base, or a machine with more memory"]
-    if (fit := _rows_that_fit(context, context.trace, free)) >= 1:
-        hints = [f"batch_size={fit}"]
-    elif smaller := _in_nf4(context):
-        fit = _rows_that_fit(context, smaller, free)
-        if fit >= 1:
-            hints = ["quantization=nf4" + (f" batch_size={fit}" if fit < context.micro_batch else "")]
+    room = free - context.trace.base_bytes - context.trace.agents_bytes
+    fit = int(context.micro_batch * room / max(context.trace.activation_bytes, 1))
+    hints = [f"batch_size={fit}" if fit >= 1 else "a smaller base, quantization=nf4, or a machine with more memory"]
     if not context.config.use_gradient_checkpointing:
         hints.append("use_gradient_checkpointing=true")
     return ConfigError(
@@ -220,20 +205,6 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
         where=f"batch_size: {context.config.batch_size}, model_name: {context.config.model_name}",
         hint=" or ".join(hints),
     )
-
-
-def _rows_that_fit(context: CheckContext, found: cost_model.Trace, free: float) -> int:
-    """Rows of a micro-batch that fit beside base and agents; below 1: none."""
-    room = free - found.base_bytes - found.agents_bytes
-    return int(context.micro_batch * room / max(found.activation_bytes, 1))
-
-
-def _in_nf4(context: CheckContext) -> cost_model.Trace | None:
-    """The cost of a micro-step with the base in 4 bits; None if it is stored in few bits already, or cannot be."""
-    config = context.config
-    if config.quantization or stored_quantization(context.shape.config) or config.model_dtype == "fp64":
-        return None
-    return _traced(context, config.model_copy(update={"quantization": "nf4"}))
 
 
 def space(context: CheckContext) -> str:
@@ -297,7 +268,7 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     if found is None:
         return None, "this architecture cannot be traced"
     flops = found.flops * tokens / (context.micro_batch * context.longest_tokens)
-    speed = cost_model.flops_per_s(context.config, context.shape.config, context.processes.device)
+    speed = cost_model.flops_per_s(context.config, context.shape, context.processes.device)
     return flops / (speed * context.processes.num_processes), f"{flops / 1e12:.2g} TFLOP at {speed / 1e12:.2g} TFLOP/s"
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from ci_llm.base.load import Base
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.metrics_file import number, read_records
@@ -21,14 +19,12 @@ from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.agent_rows import SAMPLED, first_rows
+from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
 from ci_llm.data.units import Unit
-from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
-from ci_llm.dry_run.inputs import tokenize_samples
-from ci_llm.embedded import BASE_FOLDER
+from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
 from ci_llm.run.context import Resources, Run
@@ -47,9 +43,8 @@ NOISE = 0.05
 def model(context: CheckContext) -> str:
     """The base is loaded and has the agents; their route through it gives the base's own logits."""
     set_determinism(context.config)
-    base, remark = _base(context)
-    if not context.uses_stand_in:
-        use_chat_template(base.tokenizer, context.config.chat_template)
+    base = open_base(context.config, context.processes)
+    use_chat_template(base.tokenizer, context.config.chat_template)
     parameters = base.num_parameters  # counted before there are agents
     config = context.toy_config()
     manager, log = context.open_run_folder(config)
@@ -64,24 +59,19 @@ def model(context: CheckContext) -> str:
     run.measure(compute_gradients)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{run.crowd.num_agents} agents of {short(run.crowd.agents.weights.shape[1])}"
-    return f"{short(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{remark}"
+    return f"{short(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{_repeated(run)}"
 
 
-def _base(context: CheckContext) -> tuple[Base, str]:
-    """The base of the run, or the embedded one if the weights cannot be downloaded; and a remark."""
-    config, shape = context.config, context.shape
-    if not shape.offline:
-        try:
-            return open_base(config, context.processes), ""
-        except ModelError as error:
-            # The embedded base stands in for weights that cannot be downloaded. A damaged local copy is a failure.
-            if not (shape.from_hub and isinstance(error.__cause__, OSError)):
-                raise
-    context.uses_stand_in = True
-    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
-    tokenize_samples(context, tokenizer, SAMPLED, TOY_EVAL_ROWS, min(config.max_seq_length, 512))
-    remark = f"\nthe weights of {config.model_name} are not at hand: from here on the embedded base is used instead"
-    return open_base(config, context.processes, "embedded"), remark
+def _repeated(run: Run) -> str:
+    """Compute the layer of the digest once more: other bits fail a run that has to be deterministic."""
+    first = run.checkpoint.bits["layer"]
+    run.measure(compute_gradients)
+    if run.config.deterministic is False or run.checkpoint.bits["layer"] == first:
+        return ""
+    if run.config.deterministic is True:
+        what = "the same layer computed twice gives other bits"
+        raise ModelError(what, where="deterministic: true", hint="deterministic=auto runs without this")
+    return "\ncomputed twice it gives other bits: a resumed run is state-exact here, and not bitwise"
 
 
 def two_steps(context: CheckContext) -> str:
@@ -98,7 +88,7 @@ def two_steps(context: CheckContext) -> str:
             where="two optimizer steps",
             hint="lower learning_rate, or take mixed_precision=bf16 or no instead of fp16",
         )
-    context.measured.tokens_per_s = None if context.uses_stand_in else speed
+    context.measured.tokens_per_s = speed
     return f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; {speed:,.0f} tokens/s"
 
 
@@ -135,7 +125,7 @@ def checkpoint(context: CheckContext) -> str:
     _compare(wanted, _bits(run.contents()), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
-    context.measured.checkpoint_bytes = None if context.uses_stand_in else result.nbytes
+    context.measured.checkpoint_bytes = result.nbytes
     return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
 
 
@@ -277,8 +267,7 @@ def conclusion(context: CheckContext) -> str:
     if run.processes.is_main_process:
         load_checkpoint(run.config.run_folder / "final_checkpoint")
     rows, questions = len(run.eval_rows), min(len(run.eval_rows), run.config.generation_eval_samples)
-    if not context.uses_stand_in:
-        context.measured.row_evaluated_s = (middle - start) / rows
-        context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
+    context.measured.row_evaluated_s = (middle - start) / rows
+    context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
     done = f"{count(rows, 'row')} scored, {count(questions, 'answer')} generated"
     return f"{done}, nll of the crowd {scores.mean_nll[-1]:.3f}"

@@ -1,7 +1,7 @@
 """One attempt: the command runs under its shim, can be ordered to stop, and its end is told as seen from outside.
 
-Its output is passed on to that of this process byte for byte, through a pseudo-terminal if that is one. The relay never
-waits for a reader: a terminal that was stopped by Ctrl-S holds the child back, but not the supervisor.
+Its output is passed on to that of this process byte for byte, through a pseudo-terminal if that is one. A terminal that
+was stopped by Ctrl-S holds the child back, but not the supervisor.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import select
 import termios
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,146 +30,77 @@ from ci_llm.supervisor.output_scan import Evidence, LineSplitter
 from ci_llm.supervisor.shim import start_shim
 
 _READ_BYTES: Final = 1 << 16
-_WRITE_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes this much without blocking
 #: Errors of a sink that nobody reads any more.
 _GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO})
 
 
-@dataclass
 class Channel:
-    """One stream of the child.
+    """One stream of the child, to a sink of this process: a thread notes what arrives, and passes it on.
+
+    The thread alone waits for a reader. Meanwhile nothing is read, so that the child waits as for the terminal itself.
+
+    Args:
+        note: called with every piece that arrives, and with b"" at the end.
 
     Attributes:
-        source: the file from which its output is read.
-        child_end: the file to which the child writes; closed in this process once the child runs.
-        sink: the file of this process to which the output goes; None once nobody reads it any more.
-        note: called with every piece that arrives, and with b"" at the end.
-        backlog: what has arrived and is not written yet.
-        at_line_start: the last byte that arrived ended a line.
-        ended: the child has closed its end.
+        is_terminal: the sink is one, and so the child gets one.
+        child_end: the file to which the child writes.
+        at_line_start: the last byte that was passed on ended a line.
     """
 
-    source: int
-    child_end: int
-    sink: int | None
-    is_terminal: bool
-    note: Callable[[bytes], None]
-    backlog: bytearray = field(default_factory=bytearray)
-    at_line_start: bool = True
-    ended: bool = False
+    def __init__(self, sink: int, note: Callable[[bytes], None]) -> None:
+        self._sink: int | None = sink
+        self._note = note
+        self.at_line_start = True
+        self.is_terminal = os.isatty(sink)
+        self._source, self.child_end = os.openpty() if self.is_terminal else os.pipe()
+        if self.is_terminal:
+            modes = termios.tcgetattr(self.child_end)
+            modes[1] &= ~termios.OPOST  # \n stays \n on the way: the real terminal adds the \r
+            termios.tcsetattr(self.child_end, termios.TCSANOW, modes)
+        self._thread = threading.Thread(target=self._pass_on, name="ci_llm output", daemon=True)
+        self.copy_window_size()
 
-    def read(self) -> None:
-        """Take what has arrived."""
-        data = b""
-        with contextlib.suppress(OSError):  # Linux reports the end of a pseudo-terminal as an error
-            data = os.read(self.source, _READ_BYTES)
-        self.ended = not data
-        self.note(data)
-        if data and self.sink is not None:
-            self.backlog += data
-            self.at_line_start = data[-1:] == b"\n"
+    def start(self) -> None:
+        """Begin, once the child has its end: this process must not hold it, or the stream would never end."""
+        os.close(self.child_end)
+        self._thread.start()
 
-    def write(self) -> None:
-        """Write some of the backlog. A terminal that is gone, or a full disk, does not stop the training."""
-        assert self.sink is not None
-        try:
-            del self.backlog[: os.write(self.sink, self.backlog[:_WRITE_BYTES])]
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno in _GONE:
-                self.sink = None
-            self.backlog.clear()  # this much is lost; a full disk may have room for what comes later
+    def has_ended(self, timeout: float) -> bool:
+        """Wait for the end; return whether all that arrived was passed on."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def copy_window_size(self) -> None:
         """Give the child's terminal the size of the sink's."""
-        if self.is_terminal and self.sink is not None:
+        if self.is_terminal and self._sink is not None:
             with contextlib.suppress(OSError):
-                size = fcntl.ioctl(self.sink, termios.TIOCGWINSZ, bytes(8))
-                fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+                size = fcntl.ioctl(self._sink, termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(self._source, termios.TIOCSWINSZ, size)
 
+    def _pass_on(self) -> None:
+        data = b"?"
+        while data:
+            data = b""
+            with contextlib.suppress(OSError):  # Linux reports the end of a pseudo-terminal as an error
+                data = os.read(self._source, _READ_BYTES)
+            self._note(data)
+            if data and self._sink is not None:
+                self.at_line_start = data[-1:] == b"\n"
+                self._write(data)
+        os.close(self._source)
 
-class Relay:
-    """The channels of one child.
-
-    Args:
-        note_for: returns the `note` of a channel; called once for each.
-
-    Their sinks are standard output and standard error of this process. If both are the same terminal or file, the child
-    gets one channel for both, so that its lines stay in their order.
-    """
-
-    def __init__(self, note_for: Callable[[], Callable[[bytes], None]]) -> None:
-        self.stdout = _open(1, note_for())
-        self.stderr = self.stdout if _same_file(1, 2) else _open(2, note_for())
-        self.channels = [self.stdout] if self.stderr is self.stdout else [self.stdout, self.stderr]
-
-    @property
-    def backlog(self) -> bool:
-        """Whether output waits for a reader."""
-        return any(channel.backlog for channel in self.channels)
-
-    @property
-    def at_line_start(self) -> bool:
-        """Whether the next line that this process writes would begin at the left edge of the terminal."""
-        return all(channel.at_line_start for channel in self.channels)
-
-    def close_child_ends(self) -> None:
-        """Close the ends that the child has got: a channel ends only when nobody holds its other end."""
-        for channel in self.channels:
-            os.close(channel.child_end)
-
-    def turn(self, others: Sequence[int], timeout: float) -> set[int]:
-        """Wait until something arrives or can be written, and pass it on.
-
-        Args:
-            others: further files to wait for.
-            timeout: seconds to wait at most.
-
-        Returns:
-            those of the `others` that can be read.
-        """
-        for channel in self.channels:
-            channel.copy_window_size()
-        # A channel with a backlog is not read: the child waits, as it would for the terminal itself.
-        sources = {one.source: one for one in self.channels if not one.ended and not one.backlog}
-        sinks = {one.sink: one for one in self.channels if one.sink is not None and one.backlog}
-        readable, writable, _ = select.select([*sources, *others], list(sinks), [], timeout)
-        for fd in readable:
-            if fd in sources:
-                sources[fd].read()
-        for fd in writable:
-            sinks[fd].write()
-        return set(readable) & set(others)
-
-    def flush(self, timeout: float) -> None:
-        """Pass on what is left, as long as the reader takes something within `timeout` seconds."""
-        for channel in self.channels:
-            while not channel.ended and select.select([channel.source], [], [], 0)[0]:
-                channel.read()
-            if not channel.ended:
-                channel.note(b"")
-            while channel.sink is not None and channel.backlog:
-                if not select.select([], [channel.sink], [], timeout)[1]:
-                    break
-                channel.write()
-
-    def close(self) -> None:
-        for channel in self.channels:
-            os.close(channel.source)
-
-
-def _open(sink: int, note: Callable[[bytes], None]) -> Channel:
-    if not os.isatty(sink):
-        source, child_end = os.pipe()
-        return Channel(source, child_end, sink, False, note)
-    source, child_end = os.openpty()
-    modes = termios.tcgetattr(child_end)
-    modes[1] &= ~termios.OPOST  # \n stays \n on the way: the real terminal adds the \r
-    termios.tcsetattr(child_end, termios.TCSANOW, modes)
-    channel = Channel(source, child_end, sink, True, note)
-    channel.copy_window_size()
-    return channel
+    def _write(self, data: bytes) -> None:
+        """Write it all. A terminal that is gone, or a full disk, does not stop the training."""
+        while data and self._sink is not None:
+            try:
+                data = data[os.write(self._sink, data) :]
+            except BlockingIOError:  # whoever started this process has made its terminal so
+                select.select([], [self._sink], [], _TURN_S)
+            except OSError as error:
+                if error.errno in _GONE:
+                    self._sink = None
+                return  # this much is lost; a full disk may have room for what comes later
 
 
 def _same_file(one: int, other: int) -> bool:
@@ -180,8 +113,7 @@ def _same_file(one: int, other: int) -> bool:
 _TURN_S: Final = 0.25  # the longest delay until a new window size or an order is noticed
 _FLUSH_S: Final = 1.0
 _SCARCE_FRACTION: Final = 0.03  # of the machine's memory; with less than that available it is short
-_SCARCE_FOR_S: Final = 10.0  # how long short memory explains the end of a command
-_KILLED_FOR_S: Final = 60.0  # and how long a kill by the kernel does: it may have hit a part of the command first
+_SHORT_FOR_S: Final = 30.0  # how long that, or a kill by the kernel, explains the end: it may have hit a part first
 
 
 class StopOrder(NamedTuple):
@@ -233,7 +165,11 @@ class Attempt:
         grace_s: float,
         wake_fd: int,
     ) -> None:
-        self._relay = Relay(lambda: LineSplitter(evidence.note).feed)
+        self._note = threading.Lock()
+        self._channels = [Channel(1, self._noting(evidence))]
+        # If both are one terminal or file, the child gets one channel for both, so that its lines stay in their order.
+        if not _same_file(1, 2):
+            self._channels.append(Channel(2, self._noting(evidence)))
         self._wake_fd = wake_fd
         self._result = AttemptResult(evidence)
         self._started = time.monotonic()
@@ -244,23 +180,27 @@ class Attempt:
         try:
             self._shim = start_shim(
                 command,
-                _environment(environment, unbuffered=not self._relay.stdout.is_terminal),
+                _environment(environment, unbuffered=not self._channels[0].is_terminal),
                 grace_s=grace_s,
                 control_fd=control_end,
                 report_fd=report_end,
-                stdout_fd=self._relay.stdout.child_end,
-                stderr_fd=self._relay.stderr.child_end,
+                stdout_fd=self._channels[0].child_end,
+                stderr_fd=self._channels[-1].child_end,
             )
         except BaseException:
             os.close(self._control)
             os.close(self._report)
-            self._relay.close()
+            self._start_channels(control_end, report_end)
+            for channel in self._channels:
+                channel.has_ended(_FLUSH_S)
             raise
-        finally:
-            # Only the shim may hold these ends: otherwise neither side would see the end of the other.
-            os.close(control_end)
-            os.close(report_end)
-            self._relay.close_child_ends()
+        self._start_channels(control_end, report_end)
+
+    def _start_channels(self, *ends: int) -> None:
+        for end in ends:  # only the shim may hold these: otherwise neither side would see the end of the other
+            os.close(end)
+        for channel in self._channels:
+            channel.start()
 
     def run(self, next_order: Callable[[], StopOrder | None]) -> AttemptResult:
         """Pass the output on until nothing of the command is left.
@@ -276,9 +216,7 @@ class Attempt:
                 signals_sent.add(order.signal_name)
                 self.stop(order)
             self._memory.look()
-        while self._relay.backlog and next_order() is None:  # a slow reader, `less` for instance
-            self._relay.turn([], _TURN_S)
-        return self._conclude()
+        return self._conclude(next_order)
 
     def stop(self, order: StopOrder) -> None:
         """Tell the shim to end the command. The reason of the first order stays."""
@@ -287,8 +225,10 @@ class Attempt:
             os.write(self._control, bytes([signal_number(order.signal_name)]))
 
     def _shim_is_gone(self) -> bool:
-        """Do one turn of the relay; the end of the report pipe is the end of the shim."""
-        ready = self._relay.turn([self._report, self._wake_fd], _TURN_S)
+        """Wait for news, for a moment; the end of the report pipe is the end of the shim."""
+        ready, _, _ = select.select([self._report, self._wake_fd], [], [], _TURN_S)
+        for channel in self._channels:
+            channel.copy_window_size()
         if self._wake_fd in ready:  # a signal: `next_order` knows what it means
             os.read(self._wake_fd, 1024)
         if self._report not in ready:
@@ -305,7 +245,7 @@ class Attempt:
             self._result.duration_s = time.monotonic() - self._started
             self._result.memory_pressure = self._memory.was_short()
 
-    def _conclude(self) -> AttemptResult:
+    def _conclude(self, next_order: Callable[[], StopOrder | None]) -> AttemptResult:
         result = self._result
         self._note_end()
         for line in self._reported.splitlines():
@@ -318,8 +258,10 @@ class Attempt:
         self._shim.wait()
         result.left_behind += process_tree.end(0.0)  # something is left only if the shim itself was killed
         process_tree.reap()
-        self._relay.flush(_FLUSH_S)
-        result.at_line_start = self._relay.at_line_start
+        for channel in self._channels:
+            while not channel.has_ended(_FLUSH_S) and next_order() is None:  # a slow reader, `less` for instance
+                pass
+        result.at_line_start = all(channel.at_line_start for channel in self._channels)
         return result
 
     def __enter__(self) -> Attempt:
@@ -332,7 +274,15 @@ class Attempt:
         self._shim.wait()
         process_tree.end(0.0)
         os.close(self._report)
-        self._relay.close()
+
+    def _noting(self, evidence: Evidence) -> Callable[[bytes], None]:
+        splitter = LineSplitter(evidence.note)
+
+        def note(data: bytes) -> None:
+            with self._note:  # both channels tell one evidence
+                splitter.feed(data)
+
+        return note
 
 
 def _environment(given: Mapping[str, str], *, unbuffered: bool) -> dict[str, str]:
@@ -350,28 +300,21 @@ class _MemoryWatch:
 
     def __init__(self) -> None:
         self._kills = _out_of_memory_kills()
-        self._next_look = 0.0
-        self._short_until = 0.0
+        self._next_look, self._short_at = 0.0, -math.inf
 
     def look(self) -> None:
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + 1.0
-        memory = psutil.virtual_memory()
-        if memory.available < _SCARCE_FRACTION * memory.total:
-            self._short_until = max(self._short_until, now + _SCARCE_FOR_S)
-        self._count_kills(now)
+        memory, kills = psutil.virtual_memory(), _out_of_memory_kills()
+        if kills > self._kills or memory.available < _SCARCE_FRACTION * memory.total:
+            self._kills, self._short_at = kills, now
 
     def was_short(self) -> bool:
-        now = time.monotonic()
-        self._count_kills(now)
-        return now < self._short_until
-
-    def _count_kills(self, now: float) -> None:
-        kills = _out_of_memory_kills()
-        if kills > self._kills:
-            self._kills, self._short_until = kills, now + _KILLED_FOR_S
+        self._next_look = 0.0
+        self.look()
+        return time.monotonic() - self._short_at < _SHORT_FOR_S
 
 
 def _out_of_memory_kills() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -11,21 +10,13 @@ from ci_llm.core.run_status import Status
 from ci_llm.errors import AllTrialsFailed
 from ci_llm.supervisor.attempt import AttemptResult
 from ci_llm.supervisor.output_scan import says_killed
-from ci_llm.supervisor.policy import Kind, Outcome
+from ci_llm.supervisor.policy import Kind
 
 #: Exit codes by SIGKILL, and by SIGTERM, SIGINT and SIGHUP: as Popen reports a signal, and as a shell does (128 + n).
 _KILLS: Final = (-9, 137)
 _STOPS: Final = (-15, -2, -1, 143, 130, 129)
 _NO_SPACE: Final = ("No space left on device", "Disk quota exceeded")
 BAD_CALL: Final = 2
-#: Exceptions that may pass by themselves: of a network, of another process, of a device that another job still holds.
-_TRANSIENT: Final = re.compile(
-    r"connect|time(?:d|s)? ?out|temporar|unavailable|in use\b|\bbusy|locked|reset|refused|name resolution|gaierror"
-    r"|network|\bSSL|HTTP|Too Many Requests|try again|retry|stale file|input/output|NCCL|CUDA|HIP error|driver",
-    re.IGNORECASE,
-)
-_NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
-
 #: Reasons in status.json and in the failure files that mean a kind of their own; every other one is a crash.
 _REASONS: Final[dict[str, Kind]] = {
     "nonfinite": "nonfinite",
@@ -38,39 +29,29 @@ _REASONS: Final[dict[str, Kind]] = {
 }
 
 
-def classify_by_output(
-    result: AttemptResult, *, learning_rate: float | None, batch_size: int | None, progress_after_s: float
-) -> Outcome:
-    """Return the outcome of an external script: all it leaves is its output and its exit code.
+def classify_by_output(result: AttemptResult) -> tuple[Kind, str]:
+    """Return how an external script ended, and the evidence for it: all it leaves is its output and its exit code.
 
-    Args:
-        learning_rate, batch_size: what it ran with, where known.
-        progress_after_s: the script has made progress if it ran for this long.
+    The first line that applies counts: a NaN explains the exit code that follows from it, not the reverse.
     """
-    kind, detail = _kind_by_output(result)
-    return Outcome(
-        kind,
-        detail,
-        progress=result.duration_s >= progress_after_s,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        signature=crash_signature(kind, result.evidence.exception),
-        duration_s=result.duration_s,
-    )
-
-
-def crash_signature(kind: Kind, exception: str | None) -> str | None:
-    """Return what two crashes share if they are the same one: the exception without its numbers.
-
-    Args:
-        exception: with its message; None if it is unknown.
-
-    Returns:
-        None for a crash that may pass by itself, one without an exception, and every other kind.
-    """
-    if kind != "crashed" or exception is None or _TRANSIENT.search(exception):
-        return None
-    return _NUMBERS.sub("#", exception)
+    code, evidence = result.returncode, result.evidence
+    if result.error is not None:
+        return "refused", f"it cannot be started: {result.error}"
+    if result.stop_reason and result.stop_reason != "nonfinite":
+        return "interrupted", result.stop_reason
+    if evidence.nonfinite:
+        return "nonfinite", evidence.nonfinite
+    if evidence.out_of_memory and evidence.ended_out_of_memory(failed=code != 0):
+        return "out_of_memory", evidence.out_of_memory
+    if code == 0:
+        return "completed", ""
+    if code in _KILLS or code is None or evidence.killed:
+        return _killed(result, evidence.killed or "killed by signal 9")
+    if code in _STOPS:
+        return "interrupted", f"it was told to stop: {_in_words(code)}"
+    if any(text in line for line in evidence.last_lines for text in _NO_SPACE):
+        return "disk_full", evidence.last_words
+    return "crashed", f"{_in_words(code)}: {evidence.last_words}"
 
 
 def classify_by_status(
@@ -110,29 +91,7 @@ def _before_it_began(result: AttemptResult, has_begun: bool) -> tuple[Kind, str]
         return "completed", "nothing was left to do"
     if result.returncode == BAD_CALL and not has_begun:
         return "refused", _last_line(result)
-    return _kind_by_output(result)
-
-
-def _kind_by_output(result: AttemptResult) -> tuple[Kind, str]:
-    """The first line that applies counts: a NaN explains the exit code that follows from it, not the reverse."""
-    code, evidence = result.returncode, result.evidence
-    if result.error is not None:
-        return "refused", f"it cannot be started: {result.error}"
-    if result.stop_reason and result.stop_reason != "nonfinite":
-        return "interrupted", result.stop_reason
-    if evidence.nonfinite:
-        return "nonfinite", evidence.nonfinite
-    if evidence.out_of_memory and evidence.ended_out_of_memory(failed=code != 0):
-        return "out_of_memory", evidence.out_of_memory
-    if code == 0:
-        return "completed", ""
-    if code in _KILLS or code is None or evidence.killed:
-        return _killed(result, evidence.killed or "killed by signal 9")
-    if code in _STOPS:
-        return "interrupted", f"it was told to stop: {_in_words(code)}"
-    if any(text in line for line in evidence.last_lines for text in _NO_SPACE):
-        return "disk_full", evidence.last_words
-    return "crashed", f"{_in_words(code)}: {evidence.last_words}"
+    return classify_by_output(result)
 
 
 def _killed(result: AttemptResult, detail: str) -> tuple[Kind, str]:

@@ -6,7 +6,6 @@ import glob
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -15,12 +14,12 @@ from ci_llm.cluster.launch import SUPERVISED, step_notes
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
-from ci_llm.supervisor import script_settings
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import classify_by_output
 from ci_llm.supervisor.options import Options
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
+from ci_llm.supervisor.script_settings import BATCH_SIZE_KEYS, LEARNING_RATE_KEYS, ScriptCommand, integer, number, shown
 
 _NEWEST: Final = "{checkpoint}"
 
@@ -71,15 +70,11 @@ class Resumption:
     @property
     def rerun_effect(self) -> str:
         """What the same call does after an interruption; the end of a sentence."""
+        if words := self.words():
+            return f"the same command resumes, with {shown(words)}"
         if not self._words:
             return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
-        if self._pattern is None:
-            told = script_settings.shown(self._words)
-            requeued = "" if self._job is None else ", which a job gets that SLURM puts back"
-            return f"the same command begins again; with {told} it resumes{requeued}"
-        if words := self.words():
-            return f"the same command resumes, with {script_settings.shown(words)}"
-        return f"the same command begins again, for there is no {self._pattern}"
+        return f"the same command begins again; with {shown(self._words)} it would resume"
 
 
 def _split(text: str) -> list[str]:
@@ -104,7 +99,6 @@ def _modified_ns(path: Path) -> int:
 
 
 GRACE_S: Final = 10.0
-_HINT: Final = "another key may set the rate (--lr-key names it), or a checkpoint that the script resumes from"
 
 
 class ExternalScript:
@@ -118,35 +112,28 @@ class ExternalScript:
         self._options = options
         self.restarts_from_scratch = not (options.on_retry or options.goes_on_from)
         self.grace_s = GRACE_S if options.grace_s is None else options.grace_s
-        self.user_patterns = options.user_patterns
         if options.stop_signal is not None:
             signal_number(options.stop_signal)  # raises for a signal that does not exist
         self._resumption = Resumption(options.on_retry, options.goes_on_from)
         self._checkpoint_before = self._resumption.newest()
-        self._command = script_settings.ScriptCommand(options, self._resumption.words())
-        settings = self._command.settings
-        self._lr_key = settings.find_key(options.lr_key, "--lr-key", script_settings.LEARNING_RATE_KEYS)
-        self._batch_key = settings.find_key(options.batch_size_key, "--batch-size-key", script_settings.BATCH_SIZE_KEYS)
-        self._scaled_keys = settings.find_scaled_keys(options.scale_with_batch)
-        self._cut_check = script_settings.CutCheck(script_settings.number(self._command.value(self._lr_key)))
-        self._doubt: str | None = None
-        self._hint: str | None = _HINT
+        self._command = ScriptCommand(options, self._resumption.words())
+        self._lr_key = self._command.find_key(options.lr_key, "--lr-key", LEARNING_RATE_KEYS)
+        self._batch_key = self._command.find_key(options.batch_size_key, "--batch-size-key", BATCH_SIZE_KEYS)
+        self._scaled_keys = self._command.find_scaled_keys(options.scale_with_batch)
 
     def prepare(self) -> list[str]:
         """Remove the temporary configurations of a supervisor that was killed."""
-        lines = step_notes(os.environ)
-        if self._command.original is not None:
-            lines.append(f"configuration: {self._command.original}, which stays as it is")
+        lines, config = step_notes(os.environ), self._command.config
+        if config is not None:
+            lines.append(f"configuration: {config.path}, which stays as it is")
+            lines += [f"removed {path}, left by a supervisor that was killed" for path in config.remove_abandoned()]
         if self._lr_key is None:
             lines.append("no learning rate found: NaN cannot be helped (name its key by --lr-key)")
         if self._batch_key is None:
             lines.append("no batch size found: out of memory cannot be helped (name its key by --batch-size-key)")
         if resume_words := self._resumption.words():
-            lines.append(
-                f"the script resumes: {script_settings.shown(resume_words)} (to begin again, move its checkpoints away)"
-            )
-        abandoned = self._command.remove_abandoned()
-        return lines + [f"removed {path}, left by a supervisor that was killed" for path in abandoned]
+            lines.append(f"the script resumes: {shown(resume_words)} (to begin again, move its checkpoints away)")
+        return lines
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
         """The script with its configuration as the last adjustment left it, in the environment of this process."""
@@ -169,37 +156,30 @@ class ExternalScript:
 
     def classify(self, result: AttemptResult) -> Outcome:
         """Classify by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
-        rate = script_settings.number(self._command.value(self._lr_key))
-        outcome = classify_by_output(
-            result,
-            learning_rate=rate,
-            batch_size=script_settings.integer(self._command.value(self._batch_key)),
-            progress_after_s=self._options.policy.progress_after_s,
-        )
-        doubt = self._doubt = self._cut_check.doubt(rate, result.evidence.learning_rate)
+        kind, detail = classify_by_output(result)
         # A checkpoint that was written before NaN may hold NaN itself: it is not progress.
-        has_saved = outcome.kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
-        return replace(
-            outcome,
-            progress=outcome.progress or has_saved,
-            detail="; ".join(filter(None, (outcome.detail, doubt and f"the cut is not believed: {doubt}"))),
+        has_saved = kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
+        return Outcome(
+            kind,
+            detail,
+            progress=has_saved or result.duration_s >= self._options.policy.progress_after_s,
+            learning_rate=number(self._command.value(self._lr_key)),
+            batch_size=integer(self._command.value(self._batch_key)),
+            duration_s=result.duration_s,
         )
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
         """Put new values on the command line of the script, or into a copy of its configuration."""
         self._resumption.note_retry()
-        new: dict[str, str] = {}
+        new: dict[str, float] = {}
         if decision.learning_rate is not None and self._lr_key is not None:
-            new[self._lr_key] = script_settings.in_yaml(decision.learning_rate)
+            new[self._lr_key] = float(f"{decision.learning_rate:.8g}")
         if decision.batch_size is not None and self._batch_key is not None:
-            new[self._batch_key] = str(decision.batch_size)
+            new[self._batch_key] = decision.batch_size
             new |= self._scaled_values()
-        lines = [f"{key}: {self._command.value(key)} -> {value}" for key, value in new.items()]
-        if self._doubt and self._hint:
-            lines.append(self._hint)
-            self._hint = None  # said once
+        before = {key: self._command.value(key) for key in new}
         self._command.adjust(new, retry)
-        return lines
+        return [f"{key}: {value} -> {self._command.value(key)}" for key, value in before.items()]
 
     @property
     def rerun_effect(self) -> str:
@@ -211,10 +191,12 @@ class ExternalScript:
         return requeue("auto", stop_reason or "", without_progress=0)
 
     def close(self) -> list[str]:
-        """Remove the temporary configuration, and compare the original with what it was."""
-        return self._command.close()
+        """Remove the temporary configuration."""
+        if self._command.config is not None:
+            self._command.config.close()
+        return []
 
-    def _scaled_values(self) -> dict[str, str]:
-        values = {key: script_settings.integer(self._command.value(key)) for key in self._scaled_keys}
+    def _scaled_values(self) -> dict[str, float]:
+        values = {key: integer(self._command.value(key)) for key in self._scaled_keys}
         reduction = self._options.policy.reduction
-        return {key: str(max(1, int(value / reduction))) for key, value in values.items() if value is not None}
+        return {key: max(1, int(value / reduction)) for key, value in values.items() if value is not None}

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from ci_llm.core.quantities import duration
 from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor.attempt import Attempt, AttemptResult, StopOrder
-from ci_llm.supervisor.output_scan import Evidence, UserPatterns
+from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 from ci_llm.supervisor.script_settings import shown
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
@@ -34,12 +34,10 @@ class Target(Protocol):
     Attributes:
         grace_s: seconds from the signal to stop until the kill.
         restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
-        user_patterns: what the output says in words that only the user knows.
     """
 
     grace_s: float
     restarts_from_scratch: bool
-    user_patterns: UserPatterns
 
     @property
     def rerun_effect(self) -> str:
@@ -243,7 +241,7 @@ class Supervisor:
         number = len(self._records) + 1
         command, environment = self._target.begin_attempt()
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
-        evidence = Evidence(self._target.user_patterns)
+        evidence = Evidence()
         grace_s = self._target.grace_s
         with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:
             self._attempt_runs = True

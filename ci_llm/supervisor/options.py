@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ci_llm.core.help import HelpfulParser
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.output_scan import UserPatterns
 from ci_llm.supervisor.policy import Policy
 
 _DESCRIPTION = """Runs a training until it is done. It watches the output, and after a failure launches the training
@@ -32,7 +30,7 @@ exit codes: 0 completed, 2 bad call, 75 interrupted (call it again), 1 gave up, 
 DEFAULT_SCRIPT: Final = Path("train.py")
 _OF_EXTERNAL_SCRIPTS: Final = (
     *("config_path", "config_name", "config_flag", "lr_key", "batch_size_key", "scale_with_batch"),
-    *("nonfinite_pattern", "out_of_memory_pattern", "override_style", "on_retry", "goes_on_from", "stop_signal"),
+    *("override_style", "on_retry", "goes_on_from", "stop_signal"),
 )
 
 
@@ -58,7 +56,6 @@ class Options:
     lr_key: str | None = None
     batch_size_key: str | None = None
     scale_with_batch: tuple[str, ...] = ()
-    user_patterns: UserPatterns = field(default_factory=UserPatterns)
     override_style: str = "hydra"
     on_retry: str | None = None
     goes_on_from: str | None = None
@@ -73,11 +70,7 @@ class Options:
 
     def external_script_options(self) -> list[str]:
         """The given options that only make sense for an external script."""
-        given = vars(self) | {
-            "nonfinite_pattern": self.user_patterns.nonfinite,
-            "out_of_memory_pattern": self.user_patterns.out_of_memory,
-            "override_style": self.override_style != "hydra",
-        }
+        given = vars(self) | {"override_style": self.override_style != "hydra"}
         return [f"--{name.replace('_', '-')}" for name in _OF_EXTERNAL_SCRIPTS if given[name]]
 
 
@@ -103,7 +96,6 @@ def parse_options(arguments: Sequence[str]) -> Options:
         policy=Policy(known.max_retries, known.min_lr, known.min_batch_size),
         words=tuple(words),
         command=tuple(command),
-        user_patterns=UserPatterns(given["nonfinite_pattern"], given["out_of_memory_pattern"]),
         **{one.name: given[one.name] for one in fields(Options) if one.name in given},
     )
 
@@ -150,10 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale-with-batch", metavar="K", action="append", default=[], help="a key that shrinks with it; repeatable")
     does = "how a key is added to the command line: key=value (hydra, the default) or --key=value (argparse)"
     add("--override-style", choices=("hydra", "argparse"), default="hydra", help=does)
-    add = parser.add_argument_group("what the output of an external script means").add_argument
-    for failure in ("nonfinite", "out-of-memory"):
-        does = f"a line that matches means {failure}, as the known patterns do; repeatable"
-        add(f"--{failure}-pattern", metavar="REGEX", type=_regex, action="append", default=[], help=does)
     add = parser.add_argument_group("how an external script resumes from its own checkpoints").add_argument
     add("--on-retry", metavar="WORDS", help="words added to its command from the second attempt on")
     does = "its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest"
@@ -190,13 +178,6 @@ def _positive(text: str) -> float:
 
 
 _positive.__name__ = "positive number"
-
-
-def _regex(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"not a regular expression, {error}: {text}") from error
 
 
 def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

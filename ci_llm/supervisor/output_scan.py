@@ -1,11 +1,11 @@
-"""The evidence in an attempt's output: non-finite losses, lack of memory, kills, learning rates, W&B runs, by line.
+"""The evidence in an attempt's output: non-finite losses, lack of memory, kills, exceptions, W&B runs, by line.
 
 Only whole tokens match: "nano", "finance loss" and "nancy" never do. Nor does a sentence about what would happen
 ("stops if loss is NaN", "stop on NaN loss", "to avoid NaN loss"), what did not happen ("0 nan losses found") or what
 was best so far ("best_val_loss=inf").
 
-Every pattern looks at a bounded piece of the line, so that the time per line is bounded too. Messages without a value
-are data, in output_scan.yaml beside this file.
+Every pattern looks at a bounded piece of the line, so that the time per line is bounded too. The patterns are data, in
+output_scan.yaml beside this file.
 """
 
 from __future__ import annotations
@@ -13,136 +13,19 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-#: A line without one of these words can match no pattern below. This cheap test is the last one for most lines.
-_MAY_MATCH: Final = re.compile(
-    r"nan|\binf|finite|invalid loss|loss scale|memory|alloc|exhausted|oom|kill|exitcode|wandb|degenerate|resource"
-    r"|not initialized",
-    re.IGNORECASE,
-)
 #: How many characters before a match are read as its sentence.
 _CONTEXT: Final = 160
 #: How many non-finite values of one line are examined.
 _MAX_VALUES: Final = 32
-_HYPOTHETICAL: Final = re.compile(
-    r"(?i)\b(?:if|when|whenever|whether|unless|until|in case|(?:may|might|could|can|would|should)(?! not\b)"
-    # The future is no event, but for that of one which has a cause: "will stop, as the loss is nan".
-    r"|(?:will|shall)(?! not\b)(?![^.:;!?]*\b(?:because|since|as|due to|owing to)\b)"
-    # A purpose: an infinitive of what is done about a failure.
-    r"|to (?:stop|abort|end|halt|terminate|quit|exit|prune|pause|do|continue|resume|find|debug|detect|trace|fix|solve"
-    r"|cure|get rid|cause|lower|reduce|decrease|limit|minimi[sz]e|mitigate|survive|reject|report|raise|warn)"
-    r"|(?:avoid|prevent|catch|handl|check|watch|guard|look|assert|retry|recover|ignor|skip|mask|filter|drop|replac)(?:e|s|es|p?ing)?)"
-    r"\b(?:[^.:;!?]|\.(?=\w|$))*$"
-)
-#: A failure as a condition ("stop on", "retries after"), or as something possible ("the risk of").
-_CONDITION: Final = re.compile(
-    r"(?i)\b(?:on|upon|after|against|detects|detection of|(?:risk|chance|danger|cause|number)s? of)\s+"
-    r"(?:(?:an?|the|any|each|every|\d{1,9})\s+)*$"
-)
-#: A verb by which such a clause tells of an event all the same: "stopped on", "giving up after"; not "is restarted on".
-_EVENT: Final = re.compile(
-    r"(?i)\b(?<!\bis )(?<!\bare )(?:(?:stopp|abort|terminat|halt|exit|quitt|end|crash|fail|kill|rais|giv|bail|break"
-    r"|restart|relaunch|retry)(?:ed|ing)|retried|died|gave|broke|threw)\b[^.:;!?]*$"
-)
-_DENIED: Final = re.compile(
-    r"(?:\b(?:no|not|never|without|zero|any)|(?<!epoch)(?<!step)(?<!rank)[ :]0|^0)\s+$", re.IGNORECASE
-)
-#: The script says in the same line that it continues without what failed.
-_HANDLED: Final = re.compile(
-    r"(?i)\b(?:(?:skipp|ignor|retry|recover|discard|dropp|mask|replac)ing|falling back|instead|handled|caught"
-    r"|(?:is|are|was|were) (?:skipped|ignored|retried|discarded|dropped|masked|replaced)"
-    r"|setting [\w ]{1,30} to (?:0|zero))\b"
-)
-#: What follows a message where it is a question, the name of a feature, or of a count that is 0.
-_TALK: Final = re.compile(
-    r"(?i)\s*\?|\s+(?:(?:errors?|exceptions?)\s+(?:are|can|will|may)\b|(?:handl|recover|protect|check|guard|retr)\w*)"
-    r"|(?:\s+\w{1,20}){0,2}\s*[:=|]\s*(?:0|no|none|false|off)\b"
-)
-
-#: A line of the script's source, as a traceback shows it, or of its help. It talks about a loss and reports none.
-_SOURCE: Final = re.compile(
-    r"│[\s❱]*\d+\s*│.*(?:[(=]|\b(?:raise|assert|return)\b)|\s*(?:(?:raise|except|assert|return|elif) [\w(]"
-    r"|(?:print|logg\w{1,9}\.\w{1,9})\(|--?\w[\w-]{0,40}(?: \w{1,20})?\s{2})"
-)
-
-# A loss with a value. The value is found first, because it is rare; the text to its left then says what it belongs to.
-
-_VALUE: Final = re.compile(
-    r"(?<![\w.+-])[-+]?(?:(?P<nan>nan)|inf(?:inity)?)"
-    r"(?:(?=Epoch \d|Batch \d)"  # the bar of Keras, cut short
-    # Otherwise a whole token. Lightning pads numbers to a width with zeros: nan.0
-    r"|(?:\.0*)?(?![\w-]|\.\w|/(?!inf|nan)[a-z]|\s*-+>|\s+(?:values?|checks?|counts?|handling|detection|filter|guard)\b))"
-    r"(?!\s*[:=?]\s*(?:false|no|none|off|0)\b)",
-    re.IGNORECASE,
-)
-_OF_WHAT: Final = (
-    r"(?:train(?:ing)?|val(?:id(?:ation)?)?|eval(?:uation)?|test|dev|mean|avg|average|total|sum|value|now|gen|disc|[dg]"
-    r"|(?:at |in |for |on |after )?(?:step|epoch|iter(?:ation)?|batch)|\d{1,9})"
-)
-#: Names of losses without that word. Their infinity has harmless reasons, as that of a perplexity: only NaN counts.
-_OTHER: Final = (
-    r"(?<![a-z])(?P<other>nll|elbo|\w{0,9}nloglik|xent\w{0,6}|cross[ _-]?entropy|b?ce|rmsle|r?mse|mae|cost|ppl"
-    r"|perplexity|(?<=-)m?error|(?<='s )l[12])(?![a-z])"
-)
-_LOSS: Final = (
-    r"(?:(?:(?<![a-z])|(?<=log)|(?<=train)|(?<=val)|(?<=valid)|(?<=test)|(?<=eval)|(?<=total)|(?-i:(?<=[a-zA-Z])(?=L)))"
-    rf"loss(?:es)?|{_OTHER})"
-    r"(?P<rest>(?:[_/.][\w/.]{0,60})?)"
-    rf"(?:\s{{0,3}}[(\[]?{_OF_WHAT}[)\]]?){{0,3}}"
-)
-_WRAPPED: Final = r"(?:\w{1,20}(?:\.\w{1,20}){0,3}\()?"  # tensor(nan, np.float32(nan
-_LIST: Final = r"\[\s{0,8}(?:[-+.\de]{1,20}[,\s]\s{0,3}){0,8}"  # [1.0, nan
-_BECAME: Final = (
-    r"(?:returned in \S{1,60}\s+)?(?:has\s+|have\s+)?"
-    r"(?:is|was|are|were|becomes?|became|(?:turned|diverged|exploded)(?:\s+(?:to|into))?|went(?:\s+to)?|reached|got|hit|equals)"
-    r"(?:\s+(?:now|either|an?|inf|infinite|infinity|nan|or))*\s+"
-)
-_NAMED: Final = re.compile(
-    rf"{_LOSS}[\"'`\]]?(?:"
-    rf"\s*\(?[:=：]\s*[\"'(]?{_WRAPPED}(?:{_LIST})?"  # loss: nan, 'loss': 'nan', losses: [1.0, nan
-    r"|\s*[:=]?\s*[-+.\de]{0,20}\s*(?:->|=>|→)\s*|\s+[-–]\s+"  # loss: 0.3 -> nan, loss at epoch 3 - nan
-    rf"|\s+(?P<became>{_BECAME})"  # the loss is now nan
-    r"|\s*[|│┃║]\s*"  # a cell of a table
-    r"|\s*[:=]?\s*[-+.\de]{1,20}\s*\((?:avg:?\s*)?(?P<mean>\s*)"  # Loss: 2.3 (nan): the mean so far
-    rf"|(?P<bare>\s+){_WRAPPED}(?:{_LIST})?"  # loss nan, losses [1.0, nan
-    r")\Z",
-    re.IGNORECASE,
-)
-_AFTER_BARE: Final = re.compile(
-    r"\s*(?:[,;:!|│┃)\]}/(]|$)|\t|\s{2}|\s+(?:encountered|detected|found|appeared|occurred)\b"
-    r"|\s+(?:at|in|on|after|during)\s+(?:\w{1,20}\s+)?(?:step|epoch|iter|batch|update|rank)"
-    r"|\s+(?:[\w/.%@-]{1,30}\s*[:=]?\s*[\[(]?[-+]?(?:\d|(?:nan|inf)\b)|[-+]?\d+\.\d)",  # the next column: lr 0.01
-    re.IGNORECASE,
-)
-#: pandas writes NaN, and a row of a printed Series or table is a name, then values: it ends no training.
-_ROW_OF_PANDAS: Final = re.compile(r"(?:\s+(?:[-+.\de]{1,25}|NaN|None))*\s*(?:dtype: \w+)?\s*")
-#: Losses of another time (the best, the previous one), and quantities that merely have "loss" in their name.
-_BEST: Final = re.compile(
-    r"(?<![a-z])(?:(?:best|lowest|smallest|prev(?:ious)?)(?:[_/.-][a-z]{1,20}){0,3}"
-    r"|min(?:imum)?|max(?:imum)?|old|target|delta|std)"
-    r"(?:[_/. -]?(?:train|val|valid|validation|eval|test|dev|avg|mean|model|so far)){0,3}[_/. -]*\Z",
-    re.IGNORECASE,
-)
-_NOT_A_LOSS: Final = re.compile(
-    r"(?:^|[_/.])(?:scale|scaler|scaling|weights?|std|stddev|var|delta|diff|change|min|max|best|limit|threshold|clip|fn|mask)"
-    r"(?:[_/.]|$)",
-    re.IGNORECASE,
-)
-
-#: A learning rate with its value. A bound, a base or a peak of a schedule is another quantity.
-_RATE: Final = re.compile(
-    r"(?<![\w-])(?<!min )(?<!max )(?<!base )(?<!peak )(?<!initial )"
-    r"(?:lr|learning[ _-]?rate)(?:[-/]\w+)?[\"']?\s*[=:|]?\s*[\[(\"']*(\d+(?:\.\d*)?(?:e[-+]?\d+)?)(?![\w%])",
-    re.IGNORECASE,
-)
 
 _RUN_URL: Final = re.compile(r"https?://[^\s/]+/([^\s/]+)/([^\s/]+)/runs/([\w-]+)")
 _RUN_FOLDER: Final = re.compile(r"\bsaved locally in \S*[\\/]run-\d{8}_\d{6}-([\w-]+)")
@@ -159,35 +42,19 @@ class WandbRun:
     project: str | None = None
 
 
-@dataclass(frozen=True)
-class UserPatterns:
-    """Regular expressions that a user adds to those of this file, for messages of the user's own script."""
-
-    nonfinite: tuple[re.Pattern[str], ...] = ()
-    out_of_memory: tuple[re.Pattern[str], ...] = ()
-
-    def nonfinite_in(self, line: str) -> bool:
-        """Whether the line reports a loss that is not finite."""
-        return any(pattern.search(line) for pattern in self.nonfinite)
-
-    def out_of_memory_in(self, line: str) -> bool:
-        """Whether the line reports that memory ran out."""
-        return any(pattern.search(line) for pattern in self.out_of_memory)
-
-
 def plain(line: str) -> str:
     """Return the line without colours and cursor movements."""
     return _ANSI.sub("", line)
 
 
 def may_match(line: str) -> bool:
-    """Whether any pattern of this file, but that of a learning rate, could match the line."""
-    return _MAY_MATCH.search(line) is not None and not _SOURCE.match(line)
+    """Whether any pattern of this file could match the line."""
+    return _grammar("may_match").search(line) is not None and not _grammar("source").match(line)
 
 
 def says_nonfinite(line: str) -> bool:
     """Whether the line reports a loss that is NaN or infinite, or an end of the training because of one."""
-    values = islice(_VALUE.finditer(line), _MAX_VALUES)
+    values = islice(_grammar("value").finditer(line), _MAX_VALUES)
     return any(_is_present_loss(line, value) for value in values) or _any("nonfinite", line)
 
 
@@ -206,13 +73,6 @@ def says_resumed(line: str) -> bool:
     return _RESUMED.search(line) is not None
 
 
-def printed_rate(line: str) -> str | None:
-    """Return the learning rate that the line names, as written there: `lr: 1.00e-03`, `'learning_rate': 5e-05`."""
-    lower = line.lower()
-    found = _RATE.search(line) if "lr" in lower or "learning" in lower else None
-    return found[1] if found else None
-
-
 def wandb_run(line: str) -> WandbRun | None:
     """Return the W&B run that the line names, or None."""
     if "wandb" not in line.lower():
@@ -225,9 +85,12 @@ def wandb_run(line: str) -> WandbRun | None:
 
 
 def _is_present_loss(line: str, value: re.Match[str]) -> bool:
-    """Whether a non-finite value belongs to a loss, and to the present one: the text before it is the name of one."""
+    """Whether a non-finite value belongs to a loss, and to the present one: the text before it is the name of one.
+
+    The value is found first, because it is rare; the text to its left then says what it belongs to.
+    """
     left = line[max(0, value.start() - _CONTEXT) : value.start()]
-    named = _NAMED.search(left)
+    named = _grammar("named").search(left)
     if named is None:
         return False
     # A running mean may be infinite for a harmless reason (nothing counted yet); NaN has none.
@@ -236,19 +99,27 @@ def _is_present_loss(line: str, value: re.Match[str]) -> bool:
     if named["mean"] is not None and not re.match(r"\s*\)", line[value.end() :]):
         return False
     before = left[: named.start()]
-    if _BEST.search(before) or _NOT_A_LOSS.search(named["rest"]) or _HYPOTHETICAL.search(before):
+    if (
+        _grammar("best").search(before)
+        or _grammar("not_a_loss").search(named["rest"])
+        or _grammar("hypothetical").search(before)
+    ):
         return False
     if named["became"]:
-        untold = _is_supposed(before) or _DENIED.search(before)
-        return not (untold or _HANDLED.search(before) or _HANDLED.search(line, value.end()))
+        untold = _is_supposed(before) or _grammar("denied").search(before)
+        return not (untold or _grammar("handled").search(before) or _grammar("handled").search(line, value.end()))
     return named["bare"] is None or _ends_column(line, value, before, named["bare"])
 
 
 def _ends_column(line: str, value: re.Match[str], before: str, gap: str) -> bool:
     """Whether "loss nan", which any sentence may hold, is a column of a log and not a row that pandas has printed."""
-    if value[0] == "NaN" and (len(before.split()) < 2 or len(gap) > 1) and _ROW_OF_PANDAS.fullmatch(line, value.end()):
+    if (
+        value[0] == "NaN"
+        and (len(before.split()) < 2 or len(gap) > 1)
+        and _grammar("row_of_pandas").fullmatch(line, value.end())
+    ):
         return False
-    return _AFTER_BARE.match(line, value.end()) is not None
+    return _grammar("after_bare").match(line, value.end()) is not None
 
 
 def _any(kind: str, line: str) -> bool:
@@ -257,28 +128,51 @@ def _any(kind: str, line: str) -> bool:
 
 
 @cache
-def _patterns(kind: str) -> tuple[re.Pattern[str], ...]:
-    """The patterns of a kind of messages, in which `<name>` stands for the part of that name."""
+def _texts() -> dict[str, Any]:
+    """What stands in output_scan.yaml, with the parts in place of their names."""
     from ci_llm.config.yaml_file import read_texts  # here, because the help of safe_train.py does without
 
-    known = read_texts(Path(__file__).with_suffix(".yaml"))
-    texts: list[str] = known[kind]
-    for name, part in known["parts"].items():
-        texts = [text.replace(f"<{name}>", part) for text in texts]
-    return tuple(map(re.compile, texts))
+    known, parts = read_texts(Path(__file__).with_suffix(".yaml")), dict[str, str]()
+
+    def whole(pieces: Sequence[str]) -> str:
+        text = "".join(pieces)
+        for name, part in parts.items():
+            text = text.replace(f"<{name}>", part)
+        return text
+
+    for name, pieces in known.pop("parts").items():  # a part may hold those before it
+        parts[name] = whole(pieces)
+    grammar = {name: whole(pieces) for name, pieces in known.pop("grammar").items()}
+    return {"grammar": grammar} | {kind: [whole(text) for text in texts] for kind, texts in known.items()}
+
+
+@cache
+def _patterns(kind: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, _texts()[kind]))
+
+
+@cache
+def _grammar(name: str) -> re.Pattern[str]:
+    return re.compile(_texts()["grammar"][name])
 
 
 def _is_supposed(before: str) -> bool:
     """Whether a clause that begins like this speaks of what would happen, and not of what has happened."""
-    return bool(_HYPOTHETICAL.search(before) or (_CONDITION.search(before) and not _EVENT.search(before)))
+    return bool(
+        _grammar("hypothetical").search(before)
+        or (_grammar("condition").search(before) and not _grammar("event").search(before))
+    )
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
     """Whether the line around a match neither denies it, nor makes it a condition, nor says that it was handled."""
     before = line[max(0, match.start() - _CONTEXT) : match.start()]
-    if _is_supposed(before) or _DENIED.search(before) or _HANDLED.search(before):
+    if _is_supposed(before) or _grammar("denied").search(before) or _grammar("handled").search(before):
         return False
-    return not (_TALK.match(line, match.end()) or _HANDLED.search(line, match.end(), match.end() + _CONTEXT))
+    return not (
+        _grammar("talk").match(line, match.end())
+        or _grammar("handled").search(line, match.end(), match.end() + _CONTEXT)
+    )
 
 
 #: A script that continues for so many lines after it ran out of memory has recovered from that.
@@ -286,18 +180,14 @@ RECENT_LINES: Final = 20
 _MAX_LINE_LENGTH: Final = 4096
 _LINE_END: Final = re.compile(r"[\r\n]+")
 
-_MAX_TRACEBACK_LINE: Final = 500
 #: An exception that lies this many lines back did not end the script.
-_TRACEBACK_LINES: Final = 500
+_EXCEPTION_LINES: Final = 500
 #: What may stand before a line: the rank (torchrun, srun -l, mpirun), or the margin of an exception group.
 _MARGIN: Final = re.compile(r"^(?:\[[\w,]{1,20}\](?:<\w{1,8}>)?: ?|\d{1,5}: |\s*\| ?)")
-_HEADER: Final = "Traceback (most recent call last)"
-_LOG_LEVEL: Final = re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-#: The last line of a traceback: `ValueError: boom`, `pkg.errors.Boom: why`, `KeyboardInterrupt`.
-_LAST_LINE: Final = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*|(?:\w+\.)+\w+)(?::(?:\s.*)?)?$")
-#: What is an exception outside of a traceback too, and the last message of programs that print no traceback.
-_WITHOUT_TRACEBACK: Final = re.compile(
-    r"\s*(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Expired|Failure)(?:\(\w+\))?: +\S"
+#: The last line of a traceback, and the last message of programs that print none.
+_EXCEPTION: Final = re.compile(
+    r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Expired|Failure|Interrupt|Exit|Group)(?:\(\w+\))?(?:: .*|:?$)"
+    r"|(?:\w+\.)+\w+: \S"  # pkg.errors.Boom: why, socket.timeout: timed out
     r"|Fatal Python error: |\S+: error: "  # argparse
     r"|Could not override |In '[^']{1,200}': Could not |(?:Cannot find p|P)rimary config "  # Hydra
 )
@@ -307,8 +197,6 @@ _CONSEQUENCE: Final = re.compile(
     r"|\bConnection (?:closed|reset) by peer\b|\bBroken pipe\b|\bDistBackendError\b|\bremote process exited\b"
     r"|(?:^|\.)(?:KeyboardInterrupt|SystemExit)\b|^(?:srun|slurmstepd): error: "
 )
-#: Introduces a traceback of an exception that Python has caught and that ends nothing.
-_IGNORED: Final = re.compile(r"Exception ignored in|Error in atexit|--- Logging error ---")
 #: Last lines that say nothing about what happened.
 _EMPTY_WORDS: Final = re.compile(
     r"Set the environment variable HYDRA_FULL_ERROR=1|For simplicity, JAX has removed|wandb: |[\W_]*$"
@@ -341,33 +229,29 @@ class LineSplitter:
 class Evidence:
     """What the output of one attempt said.
 
-    Args:
-        user_patterns: patterns of the user, beside the known ones.
-
     Attributes:
         nonfinite, killed: the first line that reported it; None if no line did.
         out_of_memory: the first line that reported the latest lack of memory; None if no line did.
-        learning_rate: the last one that was printed, as written there.
         wandb_runs: the W&B runs that were named, by id.
         wandb_resumed: a W&B run existed before this attempt.
         last_lines: the end of the output, for people.
         num_lines: how many lines there were, each redrawing of a progress bar included.
     """
 
-    def __init__(self, user_patterns: UserPatterns | None = None) -> None:
-        self._user_patterns = user_patterns or UserPatterns()
-        self._tracebacks = _Tracebacks()
+    def __init__(self) -> None:
         for kind in ("nonfinite", "out_of_memory", "killed"):
             _patterns(kind)  # read before an attempt runs, which may fill the disk
         self.nonfinite: str | None = None
         self.out_of_memory: str | None = None
         self.killed: str | None = None
-        self.learning_rate: str | None = None
         self.wandb_runs: dict[str, WandbRun] = {}
         self.wandb_resumed = False
         self.last_lines: deque[str] = deque(maxlen=RECENT_LINES)
         self.num_lines = 0
-        self._lines_since_memory = 0  # those of tracebacks apart
+        self._exception: str | None = None
+        self._is_ignored = False  # the next one, because Python has caught it and it ends nothing
+        self._is_consequence = False  # of another exception, that of a process which this one waited for
+        self._lines_since_exception = self._lines_since_memory = 0
 
     def ended_out_of_memory(self, *, failed: bool) -> bool:
         """Whether the lack of memory ended the script: it told little after that.
@@ -375,13 +259,16 @@ class Evidence:
         Args:
             failed: its exit code was not 0. Then it may have tidied up for long, unless another exception ended it.
         """
-        limit = _TRACEBACK_LINES if failed and self.exception is None else RECENT_LINES
+        limit = _EXCEPTION_LINES if failed and self.exception is None else RECENT_LINES
         return self.out_of_memory is not None and self._lines_since_memory < limit
 
     @property
     def exception(self) -> str | None:
-        """The exception that ended the script, as far as the output shows it."""
-        return self._tracebacks.exception
+        """The exception that ended the script, with its message in one line; None without a recent one.
+
+        Of chained exceptions that is the last one. One of a launcher or of a peer counts only where there is no other.
+        """
+        return self._exception if self._lines_since_exception < _EXCEPTION_LINES else None
 
     @property
     def last_words(self) -> str:
@@ -392,23 +279,39 @@ class Evidence:
     def note(self, line: str) -> None:
         """Take one line of the output into account."""
         line = plain(line[:_MAX_LINE_LENGTH])
-        self._tracebacks.note(line)  # with its indentation, which the rest does without
+        self._note_exception(_MARGIN.sub("", line))  # with its indentation, which the rest does without
         line = line.strip()
         if not line:
             return
         self.num_lines += 1
-        self._lines_since_memory += not self._tracebacks.is_open
         self.last_lines.append(line)
-        self.learning_rate = printed_rate(line) or self.learning_rate
-        may = may_match(line)
-        if self._user_patterns.nonfinite_in(line) or (may and says_nonfinite(line)):
+        if not may_match(line):
+            return
+        if says_nonfinite(line):
             self.nonfinite = self.nonfinite or line
-        if self._user_patterns.out_of_memory_in(line) or (may and says_out_of_memory(line)):
+        if says_out_of_memory(line):
             self._note_out_of_memory(line)
-        if may and says_killed(line):
+        if says_killed(line):
             self.killed = self.killed or line
-        if may:
-            self._note_wandb(line)
+        self._note_wandb(line)
+
+    def _note_exception(self, line: str) -> None:
+        """Of an exception only the last line has no indentation, and no line of another process between tells one."""
+        self._lines_since_exception += 1
+        if line[:1].isspace():
+            return
+        self._lines_since_memory += bool(line)
+        self._is_ignored |= line.startswith(("Exception ignored in", "Error in atexit"))
+        if not _EXCEPTION.match(line):
+            return
+        if self._is_ignored:
+            self._is_ignored = False
+            return
+        is_consequence = _CONSEQUENCE.search(line) is not None
+        if is_consequence and self.exception is not None and not self._is_consequence:
+            return
+        self._exception, self._is_consequence = line.strip().rstrip(":"), is_consequence
+        self._lines_since_exception = 0
 
     def _note_wandb(self, line: str) -> None:
         self.wandb_resumed |= says_resumed(line)
@@ -421,61 +324,3 @@ class Evidence:
         if self.out_of_memory is None or self._lines_since_memory >= RECENT_LINES:
             self.out_of_memory = line
         self._lines_since_memory = 0
-
-
-class _Tracebacks:
-    """Finds the exception that ended a script: the last one that is neither ignored nor a consequence of another.
-
-    Of chained exceptions that is the last one, in the order in which Python prints them. An exception of a launcher or
-    of a peer counts only where the script itself printed none.
-
-    Attributes:
-        is_open: the latest line belongs to a traceback, and is not its last one.
-    """
-
-    def __init__(self) -> None:
-        self._cause: str | None = None
-        self._consequence: str | None = None
-        self._lines_since = 0
-        self.is_open = self._is_ignored = self._continues = False
-
-    @property
-    def exception(self) -> str | None:
-        """The exception with its message in one line; None without a recent one."""
-        return (self._cause or self._consequence) if self._lines_since < _TRACEBACK_LINES else None
-
-    def note(self, line: str) -> None:
-        """Take a line into account, with its indentation: inside a traceback only its last line has none."""
-        self._lines_since += 1
-        # Cut, because some exceptions print a whole tensor.
-        line = _MARGIN.sub("", line[:_MAX_TRACEBACK_LINE].rstrip())
-        if self._continues and line:
-            self._complete(line.strip())
-        if _HEADER in line:
-            self.is_open = True
-        elif _IGNORED.match(line):
-            self._is_ignored = True
-        elif self._ends_traceback(line) or _WITHOUT_TRACEBACK.match(line):
-            self._note_exception(line.strip())
-
-    def _ends_traceback(self, line: str) -> bool:
-        # Log lines of other processes mix with a traceback: "ERROR: ..." looks like an exception named ERROR.
-        return self.is_open and _LAST_LINE.match(line) is not None and not _LOG_LEVEL.match(line)
-
-    def _note_exception(self, exception: str) -> None:
-        is_ignored = self._is_ignored and self.is_open
-        self.is_open = self._is_ignored = False
-        self._lines_since = 0
-        if is_ignored:
-            return
-        if _CONSEQUENCE.search(exception):
-            self._consequence = exception.rstrip(":")
-        else:
-            self._cause = exception
-            self._continues = exception.endswith(":")
-
-    def _complete(self, line: str) -> None:
-        """A message that ends with a colon continues in the next line."""
-        self._continues = False
-        if not _EMPTY_WORDS.match(line):
-            self._cause = f"{self._cause} {line}"

@@ -19,8 +19,8 @@ from ci_llm.errors import BadInput
 from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.attempt import AttemptResult, StopOrder
-from ci_llm.supervisor.classify import BAD_CALL, classify_by_status, crash_signature
-from ci_llm.supervisor.output_scan import Evidence, UserPatterns
+from ci_llm.supervisor.classify import classify_by_status
+from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
 
 GRACE_S: Final = 120.0
@@ -45,7 +45,6 @@ class OwnRun:
     """
 
     restarts_from_scratch = False
-    user_patterns = UserPatterns()  # its failures are in its folder
     rerun_effect = "the same command resumes"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
@@ -130,7 +129,6 @@ class OwnRun:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
         cause = run_folder.earliest_failure(failures)
-        known = f"{cause.reason}: {cause.message}" if cause else _exception_in_output(result)
         good_step = self._good_step(cause) if kind == "nonfinite" else None
         return Outcome(
             kind,
@@ -139,7 +137,6 @@ class OwnRun:
             learning_rate=self._highest_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=good_step,
-            signature=crash_signature(kind, known),
             duration_s=result.duration_s,
         )
 
@@ -256,8 +253,3 @@ class SweepRun(OwnRun):
         """The optimizer steps that the newest checkpoints of all segments hold."""
         segments = sorted((self._folder / run_folder.SEGMENTS).glob("*"))
         return sum(max(CheckpointStore(folder).all_steps(), default=0) for folder in segments)
-
-
-def _exception_in_output(result: AttemptResult) -> str | None:
-    """The exception of an attempt that wrote no failure. None after a refusal, which may pass, as a lease does."""
-    return None if result.returncode == BAD_CALL else result.evidence.exception

@@ -37,7 +37,6 @@ class Policy:
         hard_reduction: divides the learning rate instead, once `patience` cuts brought no progress.
         patience: attempts in a row without a change and without progress, after which the supervisor gives up.
         progress_after_s: a script that reports no steps has made progress if it ran for this long.
-        early_crash_s: a crash within this time counts as an early one; the same early crash twice is final.
         first_wait_s, disk_wait_s: the first pause after a crash and after a full disk. Each further one is doubled.
         longest_wait_s: the upper bound of a pause.
     """
@@ -49,7 +48,6 @@ class Policy:
     hard_reduction: float = 10.0
     patience: int = 3
     progress_after_s: float = 600.0
-    early_crash_s: float = 60.0
     first_wait_s: float = 5.0
     disk_wait_s: float = 60.0
     longest_wait_s: float = 600.0
@@ -65,7 +63,6 @@ class Outcome:
         progress: the attempt left something that lasts: a newer checkpoint, or a long time of running.
         learning_rate, batch_size: what the attempt ran with; None where that is unknown, and then it cannot be cut.
         good_step: the newest step that counts as good after non-finite values, in a run that can go back to it.
-        signature: what two crashes share if they are the same one; None for a crash that may pass by itself.
         duration_s: how long the attempt ran.
     """
 
@@ -76,7 +73,6 @@ class Outcome:
     learning_rate: float | None = None
     batch_size: int | None = None
     good_step: int | None = None
-    signature: str | None = None
     duration_s: float = 0.0
 
 
@@ -125,8 +121,6 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
         case "out_of_memory":
             return _cut_batch(outcome, policy)
         # What is not changed would be launched for ever without progress.
-        case "crashed" if _is_same_early_crash(history, outcome, policy):
-            return _give_up(f"the same crash twice, each within {policy.early_crash_s:g} s: {outcome.detail}")
         case _ if repeats >= policy.patience:
             return _give_up(f"{repeats} attempts in a row without progress")
         case _:
@@ -169,16 +163,6 @@ def _relaunch_unchanged(repeats: int, outcome: Outcome, policy: Policy) -> Decis
         return Decision("relaunch", _WHY[outcome.kind])
     first = policy.disk_wait_s if outcome.kind == "disk_full" else policy.first_wait_s
     return Decision("wait", _WHY[outcome.kind], wait_s=min(first * 2.0**doublings, policy.longest_wait_s))
-
-
-def _is_same_early_crash(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> bool:
-    """Whether this attempt and the one right before it, with nothing changed in between, crashed early and alike."""
-    if not history or outcome.signature is None or history[-1].signature != outcome.signature:
-        return False
-    return all(
-        one.kind == "crashed" and not one.progress and one.duration_s <= policy.early_crash_s
-        for one in (history[-1], outcome)
-    )
 
 
 def _cuts_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:

@@ -42,20 +42,14 @@ def start_shim(
     report_fd: int,
     stdout_fd: int,
     stderr_fd: int,
-    folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the shim of `command`, in a session of its own, so that signals of the terminal do not reach it.
-
-    Args:
-        folder: in which the command runs; that of this process by default.
-    """
+    """Start the shim of `command`, in a session of its own, so that signals of the terminal do not reach it."""
     return subprocess.Popen(
         [*_program("shim"), str(control_fd), str(report_fd), str(grace_s), *command],
         env=dict(environment),
         stdout=stdout_fd,
         stderr=stderr_fd,
         pass_fds=(control_fd, report_fd),
-        cwd=folder,
         start_new_session=True,
     )
 

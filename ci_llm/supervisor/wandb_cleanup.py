@@ -7,15 +7,14 @@ slow network, ask for a password, or crash.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from ci_llm.errors import first_line
 from ci_llm.supervisor.output_scan import Evidence, WandbRun
 from ci_llm.supervisor.shim import run_task
 
@@ -23,6 +22,7 @@ RunTask = Callable[..., tuple[bool, str]]
 
 #: The clocks of this machine and of the server may differ by this much.
 _CLOCK_TOLERANCE_S: Final = 300.0
+_TOLD: Final = "ci_llm: "
 
 
 class WandbCleanup:
@@ -66,29 +66,18 @@ class WandbCleanup:
         return "/".join(part for part in (entity, project, run.id) if part)
 
     def _delete(self, paths: Sequence[str], timeout_s: float) -> list[str]:
-        succeeded, output = self._run_task("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
-        results = dict(_results(output))
-        why = "W&B could not be reached" if succeeded else (output.strip().splitlines() or ["no answer"])[-1]
-        return [
-            f"deleted the W&B run of a failed attempt: {path}"
-            if results.get(path) == "deleted"
-            else f"the W&B run of a failed attempt stays: {path} ({results.get(path, why)})"
-            for path in paths
-        ]
+        _, output = self._run_task("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
+        lines = output.strip().splitlines() or ["no answer"]
+        told = [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]
+        return told + [_stays(path, lines[-1]) for path in paths[len(told) :]]
 
 
-def _results(output: str) -> list[tuple[str, str]]:
-    """(run, result) of every line of the process that `main` printed; the client of W&B prints lines of its own."""
-    found = []
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            value = json.loads(line)
-            found.append((value["run"], value["result"]))
-    return found
+def _stays(path: str, why: str) -> str:
+    return f"the W&B run of a failed attempt stays: {path} ({why})"
 
 
 def main() -> int:
-    """The process that deletes: `wandb_cleanup SINCE PATH...`; prints one line of JSON per run.
+    """The process that deletes: `wandb_cleanup SINCE PATH...`; prints a line per run, among those of W&B's client.
 
     SINCE is the unix time at which the supervision began.
     """
@@ -103,8 +92,9 @@ def main() -> int:
         try:
             result = delete(api, path, since)
         except (wandb.errors.Error, ValueError, OSError) as error:
-            result = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(json.dumps({"run": path, "result": result}), flush=True)
+            result = f"{type(error).__name__}: {first_line(error)}"
+        deleted = f"deleted the W&B run of a failed attempt: {path}"
+        print(_TOLD + (deleted if result == "deleted" else _stays(path, result)), flush=True)
     return 0
 
 

@@ -23,7 +23,7 @@ def test_every_case_ends_in_the_table_and_a_second_call_runs_the_missing_ones(si
     assert all(int(kernels) > 0 and int(waits) > 0 for _, *_, kernels, waits, _ in rows)
     assert first.said.count(" ...\n") == len(list((simulated.folder / "gpu").glob("*.json")))
 
-    (simulated.folder / "gpu/check_copies.json").unlink()
+    (simulated.folder / "gpu/digest.json").unlink()
     again = simulated(options=["--program", PROGRAM, "--tiny", "--to", "gpu"])
-    assert [line for line in again.said.splitlines() if line.endswith(" ...")] == ["check copies ..."]
+    assert [line for line in again.said.splitlines() if line.endswith(" ...")] == ["digest ..."]
     assert (simulated.folder / "gpu/table.md").read_text() == table

@@ -1,4 +1,4 @@
-"""What a run takes of a GPU: kernels of attention, fp64, memory; and checks that see a device that errs."""
+"""What a run takes of a GPU: kernels of attention, fp64, memory."""
 
 from __future__ import annotations
 
@@ -51,23 +51,6 @@ def test_the_estimate_of_a_preset_is_what_the_preset_says(simulated: Simulated) 
     }
     assert len(told) == 5
     assert found_by(simulated, "estimates.py", *told) == pytest.approx(told, rel=0.1)
-
-
-def test_each_check_sees_a_device_that_errs(simulated: Simulated) -> None:
-    found = found_by(simulated, "checks.py")
-    wanted = {
-        "autocast": "not every agent has moved",
-        "attention": "differs from plain products",
-        "determinism": "other bits the second time",
-        "copies": "1 of 1048576 numbers come back changed",
-        "checkpoint": "tensors come back changed",
-        "memory": "cannot be",
-    }
-    assert found.keys() == wanted.keys()
-    for name, (well, mutant) in found.items():
-        assert not well.startswith("refused"), name
-        assert mutant.startswith("refused: "), name
-        assert wanted[name] in mutant, name
 
 
 def test_only_sums_norms_and_comparisons_are_computed_in_fp64(simulated: Simulated) -> None:

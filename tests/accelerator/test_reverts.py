@@ -73,12 +73,6 @@ MENDS: Final = {
         'not in ("cuda", "cpu", "mps", "xpu") and not is_cpu_wanted(os.environ)',
         "tests/distributed/test_precision.py",
     ),
-    "a check of attention in fp32 alone": Mend(
-        "dry_run/gpu.py",
-        'found = []\n    for name in ("fp32", "bf16", "fp16"):',
-        'found = []\n    for name in ("fp32",):',
-        f"{DEVICE}test_each_check_sees_a_device_that_errs",
-    ),
     "TF32 without its key": Mend(
         "run/setup.py",
         "torch.backends.cuda.matmul.allow_tf32 = config.tf32",

@@ -39,8 +39,6 @@ def test_layers_in_shards_give_the_bits_of_whole_ones(simulated: Simulated) -> N
 
 def test_the_check_passes_on_a_gpu(simulated: Simulated) -> None:
     ran = simulated("check", "num_workers=0", "report_to=none", f"model_name={simulated.base}")
-    gpu = [line for line in ran.said.splitlines() if line.lstrip().startswith("gpu ") or " gpu " in line[:24]]
-    assert len(gpu) == 6, ran.said
     assert "checks passed" in ran.said
     ran.require_order()
 

@@ -20,8 +20,6 @@ from transformers import (
 
 from ci_llm.base.load import fingerprint_of, load_architecture, load_base
 from ci_llm.config import Config
-from ci_llm.dry_run import toy_run
-from ci_llm.dry_run.context import find_shape
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from tools.testbed.tiny import base
@@ -109,7 +107,7 @@ def test_a_base_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/nowhere/model", "./models/mine", "../mine/x", "~/mine", "runs/one/model"])
 def test_a_missing_folder_is_reported_as_missing(name: str) -> None:
     """The hub's library would say that a repo id must use alphanumeric characters."""
-    for open_it in (load_base, find_shape):
+    for open_it in (load_base, load_architecture):
         with pytest.raises(ModelError) as caught:
             open_it(name)
         assert caught.value.what == "there is no such folder"
@@ -120,15 +118,6 @@ def test_a_family_that_answers_otherwise_than_it_is_trained_is_refused(tmp_path:
     AutoConfig.for_model("moshi").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="Moshi's cache forgets"):
         load_architecture(str(tmp_path))
-
-
-def test_a_dry_run_does_not_replace_a_damaged_base(folder: Path) -> None:
-    """The embedded base replaces only a base that would have to be downloaded."""
-    _torn(folder)
-    shape, processes = SimpleNamespace(offline=None, from_hub=True), SimpleNamespace(device="cpu", num_processes=1)
-    context: Any = SimpleNamespace(config=Config(model_name=str(folder)), shape=shape, processes=processes)
-    with pytest.raises(ModelError, match="deserializing header"):
-        toy_run._base(context)
 
 
 def test_a_fingerprint_covers_every_bit_and_parameters_of_any_shape() -> None:

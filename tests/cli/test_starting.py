@@ -18,8 +18,7 @@ from ci_llm.base import files
 from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
 from ci_llm.cluster import starter
-from ci_llm.cluster.launch import STARTED, read_launch
-from ci_llm.distributed import processes
+from ci_llm.cluster.launch import STARTED, launch_notes, read_launch
 from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
@@ -137,7 +136,7 @@ def test_four_processes_requested_on_one_gpu_become_one_with_a_note(
 
     def job(config: Any, _interrupts: Any, launch: Any, **_named: Any) -> Any:
         assert launch.num_processes == 1
-        notes.extend(processes._notes(launch, config, num_gpus=torch.cuda.device_count()))
+        notes.extend(launch_notes(launch, os.environ, num_gpus=torch.cuda.device_count()))
         return Result("completed", 0, tmp_path)
 
     def launch(arguments: list[str]) -> Any:
@@ -149,12 +148,9 @@ def test_four_processes_requested_on_one_gpu_become_one_with_a_note(
     monkeypatch.setattr(train, "read_launch", launch)
     monkeypatch.setattr(train, "die_with_parent", lambda _signal: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as Accelerate does where it was asked for several
-    assert main(command(tmp_path, "batch_size=2", "gradient_accumulation_steps=3")) == 0
+    assert main(command(tmp_path)) == 0
     assert "starting" not in capsys.readouterr().out
-    assert notes[0] == (
-        "asked for 4 processes, running 1, for this machine has 1 GPU(s), and each takes one process;"
-        " the effective batch of a run that begins like this is a quarter: 6 rows and not 24"
-    )
+    assert notes[0] == "asked for 4 processes, running 1: this machine has 1 GPU(s), and each takes one"
 
 
 def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str, num_gpus: int = 0) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -206,8 +205,8 @@ def test_the_command_of_another_parent_is_not_kept(environ: Mapping[str, str], s
 # Remarks
 
 
-def remarked(launch: Launch, num_gpus: int = 0, rows: int | None = None, **environ: str) -> list[str]:
-    return launch_notes(launch, environ, num_gpus=num_gpus, rows_per_process=rows)
+def remarked(launch: Launch, num_gpus: int = 0, **environ: str) -> list[str]:
+    return launch_notes(launch, environ, num_gpus=num_gpus)
 
 
 def test_a_launch_without_problems_has_no_notes() -> None:
@@ -225,8 +224,8 @@ def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fewer_processes_than_asked_for() -> None:
     launch = read({"MASTER_ADDR": "here"}, [*ACCELERATE, "--num_processes=4"])
-    assert "--multi_gpu --num_processes=4" in remarked(launch)[0]
-    assert "1 GPU(s), and each takes one process" in remarked(launch, num_gpus=1)[0]
+    assert remarked(launch) == ["asked for 4 processes, running 1: --distributed=N starts N here"]
+    assert "1 GPU(s), and each takes one" in remarked(launch, num_gpus=1)[0]
     unknown = read({"MASTER_ADDR": "here"}, ACCELERATE)
     assert "asked for several processes" in remarked(unknown)[0]
 
@@ -234,34 +233,6 @@ def test_fewer_processes_than_asked_for() -> None:
 def test_gpus_without_a_process() -> None:
     (line,) = remarked(read({}), num_gpus=4)
     assert "accelerate launch --num_processes=4" in line
-
-
-@pytest.mark.parametrize(
-    ("number", "share"), [(2, "half: 12 rows and not 24"), (4, "a quarter: 12 rows and not 48"), (8, "1/8: 12 rows")]
-)
-def test_fewer_processes_make_a_smaller_batch(number: int, share: str) -> None:
-    launch = read({"MASTER_ADDR": "here"}, [*ACCELERATE, f"--num_processes={number}", "train.py"])
-    assert f"the effective batch of a run that begins like this is {share}" in remarked(launch, rows=12)[0]
-    assert "batch" not in remarked(launch)[0], "global_batch_size fixes it"
-
-
-@pytest.mark.parametrize(
-    ("typed", "pasted"),
-    [
-        ("launch --num_processes=4 train.py lr=1 'a b'", "launch --multi_gpu --num_processes=4 train.py lr=1 'a b'"),
-        ("launch --cpu --num-processes 4 train.py", "launch --multi_gpu --num-processes 4 train.py"),
-        ("launch train.py --cpu", "launch --multi_gpu --num_processes=N train.py --cpu"),
-    ],
-)
-def test_the_suggested_command_can_be_pasted(typed: str, pasted: str) -> None:
-    command, launched = ["/odd/python", "-m", "accelerate.commands.accelerate_cli"], shlex.split(typed)
-    words = launched[launched.index("train.py") + 1 :]
-    launch = read({"MASTER_ADDR": "here"}, [*command, *launched], words)
-    told, line = remarked(launch)[0].splitlines()
-    assert told.endswith("; this starts them on the CPU:")
-    assert line.strip() == f"{shlex.join(command)} {pasted}"
-    _, line = remarked(launch, ACCELERATE_USE_CPU="True")[0].splitlines()
-    assert line.strip() == f"ACCELERATE_USE_CPU=true {shlex.join(command)} {pasted}"
 
 
 @pytest.mark.parametrize(
@@ -294,24 +265,25 @@ def test_a_process_in_a_job_but_outside_of_its_steps_is_warned() -> None:
     assert step_notes(STEP) == step_notes({}) == []
 
 
-def test_one_thread_per_process_by_the_launcher_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launch, "threads_per_process", property(lambda self: 8))
-    launch = read({}, ACCELERATE)
-    assert remarked(launch, OMP_NUM_THREADS="1") == [
-        "one CPU thread per process (OMP_NUM_THREADS=1, which launchers set if it is not set):"
-        " `export OMP_NUM_THREADS=8` uses all cores"
-    ]
-    assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch, 1, OMP_NUM_THREADS="1") == []
-
-
-def test_more_threads_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.cluster.launch._num_cores", lambda: 4)
-    launch = read(TORCHRUN)
-    assert launch.num_local_processes == 2
-    (line,) = remarked(launch, OMP_NUM_THREADS="3")
-    assert line.startswith("6 threads (processes x OMP_NUM_THREADS) share 4 CPU core(s)")
-    assert line.endswith("`export OMP_NUM_THREADS=2`")
-    assert remarked(launch, OMP_NUM_THREADS="2") == remarked(launch) == remarked(launch, 1, OMP_NUM_THREADS="3") == []
+@pytest.mark.parametrize(
+    ("threads", "launched", "cores", "noted"),
+    [
+        ("1", True, 16, 8),
+        ("2", True, 16, 0),
+        ("1", False, 16, 0),
+        ("3", True, 4, 2),
+        ("2", True, 4, 0),
+        ("", True, 4, 0),
+    ],
+)
+def test_threads_that_leave_cores_idle_or_share_one_are_noted(
+    threads: str, launched: bool, cores: int, noted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci_llm.cluster.launch._num_cores", lambda: cores)
+    launch = read(TORCHRUN if launched else {})
+    told = [f"OMP_NUM_THREADS={threads} per process: `export OMP_NUM_THREADS={noted}` uses each core once"]
+    assert remarked(launch, OMP_NUM_THREADS=threads) == (told if noted else [])
+    assert remarked(launch, 2, OMP_NUM_THREADS=threads) == ([] if launched else remarked(launch, 2))
 
 
 # What `accelerate launch` may ask for

@@ -164,7 +164,7 @@ def back(cluster: Cluster, wanted: object = "auto", environ: dict[str, str] = EN
 
 def test_the_outermost_program_asks_for_the_requeue_once() -> None:
     cluster = Cluster()
-    assert back(cluster) == "SLURM job 7 is put back into the queue, for the 2nd time"
+    assert back(cluster) == "SLURM job 7 is put back into the queue (requeue 2)"
     assert cluster.asked == ["job", "requeue"]
     for silent in (
         back(cluster, wanted=False),

@@ -129,22 +129,6 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
     compiler, asked_for, *_ = one["notes"]
     assert "ACCELERATE_DYNAMO_BACKEND is not used" in compiler
     assert "asked for 4 processes, running 1" in asked_for
-    assert "a quarter: 12 rows and not 48" in asked_for
-    assert "--multi_gpu --num_processes=4 --config_file" in asked_for
-
-
-@pytest.mark.slow
-def test_the_suggested_command_starts_all_requested_processes(tmp_path: Path) -> None:
-    """On a machine without GPUs each process would otherwise believe that it is alone."""
-    with Child(SCRIPTS / "accelerate", "launch", "--num_processes=2", "--main_process_port=0", WORLD, tmp_path) as lone:
-        run_all([lone])
-    (one,) = told(tmp_path, 1)
-    line = one["notes"][0].splitlines()[-1]
-    assert "accelerate launch --multi_gpu --num_processes=2 " in line
-    (tmp_path / "main was here").unlink()
-    with Child("sh", "-c", line) as pasted:
-        run_all([pasted])
-    assert_one_world_of_two(tmp_path, "torchrun")
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_a_preempted_job_saves_comes_back_and_ends_with_the_same_bits(
     (step,) = resumed_at(told["log"])
     assert CAUGHT_AT <= step < STEPS
     assert f"interrupted (signal:SIGTERM): step {step} is saved" in told["log"]
-    assert "is put back into the queue, for the 1st time" in told["log"]
+    assert "is put back into the queue (requeue 1)" in told["log"]
     assert "SLURM restart 1" in told["log"]
     assert "exactness: bitwise" in told["log"]
     assert "Traceback" not in told["output"]
@@ -226,7 +226,7 @@ def test_a_preempted_supervisor_puts_its_job_back_once_and_the_run_ends_with_the
     (step,) = resumed_at(told["log"])
     assert CAUGHT_AT <= step < STEPS
     assert "the queue" not in told["log"]  # the trainer leaves that to the outermost of ours
-    assert told["story"].count("is put back into the queue, for the 1st time") == 1
+    assert told["story"].count("is put back into the queue (requeue 1)") == 1
     assert told["weights"] == reference
     assert told["published"] == 1
 

@@ -53,6 +53,6 @@ def test_a_preempted_sweep_comes_back_and_ends_with_the_same_trials(
     cluster.preempt(job.node)
     shown = job.until_ended()
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), job.said()
-    assert "is put back into the queue, for the 1st time" in job.said()
+    assert "is put back into the queue (requeue 1)" in job.said()
     assert read_status(run).status == "completed"
     assert not differences(facts(alone), facts(queued))

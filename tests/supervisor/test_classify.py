@@ -83,39 +83,9 @@ BOOM = ("Traceback (most recent call last):", '  File "fit.py", line 3, in <modu
     ],
 )
 def test_a_script_is_classified_by_exit_code_signal_and_output(end: AttemptResult, kind: Kind, detail: str) -> None:
-    outcome = classify_by_output(end, learning_rate=0.1, batch_size=3, progress_after_s=600)
-    assert outcome.kind == kind
-    assert outcome.detail.startswith(detail)
-    assert (outcome.learning_rate, outcome.batch_size, outcome.progress) == (0.1, 3, False)
-
-
-@pytest.mark.parametrize(
-    ("exception", "signature"),
-    [
-        ("ImportError: cannot import name 'x'", "ImportError: cannot import name 'x'"),
-        ("ValueError: object at 0x7f12ab at line 17", "ValueError: object at # at line #"),
-        ("requests.exceptions.ConnectionError: Max retries exceeded", None),
-        ("socket.timeout: timed out", None),
-        ("OSError: [Errno 98] Address already in use", None),
-        ("RuntimeError: CUDA error: device-side assert triggered", None),
-        ("OSError: [Errno 5] Input/output error", None),
-        ("huggingface_hub.errors.HfHubHTTPError: 503 Server Error", None),
-    ],
-)
-def test_the_signature_of_a_crash_is_its_exception_without_numbers(exception: str, signature: str | None) -> None:
-    end = result("Traceback (most recent call last):", exception, returncode=1, duration_s=3.0)
-    outcome = classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600)
-    assert (outcome.kind, outcome.signature, outcome.duration_s) == ("crashed", signature, 3.0)
-
-
-def test_only_a_crash_has_a_signature() -> None:
-    end = result("Traceback (most recent call last):", "ValueError: 3", "Loss=nan", returncode=1)
-    assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).signature is None
-
-
-def test_a_script_that_ran_for_long_has_made_progress() -> None:
-    end = result(returncode=1, duration_s=600.0)
-    assert classify_by_output(end, learning_rate=None, batch_size=None, progress_after_s=600).progress
+    found, told = classify_by_output(end)
+    assert found == kind
+    assert told.startswith(detail)
 
 
 def test_the_kernel_says_how_often_it_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

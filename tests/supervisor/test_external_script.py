@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive
-from ci_llm.supervisor.attempt import Attempt
+from ci_llm.supervisor.attempt import Attempt, AttemptResult
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
@@ -47,7 +47,7 @@ def assert_clean(folder: Path) -> None:
     """The original is byte-identical, and no temporary file is left."""
     assert (folder / "configs" / "config.yaml").read_bytes() == CONFIG.encode()
     assert os.listdir(folder / "configs") == ["config.yaml"]
-    assert "original unchanged: configs/config.yaml" in log_of(folder)
+    assert "configuration: configs/config.yaml, which stays as it is" in log_of(folder)
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_nan_in_a_bar_divides_the_learning_rate_although_the_script_exits_0(fold
     told = log_of(folder)
     assert "attempt 1 of 11" in told
     assert "nonfinite: Training GNN: 1/3 [00:00<00:00, 9.80it/s, Loss=nan, Accuracy=0.8456]" in told
-    assert "training.learning_rate: 2e-4 -> 0.00013333333" in told
+    assert "training.learning_rate: 0.0002 -> 0.00013333333" in told
     assert "training.learning_rate: 0.00013333333 -> 8.8888887e-05" in told
     assert terminal.output.count(b"\rTraining GNN: 3/3") >= 1  # redrawn in place
     assert_clean(folder)
@@ -101,33 +101,13 @@ def test_every_constant_product_scales_with_the_batch_wherever_it_stands(
 
 
 @pytest.mark.slow
-def test_the_temporary_configuration_keeps_everything_but_the_value(folder: Path) -> None:
-    peek = folder / "peek.py"
-    peek.write_text(
-        "import pathlib, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"
-        "text = pathlib.Path('configs', name + '.yaml').read_text()\n"
-        "pathlib.Path(name + '.seen').write_text(text)\n"
-        "print('Loss=nan' if name == 'config' else 'done')\n"
-    )
-    with Terminal("--train-script", "peek.py", cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
-    [seen] = folder.glob("config_retry_1_*.seen")
-    changed = CONFIG.replace("2e-4", "0.00013333333")
-    assert seen.read_text().startswith(changed)
-    assert seen.read_text()[len(changed) :].startswith("# made by safe_train.py")
-    assert_clean(folder)
-
-
-@pytest.mark.slow
 def test_an_override_is_passed_on_and_rewritten_where_it_is_adjusted(folder: Path) -> None:
     words = ["model=gnn", "training.learning_rate=1.2e-4", "pool.size=4096"]
     with Terminal("--train-script", SCRIPTS / "diverges.py", *words, cwd=folder) as terminal:
         assert terminal.wait() == 0, terminal.text
     commands = re.findall(r"attempt \d of \d+: (.*)", log_of(folder))
     assert commands[0].endswith("--config-name config model=gnn training.learning_rate=1.2e-4 pool.size=4096")
-    assert commands[1].endswith(" model=gnn training.learning_rate=8e-05 pool.size=4096") or commands[1].endswith(
-        " model=gnn training.learning_rate=8.0e-05 pool.size=4096"
-    )
+    assert commands[1].endswith(" model=gnn training.learning_rate=8.0e-05 pool.size=4096")
     assert_clean(folder)
 
 
@@ -167,14 +147,6 @@ def test_gives_up_at_the_smallest_learning_rate_and_sums_up(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_retries_are_counted(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "diverges.py", "--max-retries", 1, cwd=folder) as terminal:
-        assert terminal.wait() == 1
-    assert "attempt 2 of 2" in log_of(folder)
-    assert "all 1 retries are used up" in log_of(folder)
-
-
-@pytest.mark.slow
 def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nraise SystemExit('no such luck')\n")
     with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
@@ -183,26 +155,6 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     assert told.count("crashed: exit code 1: no such luck") == 6  # as they ended, and in the analysis
     assert "giving up: 3 attempts in a row without progress" in told
     assert "    half way" in told
-
-
-@pytest.mark.slow
-def test_the_same_crash_at_the_start_is_tried_twice(folder: Path) -> None:
-    (folder / "crash.py").write_text("print('half way')\nimport no_such_module\n")
-    with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
-        assert terminal.wait() == 1, terminal.text
-    told = log_of(folder)
-    exception = "ModuleNotFoundError: No module named 'no_such_module'"
-    assert f"giving up: the same crash twice, each within 60 s: exit code 1: {exception}" in told
-    assert "attempt 3" not in told
-
-
-@pytest.mark.slow
-def test_a_pattern_of_the_user_means_nan(folder: Path) -> None:
-    (folder / "own.py").write_text("print('blown up')\n")
-    words = ["--nonfinite-pattern", "blown up$", "--train-script", "own.py", "--max-retries", 1]
-    with Terminal(*words, cwd=folder) as terminal:
-        assert terminal.wait() == 1, terminal.text
-    assert "nonfinite: blown up" in log_of(folder)
 
 
 @pytest.mark.slow
@@ -518,6 +470,14 @@ def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str]
     assert "Traceback" not in terminal.text
     for part in told:
         assert part in terminal.text
+
+
+def test_a_script_that_ran_for_long_has_made_progress() -> None:
+    script = ExternalScript(parse_options(["--lr-key", "lr", "--batch-size-key", "n", "--", "fit", "lr=0.1", "n=3"]))
+    for duration_s in (599.0, 600.0):
+        outcome = script.classify(AttemptResult(Evidence(), returncode=1, duration_s=duration_s))
+        assert (outcome.kind, outcome.progress) == ("crashed", duration_s >= 600)
+        assert (outcome.learning_rate, outcome.batch_size) == (0.1, 3)
 
 
 def test_a_checkpoint_may_be_removed_while_it_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,23 +83,11 @@ def test_words_for_the_retry_may_look_like_options(words: list[str], on_retry: s
         ["--no-delete-wandb-run"],
         ["--train-scripts", "x"],
         ["--config", "a.yaml", "--config-name", "b"],
-        ["--nonfinite-pattern", "(open"],
     ],
 )
 def test_a_wrong_option_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         parse_options(words)
-
-
-def test_user_patterns_are_regular_expressions() -> None:
-    call = parse_options(
-        ["--nonfinite-pattern", "^blown", "--nonfinite-pattern", "gone", "--out-of-memory-pattern", "full$"]
-    )
-    assert call.user_patterns.nonfinite_in("blown up")
-    assert call.user_patterns.nonfinite_in("it is gone")
-    assert not call.user_patterns.nonfinite_in("not blown")
-    assert call.user_patterns.out_of_memory_in("the card is full")
-    assert call.external_script_options() == ["--nonfinite-pattern", "--out-of-memory-pattern"]
 
 
 def test_an_own_script_is_known_by_what_it_imports(tmp_path: Path) -> None:

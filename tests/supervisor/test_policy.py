@@ -87,14 +87,6 @@ def test_a_cut_that_brought_progress_was_not_in_vain() -> None:
     assert decide([ran("nonfinite")] * 3, last, Policy()).learning_rate == pytest.approx(2e-4 / 1.5)
 
 
-def test_a_repeated_early_crash_is_final_after_cuts_too() -> None:
-    """A cut changes something, so that the crash before it does not count; the one after it does."""
-    cuts = [ran("nonfinite")] * 3
-    assert decide([crashed(), *cuts], crashed(), Policy()).action == "wait"
-    assert decide([*cuts, crashed()], crashed(), Policy()).action == "give up"
-    assert decide([*cuts, crashed()], ran("nonfinite"), Policy()).learning_rate == 2e-5
-
-
 def test_nonfinite_goes_back_where_a_run_can() -> None:
     assert decide([], ran("nonfinite", good_step=250), Policy()).resume_at_most_step == 250
     assert decide([], ran("nonfinite", good_step=0), Policy()).resume_at_most_step == 0
@@ -161,39 +153,6 @@ def test_three_attempts_without_progress_are_enough(kind: Kind) -> None:
     decision = after("crashed", "killed", kind)
     assert (decision.action, decision.exit_code) == ("give up", 1)
     assert "3 attempts in a row without progress" in decision.why
-
-
-SAME = "ImportError: no module named flash_attn"
-
-
-def crashed(signature: str | None = SAME, duration_s: float = 2.0, *, progress: bool = False) -> Outcome:
-    return Outcome(
-        "crashed", f"exit code 1: {signature}", signature=signature, duration_s=duration_s, progress=progress
-    )
-
-
-@pytest.mark.parametrize(
-    ("history", "outcome", "gives_up"),
-    [
-        ([], crashed(), False),
-        ([crashed()], crashed(), True),
-        ([ran("nonfinite"), crashed()], crashed(), True),
-        ([crashed("KeyError: 'x'")], crashed(), False),
-        ([crashed(None)], crashed(None), False),  # nobody knows why, or it may pass by itself
-        ([crashed(duration_s=61.0)], crashed(), False),
-        ([crashed()], crashed(duration_s=61.0), False),
-        ([crashed(progress=True)], crashed(), False),
-        ([crashed()], crashed(progress=True), False),
-        ([crashed(), ran("killed")], crashed(), True),  # three in a row without progress
-        ([crashed(), ran("nonfinite")], crashed(), False),  # something was changed in between
-    ],
-)
-def test_the_same_early_crash_twice_gives_up(history: list[Outcome], outcome: Outcome, gives_up: bool) -> None:
-    assert (decide(history, outcome, Policy()).exit_code == 1) == gives_up
-
-
-def test_the_exception_is_in_the_reason() -> None:
-    assert SAME in decide([crashed()], crashed(), Policy()).why
 
 
 def test_progress_resets_the_count() -> None:

@@ -13,7 +13,7 @@ import pytest
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
-from ci_llm.supervisor.script_settings import with_file, with_name
+from ci_llm.supervisor.script_settings import with_file
 from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
 
 
@@ -46,7 +46,7 @@ def test_a_positional_configuration_is_exchanged_and_nothing_is_added(tmp_path: 
     first, second, third = commands(told)
     assert first == " ".join(["positional_config.py", *line])
     for retry, command in enumerate((second, third), 1):
-        plain = re.sub(rf"my_retry_{retry}_[0-9a-f]+\.yaml", "my.yaml", command)
+        plain = re.sub(rf"my_retry_{retry}_\w+\.yaml", "my.yaml", command)
         assert plain == first
         assert command.count("_retry_") == len([word for word in line if "my.yaml" in word])
     assert "step 1 lr 8.89e-05 loss 0.5" in told
@@ -80,16 +80,7 @@ def test_a_command_that_names_its_configuration_as_hydra_does(tmp_path: Path) ->
     named = ["--config-path", str(tmp_path / "conf"), "--config-name", "config"]
     told = run(tmp_path, *named, "--", sys.executable, SCRIPTS / "hydra_fit.py", *named)
     assert re.findall(r"model=mlp lr=(\S+)", told) == ["0.0003", "0.0002", "0.000133"]
-    assert re.search(r" --config-name config_retry_2_\w+\n", told)
-    assert "training.learning_rate=" not in told
-
-
-def test_names_of_hydra_are_exchanged_in_a_command() -> None:
-    words = ["fit.py", "--config-name", "exp/a", "-cn", "exp/a.yaml", "--config-name=exp/a", "exp/a", "--config-name=b"]
-    assert with_name(words, "exp/a", "exp/a_retry") == [
-        *["fit.py", "--config-name", "exp/a_retry", "-cn", "exp/a_retry", "--config-name=exp/a_retry"],
-        *["exp/a", "--config-name=b"],
-    ]
+    assert commands(told)[2].endswith("--config-name config training.learning_rate=0.00013333333")
 
 
 @pytest.mark.parametrize("word", ["{}", "./c/../{}", "x={}", "--x={}"])
@@ -138,9 +129,8 @@ def test_a_cut_of_a_rate_that_hydra_sweeps_acts(tmp_path: Path, config: str, wor
     hydra_folder(tmp_path, config)
     told = run(tmp_path, "--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", *words)
     assert re.findall(r"model=mlp lr=(\S+)", told) == ["0.0002", "0.000133"]
-    assert "training.learning_rate: 2e-4 -> 0.00013333333" in told
+    assert "training.learning_rate: 0.0002 -> 0.00013333333" in told
     assert "trained" in told
-    assert "not believed" not in told
 
 
 @pytest.mark.slow
@@ -149,29 +139,6 @@ def test_a_list_of_rates_is_not_taken_for_the_rate_to_cut(tmp_path: Path) -> Non
     words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "--lr-key", "training.learning_rate"]
     told = run(tmp_path, *words, "-m", code=2)
     assert "training.learning_rate has no value that is a number: Hydra sweeps over 2e-4,1e-4" in told
-
-
-@pytest.mark.slow
-def test_a_cut_that_did_not_arrive_is_reported_and_three_are_followed_by_harder_ones(tmp_path: Path) -> None:
-    """The script resumes from its own optimizer state, which holds the rate of the first attempt."""
-    (tmp_path / "fit.py").write_text(
-        "import pathlib, sys\nstate = pathlib.Path('state')\n"
-        "lr = float(sys.argv[1].partition('=')[2])\n"
-        "print('training with learning_rate:', lr)\n"
-        "lr = float(state.read_text()) if state.exists() and lr > 1e-5 else lr\nstate.write_text(str(lr))\n"
-        "print(f'step 1 | lr {lr:.2e} | loss', 'nan' if lr > 1e-4 else 0.5)\n"
-    )
-    told = run(tmp_path, "--lr-key", "lr", "--", sys.executable, "fit.py", "lr=1e-3")
-    doubted = re.findall(r"attempt (\d) ended .*nonfinite: .*the cut is not believed: (.*)", told)
-    assert doubted[:4] == [
-        ("2", "it printed learning rate 1.00e-03, and 0.000667 was asked for"),
-        ("3", "it printed learning rate 1.00e-03, and 0.000444 was asked for"),
-        ("4", "it printed learning rate 1.00e-03, and 0.000296 was asked for"),
-        ("5", "it printed learning rate 1.00e-03, and 2.96e-05 was asked for"),
-    ]
-    assert told.count("another key may set the rate (--lr-key names it)") == 2  # once, and in the story at the end
-    assert "attempt 6 ended" in told
-    assert "completed" in told  # below 1e-5 the script takes what it is given
 
 
 # How they resume
@@ -233,7 +200,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     resumption = Resumption("--resume_from_checkpoint '{checkpoint}' ckpt_path={checkpoint}", "out/checkpoint-*", {})
     assert resumption.words() == []
-    assert resumption.rerun_effect == "the same command begins again, for there is no out/checkpoint-*"
+    assert resumption.rerun_effect.startswith("the same command begins again; with --resume_from_checkpoint")
     for step, written in ((500, 3), (1000, 5), (1500, 4)):
         path = tmp_path / "out" / f"checkpoint-{step}"
         path.mkdir(parents=True)
@@ -252,7 +219,7 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     ("on_retry", "told"),
     [
         (None, "unless it resumes by itself"),
-        ("--init_from=resume", "begins again; with --init_from=resume it resumes"),
+        ("--init_from=resume", "begins again; with --init_from=resume it would resume"),
     ],
 )
 def test_after_an_interruption_the_log_says_whether_the_script_starts_again(
@@ -271,9 +238,7 @@ def test_after_an_interruption_the_log_says_whether_the_script_starts_again(
 def test_a_job_that_slurm_has_requeued_is_at_its_second_attempt() -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     assert Resumption("--resume last", None, job).words() == ["--resume", "last"]
-    first = Resumption("--resume last", None, job | {"SLURM_RESTART_COUNT": "0"})
-    assert first.words() == []
-    assert first.rerun_effect.endswith("with --resume last it resumes, which a job gets that SLURM puts back")
+    assert Resumption("--resume last", None, job | {"SLURM_RESTART_COUNT": "0"}).words() == []
 
 
 def test_wandb_runs_of_attempts_that_are_resumed_stay() -> None:

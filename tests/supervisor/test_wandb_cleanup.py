@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -34,7 +33,9 @@ class FakeTask:
         self.asked += arguments[1:]
         lines = ["wandb: some chatter"]
         for path in arguments[1:] if self.done else ():
-            lines.append(json.dumps({"run": path, "result": self.results.get(path.rpartition("/")[2], "deleted")}))
+            why = self.results.get(path.rpartition("/")[2])
+            stays = f"the W&B run of a failed attempt stays: {path} ({why})"
+            lines.append(f"ci_llm: {stays if why else f'deleted the W&B run of a failed attempt: {path}'}")
         return self.done, "\n".join([*lines, "wandb.errors.UsageError: api_key not configured"])
 
 

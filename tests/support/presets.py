@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from transformers import AutoConfig
 
 from ci_llm.config import load_config
 from ci_llm.distributed.precision import Speed, chosen
-from ci_llm.dry_run.context import KNOWN
 from ci_llm.dry_run.inputs import CUDA_CONTEXT_BYTES
 from ci_llm.run.start.cost_model import agent_copies, trace
 from tests.support.children import ROOT
 
 PRESETS: Final = ROOT / "configs"
 SHARED_BY: Final = 4  # processes of a preset whose base is in shards
+
+
+_FIGURES: Final = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+)
+#: Published figures of the bases of the presets: enough to estimate what a run needs.
+KNOWN: Final[dict[str, dict[str, Any]]] = {
+    name: dict(zip(_FIGURES, figures, strict=True))
+    for name, *figures in (
+        ("Qwen/Qwen2.5-0.5B", "qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, True),
+        ("meta-llama/Llama-3.1-8B", "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, False),
+        ("meta-llama/Llama-3.1-70B", "llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, False),
+        ("google/gemma-2-2b", "gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192, True),
+    )
+}
 
 
 def gigabytes(preset: str, traced_on: torch.device) -> float:
