@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.core.quantities import duration
-from ci_llm.report.facts import RunFacts, read_run, seconds_by_kind
+from ci_llm.report.facts import RunFacts, seconds_by_kind
 from tests.report.test_page import MEGABYTE, text_of
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
@@ -54,7 +54,7 @@ def page(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(folder: Path) -> RunFacts:
-    return read_run(folder / "run")
+    return RunFacts(folder / "run")
 
 
 def test_the_page_tells_the_story(page: Path, facts: RunFacts) -> None:
