@@ -131,12 +131,12 @@ def picture(looks: Sequence[Look], jobs: Mapping[str, QueuedJob], footer: str = 
     for title in ("step", "loss", "held out", "speed", "left"):
         table.add_column(title, justify="right")
     for look in looks:
-        table.add_row(Text(str(look.folder)), *_cells(look))
+        table.add_row(Text(_name(look, looks)), *_cells(look))
     if len(looks) == 1:
         [look] = looks
         notes = [look.why] if isinstance(look, Absent) else [_reason(look), *lines(look, _job(look, jobs))]
     else:
-        notes = [f"{look.folder}: {note}" for look in looks for note in _alarms(look, jobs)]
+        notes = [f"{_name(look, looks)}: {note}" for look in looks for note in _alarms(look, jobs)]
     told = [Text(note, style="yellow" if "warning: " in note else "") for note in notes if note]
     return Group(table, *told, *([Text(footer, style="dim")] if footer else []))
 
@@ -174,3 +174,10 @@ def _job(run: Reading, jobs: Mapping[str, QueuedJob]) -> str:
 
 def _reason(run: Reading) -> str:
     return f"{run.status.status} ({run.status.reason})" if run.status.reason else ""
+
+
+def _name(look: Look, looks: Sequence[Look]) -> str:
+    """The name of the folder, or its path if several folders have that name."""
+    names = [other.folder.resolve().name for other in looks]
+    name = look.folder.resolve().name
+    return name if names.count(name) == 1 else str(look.folder)

@@ -96,8 +96,6 @@ def test_every_second_of_the_run_is_accounted_for_once(facts: RunFacts) -> None:
     between = seconds.pop("no process")  # a forked attempt may begin in the moment in which the one before ends
     assert between >= 0
     assert all(spent > 0 for spent in seconds.values()), seconds
-    for attempt in facts.attempts:
-        assert all(one.end == after.start for one, after in zip(attempt.spans, attempt.spans[1:], strict=False))
 
 
 def test_metrics_and_attempts_agree_on_what_was_kept(facts: RunFacts) -> None:
@@ -164,7 +162,7 @@ def test_the_page_fits_and_can_be_read(look: str, browser: Browser, tmp_path: Pa
     drawings = browser.evaluate(
         "[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().height)"
     )
-    assert len(drawings) == 8
+    assert len(drawings) == 6
     assert min(drawings) > 40
     assert browser.picture(tmp_path / f"{look}.png").stat().st_size > 20_000
 

@@ -191,7 +191,7 @@ def test_a_single_run_is_shown_in_full(tmp_path: Path) -> None:
     record_attempt(run, 1, 0, {"slurm_job": "8"})
     assert drawn(run) == [
         "run state step loss held out speed left",
-        f"{run} running 20/5000 0.1 0.05 1 steps/s 1:23:00",
+        "run running 20/5000 0.1 0.05 1 steps/s 1:23:00",
         "20 of 5000 steps, 0 %, 1 steps/s, 100 tokens/s, 1:23:00 left",
         "loss 0.1 (0.1 to 1.6, 16 agents)",
         "evaluation after step 20: crowd nll 0.05 (agents 0.05)",
@@ -213,13 +213,14 @@ def test_several_runs_share_a_table_and_say_what_asks_for_attention(tmp_path: Pa
     later = tmp_path / "later"
     assert drawn(tmp_path / "done", stopped, wild, later) == [
         "run state step loss held out speed left",
-        f"{tmp_path / 'done'} completed 20 0.1 0.5",
-        f"{stopped} interrupted 20/40 0.1 0.05",
-        f"{wild} running 2 nan",
-        f"{later} waiting",
-        f"{stopped}: interrupted (walltime); resume with: python train.py",
-        f"{stopped}: SLURM job 7 PENDING (Priority)",
-        f"{wild}: warning: the loss has risen to 7",
-        f"{later}: no run has begun here yet",
+        "done completed 20 0.1 0.5",
+        "[bold]stopped interrupted 20/40 0.1 0.05",
+        "wild running 2 nan",
+        "later waiting",
+        "[bold]stopped: interrupted (walltime); resume with: python train.py",
+        "[bold]stopped: SLURM job 7 PENDING (Priority)",
+        "wild: warning: the loss has risen to 7",
+        "later: no run has begun here yet",
     ]
     assert drawn(stopped, wild, width=60)
+    assert drawn(tmp_path / "a/run", tmp_path / "b/run")[1:3] == [f"{tmp_path / each / 'run'} waiting" for each in "ab"]
