@@ -65,7 +65,7 @@ left; below it warnings, SLURM jobs, and the commands that resume interrupted ru
 ci-llm status tells. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and
 changes nothing in a run."""
 
-_EXAMPLES = """RUN is the folder of a run, a folder that holds runs, or a pattern; by default the run that train.py
+_EXAMPLES = """RUN is the folder of a run, or a folder that holds runs; by default the run that train.py
 would train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
 
 exit codes: those of ci-llm status: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call; of several
@@ -74,7 +74,7 @@ runs, the first of 1, 75, 3 and 0 that one of them has
 examples:
   ci-llm watch ci_llm_output/mine
   ci-llm watch ci_llm_output --once
-  ci-llm watch 'ci_llm_output/seed*' other/run"""
+  ci-llm watch ci_llm_output/seed* other/run"""
 
 INTERVAL_S: Final = 1.0
 
