@@ -50,23 +50,22 @@ def report_run(words: Sequence[str]) -> int:
 
 
 def compare_runs(words: Sequence[str]) -> int:
-    """Print what differs between runs: configurations, scores with intervals, curves. Or the trials of one sweep.
+    """Print what differs between runs: configurations, and scores with intervals. Or the trials of one sweep.
 
     Raises:
         BadInput: the call is wrong, there is no run, or a file of one is damaged.
         SystemExit: with 0, after `--help`.
     """
-    does = "Show what differs between runs: configurations, scores with intervals against the first run, curves."
+    does = "Show what differs between runs: configurations, and scores with intervals against the first run."
     parser = make_parser("ci-llm compare", does, _COMPARE_EXAMPLE)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
     )
     add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
-    from ci_llm.core.curves import LETTERS
     from ci_llm.core.run_status import read_status
-    from ci_llm.report.compare import as_json, as_text, head
-    from ci_llm.report.facts import read_run, run_folder
+    from ci_llm.report.compare import LETTERS, as_json, as_text, head
+    from ci_llm.report.facts import RunFacts, run_folder
     from ci_llm.report.scores import read_trials
 
     for path in call.runs:
@@ -79,7 +78,7 @@ def compare_runs(words: Sequence[str]) -> int:
     if not call.json:
         for letter, folder in zip(LETTERS, folders, strict=False):
             print(head(letter, folder, read_status(folder)), flush=True)
-    runs = [read_run(folder) for folder in folders]
+    runs = [RunFacts(folder) for folder in folders]
     if call.json:
         print_json(as_json(runs))
     else:

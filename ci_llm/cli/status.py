@@ -30,20 +30,18 @@ arguments of train.py it is the run that they would train.
 exit codes: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call
 example: ci-llm status ci_llm_output/mine"""
 
-_TAIL_BYTES: Final = 256 << 10  # of metrics.jsonl, of which the last lines are enough here
-
 
 def status(words: list[str]) -> int:
     """`ci-llm status RUN`, or with the arguments of train.py: the run that they would train."""
     if asked_help(words):
         print(STATUS_USAGE)
         return 0
-    from ci_llm.report.status import RunReader, lines
+    from ci_llm.report.status import lines, look_at
 
     as_json = "--json" in words
     folder = named_run([word for word in words if word not in ("--debug", "--json")])
     _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
-    found = RunReader(folder, _TAIL_BYTES).look()
+    found = look_at(folder)
     if as_json:
         print_json(found.record())
     else:
@@ -63,11 +61,11 @@ def named_run(words: list[str]) -> Path:
 
 
 _DESCRIPTION = """Shows runs in one table while they train: state, progress, loss, last evaluation, speed and time
-left; below it warnings, SLURM jobs, the commands that resume interrupted runs, and the loss curves. Of a single run it
-shows all that ci-llm status tells. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and
+left; below it warnings, SLURM jobs, and the commands that resume interrupted runs. Of a single run it shows all that
+ci-llm status tells. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and
 changes nothing in a run."""
 
-_EXAMPLES = """RUN is the folder of a run, a folder that holds runs, or a pattern; by default the run that train.py
+_EXAMPLES = """RUN is the folder of a run, or a folder that holds runs; by default the run that train.py
 would train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
 
 exit codes: those of ci-llm status: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call; of several
@@ -76,9 +74,9 @@ runs, the first of 1, 75, 3 and 0 that one of them has
 examples:
   ci-llm watch ci_llm_output/mine
   ci-llm watch ci_llm_output --once
-  ci-llm watch 'ci_llm_output/seed*' other/run"""
+  ci-llm watch ci_llm_output/seed* other/run"""
 
-INTERVAL_S: Final = 0.5
+INTERVAL_S: Final = 1.0
 
 
 def watch(words: list[str]) -> int:
@@ -103,14 +101,14 @@ def _print_once(scene: Scene) -> int:
 
     from ci_llm.core.run_status import read_status
     from ci_llm.report.status import Reading
-    from ci_llm.report.watch import Board
+    from ci_llm.report.watch import picture
 
-    scene.look(wait_for_squeue=True)
+    scene.look()
     if not any(isinstance(look, Reading) for look in scene.looks):
         for look in scene.looks:
             read_status(look.folder)  # raises with what is wrong there
         raise BadInput(NOT_A_RUN, hint="give the output_dir of a run")
-    Console(highlight=False).print(Board(scene.looks, scene.jobs))
+    Console(highlight=False).print(picture(scene.looks, scene.jobs))
     return scene.exit_code()
 
 
@@ -119,14 +117,14 @@ def _redraw(scene: Scene) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from ci_llm.report.watch import Board
+    from ci_llm.report.watch import picture
 
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
             scene.look()
             ended = scene.has_ended()
             footer = "" if ended else "Ctrl-C leaves; the runs continue"
-            live.update(Board(scene.looks, scene.jobs, footer), refresh=True)
+            live.update(picture(scene.looks, scene.jobs, footer), refresh=True)
             if ended:
                 return scene.exit_code()
             time.sleep(INTERVAL_S)

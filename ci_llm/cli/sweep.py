@@ -121,12 +121,14 @@ def _dry_run(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, d
 
 def show(found: Sweep, arguments: Sequence[str]) -> None:
     """Print the leaderboard, and what to do next once the sweep is complete."""
-    from ci_llm.report.compare import trials_table
+    from ci_llm.report.compare import aligned
     from ci_llm.report.scores import read_trials
     from ci_llm.sweep.trials import commands
 
     board = read_trials(found.folder)
-    lines = [*trials_table(board)] if board and board.rows else ["no trial has reached its first rung yet"]
+    lines = ["no trial has reached its first rung yet"]
+    if board is not None and board.rows:
+        lines = [*aligned([board.columns, *board.rows])]
     if found.is_complete:
         lines += commands(found.standings, found.folder, arguments)
     for line in lines:

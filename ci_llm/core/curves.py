@@ -1,4 +1,4 @@
-"""Curves over steps, drawn in characters by `ci-llm watch` and by `ci-llm compare`."""
+"""Curves over steps, drawn in characters after an evaluation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Final
 
 HEIGHT: Final = 11
 LABEL: Final = 9  # columns of a number beside the curve
-LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # for the curves of several runs
-_ASCII: Final = str.maketrans("┤│└─", "||+-")
 
 Points = Sequence[tuple[int, float]]
 
 
-def draw_curves(curves: Mapping[str, Points], width: int, height: int = HEIGHT, *, ascii_only: bool = False) -> str:
+def draw_curves(curves: Mapping[str, Points], width: int, height: int = HEIGHT) -> str:
     """The curves over one another, each with a character of its own.
 
         1.53 ┤o
@@ -32,7 +30,6 @@ def draw_curves(curves: Mapping[str, Points], width: int, height: int = HEIGHT, 
         curves: (step, value) by the curve's character.
         width: columns in all, the numbers included.
         height: rows, the axis below them not included.
-        ascii_only: for a terminal that knows no lines.
 
     Returns:
         lines; none if there are fewer than two different steps.
@@ -52,8 +49,7 @@ def draw_curves(curves: Mapping[str, Points], width: int, height: int = HEIGHT, 
         for column, value in means.items():
             row = round((high - value) / (high - low) * (height - 1)) if high > low else height // 2
             canvas[row][column] = mark if canvas[row][column] == " " else "*"
-    drawn = "\n".join([*_rows(canvas, low, high), *_axis(first, last, columns)])
-    return drawn.translate(_ASCII) if ascii_only else drawn
+    return "\n".join([*_rows(canvas, low, high), *_axis(first, last, columns)])
 
 
 def _means(points: Points, first: int, last: int, columns: int) -> dict[int, float]:

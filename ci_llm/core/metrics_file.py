@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -33,6 +34,16 @@ def read_records(run_folder: Path) -> tuple[list[Record], int]:
     lines = path.read_bytes().splitlines() if path.exists() else []
     records = [record for record in map(record_of, lines) if record is not None]
     return records, len(lines) - len(records)
+
+
+def last_records(run_folder: Path, at_most: int) -> list[Record]:
+    """The records in the last `at_most` bytes, in order; none without a file."""
+    try:
+        with (run_folder / METRICS_NAME).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - at_most))
+            return [*filter(None, map(record_of, file.read().splitlines()))]
+    except OSError:  # the file does not exist yet, or no longer
+        return []
 
 
 def number(value: object) -> float:

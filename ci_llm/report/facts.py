@@ -10,22 +10,20 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias
 
 from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manifest import read_file, read_manifest
-from ci_llm.config import Config, groups, parse_config
-from ci_llm.config.auto import FOLLOWED
-from ci_llm.config.yaml_file import dump_value
+from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json, read_object
 from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
 from ci_llm.core.run_folder import (
+    ATTEMPTS,
     MOVE_AWAY,
     NOT_A_RUN,
     SWEEP,
@@ -39,38 +37,25 @@ from ci_llm.core.run_folder import (
 from ci_llm.core.run_status import Status, kept_status, read_status
 from ci_llm.core.scores import Measures, measures, measures_of
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
-from ci_llm.report.scores import agents_of, folders_of, judged_figures, read_evaluation, what_evaluated
+from ci_llm.report.scores import agents_of, as_line, folders_of, read_evaluation, what_evaluated
 
-T = TypeVar("T")
-Kind = Literal["training", "evaluation", "final evaluation", "start-up", "shutdown", "lost steps", "no process"]
+Points: TypeAlias = "list[tuple[float, float]]"
+Kind = Literal["training", "evaluation", "start-up", "shutdown", "lost steps", "no process"]
 
 #: The kinds of time of a run; the first one is useful time.
 KINDS: Final[Mapping[Kind, str]] = {
     "training": "optimizer steps that are part of the result",
-    "evaluation": "evaluations on the way",
-    "final evaluation": "the evaluation after the last step, and the final checkpoint",
+    "evaluation": "evaluations on the way and after the last step, with the final checkpoint",
     "start-up": "from the launch of a process to its first optimizer step",
     "shutdown": "the last save, and the end of the process",
     "lost steps": "optimizer steps that a later attempt took again",
     "no process": "between two attempts",
 }
+#: What an attempt did after its last line of metrics, by its outcome; of any other its last steps are lost.
+_AT_THE_END: Final[Mapping[str, Kind]] = {"completed": "evaluation", "interrupted": "shutdown", "running": "training"}
 
-_LOG_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \[(\d+)\] (.*)")
-_PROGRESS: Final = re.compile(r"step \d+/\d+ ")
+_LOG_LINE: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[(\d+)\] (?!step \d+/\d+ )(.*)")
 _GONE: Final = "The process ended without writing a reason: it was killed, or its machine was lost."
-
-
-@dataclass(frozen=True)
-class Span:
-    """A piece of time of one kind, from `start` to `end` in unix seconds."""
-
-    kind: Kind
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -87,15 +72,13 @@ class Attempt:
         reason: a word for scripts, as in status.json.
         message: what happened, for people.
         log: its lines of training.log, without those about progress.
-        spans: its time by kinds, in order; the last one is the pause before the next attempt.
+        seconds: its time by kinds; the last one is the pause before the next attempt.
         restart_s: seconds in which the next attempt started up.
     """
 
     number: int
     first_step: int
     last_step: int
-    kept_step: int
-    redone_steps: int
     launched: float
     started: float
     ended: float
@@ -104,16 +87,19 @@ class Attempt:
     message: str
     host: str
     log: tuple[str, ...]
-    spans: tuple[Span, ...] = ()
+    kept_step: int = 0
+    redone_steps: int = 0
+    seconds: Mapping[Kind, float] = field(default_factory=dict)
     restart_s: float = 0.0
 
-    def seconds(self, kind: Kind) -> float:
-        return sum(span.seconds for span in self.spans if span.kind == kind)
+    @property
+    def warnings(self) -> list[str]:
+        return [line for line in self.log if line.startswith("WARNING ")]
 
     @property
     def cost_s(self) -> float:
         """Seconds that its end has cost: lost steps, the pause before the next attempt, and its start-up."""
-        return self.seconds("lost steps") + self.seconds("no process") + self.restart_s
+        return self.seconds["lost steps"] + self.seconds["no process"] + self.restart_s
 
 
 def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tuple[Attempt, ...]:
@@ -123,69 +109,62 @@ def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tupl
         status: the status of the run, and so of its last attempt.
         lines: the records of metrics.jsonl, which has none for a step that was lost.
     """
-    logged = _read_log(folder / "training.log")
-    numbers = {status.attempt, *(number for number in (*_numbers(folder), *logged) if number < status.attempt)}
-    own_lines = {number: [line for line in lines if line.get("attempt") == number] for number in numbers}
-    attempts = [
-        _read_attempt(folder, number, status, logged.get(number, []), own_lines[number]) for number in sorted(numbers)
-    ]
-    step_s = _step_seconds(lines)
-    timed = [
-        replace(one, spans=_spans(one, after, own_lines[one.number], step_s))
-        for one, after in with_next(_linked(attempts))
-    ]
-    return tuple(replace(one, restart_s=after.seconds("start-up") if after else 0.0) for one, after in with_next(timed))
+    numbers = {int(path.name) for path in folder.glob(f"{ATTEMPTS}/*") if path.name.isdecimal()}
+    numbers = {number for number in numbers if number < status.attempt} | {status.attempt}
+    own_lines = {each: [line for line in lines if line.get("attempt") == each and "time" in line] for each in numbers}
+    log = _read_log(folder / "training.log")
+    found: list[Attempt] = []
+    for each in sorted(numbers):
+        one = _read_attempt(folder, each, status, own_lines[each], log.get(each, []))
+        if found:  # no attempt is launched before the one before has ended
+            one = replace(one, launched=min(max(one.launched, found[-1].ended), one.started))
+        found.append(one)
+    step_s = median([line["step_time_s"] for line in lines if "step_time_s" in line] or [0.0])
+    after: Attempt | None = None
+    kept_step = math.inf
+    for place, one in reversed([*enumerate(found)]):
+        last_step = max(one.last_step, after.first_step) if after else one.last_step
+        redone = last_step - after.first_step if after else 0
+        kept_step = int(min(kept_step, last_step))
+        one = replace(one, last_step=last_step, kept_step=kept_step, redone_steps=redone)
+        restart_s = after.seconds["start-up"] if after else 0.0
+        spent = _spent(one, after, own_lines[one.number], step_s)
+        found[place] = after = replace(one, seconds=spent, restart_s=restart_s)
+        kept_step = min(kept_step, one.first_step)
+    return tuple(found)
 
 
-def with_next(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, Attempt | None]]:
-    """Each attempt with the one after it; None after the last."""
-    return zip(attempts, [*attempts[1:], None], strict=True)
-
-
-def seconds_by_kind(attempts: Iterable[Attempt]) -> dict[Kind, float]:
+def seconds_by_kind(attempts: Sequence[Attempt]) -> dict[Kind, float]:
     """The time of all attempts by kind, in the order of `KINDS`."""
-    listed = list(attempts)
-    return {kind: sum(attempt.seconds(kind) for attempt in listed) for kind in KINDS}
+    return {kind: sum(attempt.seconds[kind] for attempt in attempts) for kind in KINDS}
 
 
-# What each attempt left
-
-
-def _numbers(folder: Path) -> list[int]:
-    return [int(path.name) for path in folder.glob("attempts/*") if path.name.isdecimal()]
-
-
-def _read_log(path: Path) -> dict[int, list[tuple[float, str]]]:
-    """The lines of each attempt: (unix seconds, line). Lines without a head, such as stacks, are left out."""
-    found: dict[int, list[tuple[float, str]]] = {}
+def _read_log(path: Path) -> dict[int, list[str]]:
+    """The lines of each attempt. Lines about progress, and those without a head, such as stacks, are left out."""
+    found: dict[int, list[str]] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for match in filter(None, map(_LOG_LINE.match, text.splitlines())):
-        found.setdefault(int(match[2]), []).append((datetime.fromisoformat(match[1]).timestamp(), match[3]))
+    for match in filter(None, map(_LOG_LINE.fullmatch, text.splitlines())):
+        found.setdefault(int(match[1]), []).append(match[2])
     return found
 
 
-def _read_attempt(
-    folder: Path, number: int, newest: Status, logged: list[tuple[float, str]], lines: Sequence[Record]
-) -> Attempt:
-    """One attempt by its own files. Where one is missing or damaged, the log and the metrics take its place."""
-    status = newest if number == newest.attempt else kept_status(folder, number)
-    began = dict(finite_numbers(read_began(folder, number)))
-    cause = earliest_failure(read_failures(folder, number))
-    # The log has the local time of the machine that wrote it, to the second: it is the last resort.
-    times = [line["time"] for line in lines if "time" in line] or [time for time, _ in logged if status is None]
-    started = status.started if status else min(times, default=newest.started)
-    ended = status.heartbeat if status else max(times, default=started)
+def _read_attempt(folder: Path, attempt: int, newest: Status, lines: Sequence[Record], log: Sequence[str]) -> Attempt:
+    """One attempt by its own files. The status of one that was followed may be damaged, or was never written."""
+    status = newest if attempt == newest.attempt else kept_status(folder, attempt)
+    began = dict(finite_numbers(read_began(folder, attempt)))
+    cause = earliest_failure(read_failures(folder, attempt))
+    times = [line["time"] for line in lines]
+    started = status.started if status else began.get("launched", min(times, default=newest.started))
+    ended = status.heartbeat if status else started
     if status is None or status.status in ("running", "vanished"):
         ended = max([ended, *times, *([cause.time] if cause else [])])
-    outcome, reason, message = _ending(status, cause, is_newest=number == newest.attempt)
-    first = int(began.get("step", lines[0]["step"] - 1 if lines else newest.step))
+    outcome, reason, message = _ending(status, cause, is_newest=attempt == newest.attempt)
+    first = int(began.get("step", lines[0]["step"] - 1 if lines else 0))
     last = max([first, *(line["step"] for line in lines), status.step if status else 0, (cause and cause.step) or 0])
     return Attempt(
-        number=number,
+        number=attempt,
         first_step=first,
         last_step=last,
-        kept_step=last,
-        redone_steps=0,
         launched=min(began.get("launched", started), started),
         started=started,
         ended=ended,
@@ -193,7 +172,7 @@ def _read_attempt(
         reason=reason,
         message=message,
         host=status.host if status else "",
-        log=tuple(line for _, line in logged if not _PROGRESS.match(line)),
+        log=tuple(log),
     )
 
 
@@ -203,86 +182,50 @@ def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) ->
         return status.status, status.reason, ""
     if cause is not None:
         return "failed", cause.reason, cause.message
-    if status is not None and status.status == "running" and is_newest:
-        return "running", None, ""
     if status is not None and status.status == "failed":
         return "failed", status.reason, ""
-    return "killed", None, _GONE
+    is_running = is_newest and status is not None and status.status == "running"
+    return ("running", None, "") if is_running else ("killed", None, _GONE)
 
 
-def _linked(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts with the steps that later ones kept; none is launched before the one before has ended."""
-    linked: list[Attempt] = []
-    for place, (one, after) in enumerate(with_next(attempts)):
-        last = max(one.last_step, after.first_step) if after else one.last_step
-        kept = min([last, *(later.first_step for later in attempts[place + 1 :])])
-        launched = min(max(one.launched, linked[-1].ended), one.started) if linked else one.launched
-        redone = last - after.first_step if after else 0
-        linked.append(replace(one, last_step=last, kept_step=kept, redone_steps=redone, launched=launched))
-    return linked
-
-
-# The time of an attempt by kinds
-
-
-def _step_seconds(lines: Sequence[Record]) -> float:
-    """A typical optimizer step of the run, in seconds."""
-    measured = [line["step_time_s"] for line in lines if isinstance(line.get("step_time_s"), int | float)]
-    return median(measured) if measured else 0.0
-
-
-def _spans(attempt: Attempt, after: Attempt | None, lines: Sequence[Record], step_s: float) -> tuple[Span, ...]:
+def _spent(attempt: Attempt, after: Attempt | None, lines: Sequence[Record], step_s: float) -> dict[Kind, float]:
     """Divide the time from the launch of an attempt to that of the next.
 
     A line of training ends the steps since the line before it; one of an evaluation ends the evaluation after its
     step. What a first line took beyond its steps is start-up. Steps that were kept and have no line, because only
     every `logging_steps`-th has one, count as typical ones.
+
+    Args:
+        step_s: seconds of a typical optimizer step.
     """
-    spans: list[Span] = []
+    spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+    now, step = attempt.launched, attempt.first_step
 
     def until(end: float, kind: Kind) -> None:
-        start = spans[-1].end if spans else attempt.launched
-        spans.append(Span(kind, start, max(start, end)))
+        nonlocal now
+        spent[kind] += max(0.0, end - now)
+        now = max(now, end)
 
-    step, is_first = attempt.first_step, True
+    # A first line of an evaluation is of one that was still due, and has no steps before it.
+    first_s = (lines[0]["step"] - step) * step_s if lines and "epoch" in lines[0] else math.inf
+    until(max(attempt.started, lines[0]["time"] - first_s) if lines else attempt.started, "start-up")
     for line in lines:
-        if "time" not in line:
-            continue
-        is_training = "epoch" in line
-        if is_first:
-            taken_s = (line["step"] - step) * step_s if is_training else math.inf  # the evaluation that is still due
-            until(min(line["time"], max(attempt.started, line["time"] - taken_s)), "start-up")
-        until(line["time"], "training" if is_training else "evaluation")
-        step, is_first = line["step"], False
-    if is_first:
-        until(attempt.started, "start-up")
-    _close(attempt, step, step_s, spans, until)
+        until(line["time"], "training" if "epoch" in line else "evaluation")
+        step = line["step"]
+    until(min(attempt.ended, now + max(0, attempt.kept_step - step) * step_s), "training")
+    # An interrupted one may have ended clean, and the run went back before its end all the same.
+    lost_s = (attempt.last_step - max(attempt.kept_step, attempt.first_step)) * step_s
+    until(min(attempt.ended, now + lost_s), "lost steps")
+    until(attempt.ended, _AT_THE_END.get(attempt.outcome, "lost steps"))
     if after is not None:
         until(max(after.launched, attempt.ended), "no process")
-    return tuple(span for span in spans if span.seconds > 0)
+    return spent
 
-
-def _close(
-    attempt: Attempt, step: int, step_s: float, spans: Sequence[Span], until: Callable[[float, Kind], None]
-) -> None:
-    """From the last line of an attempt to its end."""
-    unlogged_s = max(0, attempt.kept_step - step) * step_s
-    until(min(attempt.ended, spans[-1].end + unlogged_s), "training")
-    if attempt.outcome == "interrupted":  # it may have been clean, and the run still went back before it later
-        lost_s = (attempt.last_step - max(attempt.kept_step, attempt.first_step)) * step_s
-        until(min(attempt.ended, spans[-1].end + max(0.0, lost_s)), "lost steps")
-    rest: Mapping[str, Kind] = {"completed": "final evaluation", "interrupted": "shutdown", "running": "training"}
-    until(attempt.ended, rest.get(attempt.outcome, "lost steps"))
-
-
-Points: TypeAlias = "list[tuple[int, float]]"
 
 PREDICTIONS: Final = "predictions.jsonl"
 _ASKED: Final = "predictions.source.json"
 #: The entries that are equal if scores and predictions are of the same answers.
 _ALIKE: Final = ("step", "questions", "metric", "aggregator", "max_new_tokens")
-_HARDWARE: Final = "gpu_stats.json"
-_AGENT: Final = re.compile(r"agent\d+")
 
 
 @dataclass(frozen=True)
@@ -311,49 +254,52 @@ class Metrics:
 
     def with_last(self, evaluation: Mapping[str, Any]) -> Metrics:
         """The metrics with the final evaluation as one more line, because only evaluation.json has it."""
-        step, nll = evaluation.get("last_step"), evaluation["nll"]
-        exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
+        step = evaluation.get("last_step")
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
             return self
-        line: dict[str, Any] = {"step": step}
-        names = folders_of(evaluation)
-        for name, values in {"nll": nll, "exact_match": exact, **judged_figures(evaluation)}.items():
-            line |= {f"eval/{agent}/{name}": value for agent, value in zip(names, values["agents"], strict=True)}
-            line[f"eval/crowd/{name}"] = values["crowd"]
-        return Metrics((*self.lines, line), self.unreadable)
+        exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
+        return Metrics((*self.lines, as_line(evaluation | {"exact_match": exact})), self.unreadable)
 
     @cached_property
     def agents(self) -> list[str]:
         """The names of the agents that have a curve, in order: agent0, agent1, ... A crowd may have changed."""
-        names = {part for line in self.lines for key in line for part in key.split("/")[1:2]}
-        return sorted((name for name in names if _AGENT.fullmatch(name)), key=lambda name: int(name[len("agent") :]))
+        names = {found[1] for line in self.lines for key in line if (found := re.match(r"\w+/agent(\d+)/", key))}
+        return [f"agent{name}" for name in sorted(names, key=int)]
 
 
-@dataclass(frozen=True)
 class RunFacts:
-    """The facts of one run.
+    """The facts of one run; it may be read while the run writes.
+
+    Args:
+        path: the output folder of a run, or a checkpoint in it.
 
     Attributes:
+        folder, status, attempts, metrics: what is known of every run.
         config: the configuration of the newest checkpoint; None before the first.
-        size: "processes" and "rows per step" of the newest checkpoint, as far as they are known.
+        size: "processes" and "rows per step" of that checkpoint, which a launcher may decide.
         evaluation: evaluation.json; None before the end.
         predictions: one mapping for each row that was answered.
         asked: checkpoint and rows of the predictions, as the evaluation recorded them; empty if they are not known.
-        hardware: the peaks of gpu_stats.json.
         because: the changes of the supervisor between attempts, in its words.
+
+    Raises:
+        BadInput: there is no run here, or one of its files is damaged.
     """
 
-    folder: Path
-    status: Status
-    attempts: tuple[Attempt, ...]
-    metrics: Metrics
-    config: Config | None
-    size: Mapping[str, int]
-    evaluation: Mapping[str, Any] | None
-    predictions: tuple[Mapping[str, Any], ...]
-    asked: Mapping[str, Any]
-    hardware: Mapping[str, float]
-    because: tuple[str, ...]
+    def __init__(self, path: Path | str) -> None:
+        self.folder = run_folder(path)
+        self.status = read_status(self.folder)
+        self.evaluation = read_evaluation(self.folder)
+        metrics = read_metrics(self.folder)
+        self.metrics = metrics.with_last(self.evaluation) if self.evaluation else metrics
+        self.attempts = read_attempts(self.folder, self.status, metrics.lines)
+        self.config, self.size = _newest_config(self.folder)
+        self.predictions = tuple(_read_predictions(self.folder / PREDICTIONS))
+        self.asked = _read_asked(self.folder / _ASKED)
+        try:
+            self.because = read_recovery(self.folder).because
+        except CheckpointError as error:
+            raise BadInput(error.what, where=error.where, hint=error.hint) from error
 
     @property
     def name(self) -> str:
@@ -362,11 +308,9 @@ class RunFacts:
     @property
     def agents_names(self) -> dict[str, str]:
         """The name that people gave each agent, by the name of its folder."""
-        given = self.config.agent_names if self.config else ()
-        known = {f"agent{k}": name for k, name in enumerate(given)}
         if self.evaluation:
-            known |= dict(zip(folders_of(self.evaluation), agents_of(self.evaluation), strict=True))
-        return known
+            return dict(zip(folders_of(self.evaluation), agents_of(self.evaluation), strict=True))
+        return {f"agent{k}": name for k, name in enumerate(self.config.agent_names if self.config else ())}
 
     @property
     def words(self) -> Measures:
@@ -386,12 +330,6 @@ class RunFacts:
         return self.evaluation is not None and self.evaluation.get("last_step", self.status.step) < self.status.step
 
     @property
-    def result_step(self) -> int:
-        """The step that is the result so far: the evaluated one, unless the run was trained on since."""
-        evaluated = None if self.evaluation is None or self.has_gone_on else self.evaluation.get("step")
-        return self.status.step if evaluated is None else int(evaluated)
-
-    @property
     def what_evaluated(self) -> str:
         """How, and on which rows, the scores were measured, for people; empty without an evaluation."""
         if self.evaluation is None:
@@ -406,33 +344,6 @@ class RunFacts:
         if scored.get("measured_by") != "generation" or any(scored.get(key) != self.asked.get(key) for key in _ALIKE):
             return ()
         return self.predictions
-
-
-def read_run(path: Path | str) -> RunFacts:
-    """Read the facts of a run; may be called while the run writes.
-
-    Args:
-        path: the output folder of a run, or a checkpoint in it.
-
-    Raises:
-        BadInput: there is no run here, or one of its files is damaged.
-    """
-    folder = run_folder(path)
-    status = read_status(folder)
-    metrics, evaluation = read_metrics(folder), read_evaluation(folder)
-    return RunFacts(
-        folder=folder,
-        status=status,
-        attempts=read_attempts(folder, status, metrics.lines),
-        metrics=metrics.with_last(evaluation) if evaluation else metrics,
-        config=_newest(folder, _config_of),
-        size=_newest(folder, _size_of) or {},
-        evaluation=evaluation,
-        predictions=tuple(_read_predictions(folder / PREDICTIONS)),
-        asked=_read_object(folder / _ASKED),
-        hardware=_read_peaks(folder / _HARDWARE),
-        because=_because(folder),
-    )
 
 
 def run_folder(path: Path | str) -> Path:
@@ -468,46 +379,24 @@ def read_metrics(folder: Path) -> Metrics:
     return Metrics(tuple(records), unreadable=torn)
 
 
-def _newest(folder: Path, read: Callable[[Path], T]) -> T | None:
-    """The result of `read` on the newest checkpoint where it works; a resume reports damaged checkpoints."""
+def _newest_config(folder: Path) -> tuple[Config | None, dict[str, int]]:
+    """(configuration, size of a step) of the newest checkpoint that can be read; a resume reports damaged ones."""
     for _, checkpoint in committed(folder):
         with contextlib.suppress(ConfigError, CheckpointError, OSError, KeyError, TypeError, ValueError):
-            return read(checkpoint)
-    return None
+            manifest = read_manifest(checkpoint)
+            text = read_file(checkpoint, "config.yaml", manifest.files["config.yaml"]).decode()
+            config = parse_config(text, str(checkpoint / "config.yaml"))
+            state: Any = read_json(checkpoint / "train_state.json")
+            place: Any = manifest.info["surroundings"]
+            return config, {"processes": place["processes"], "rows per step": state["rows_per_step"]}
+    return None, {}
 
 
-def _config_of(checkpoint: Path) -> Config:
-    name = "config.yaml"
-    text = read_file(checkpoint, name, read_manifest(checkpoint).files[name]).decode()
-    return parse_config(text, str(checkpoint / name))
-
-
-def _size_of(checkpoint: Path) -> dict[str, int]:
-    """The numbers of a step that a launcher decides."""
-    manifest: Any = read_json(checkpoint / "manifest.json")
-    state: Any = read_json(checkpoint / "train_state.json")
-    return {"processes": int(manifest["surroundings"]["processes"]), "rows per step": int(state["rows_per_step"])}
-
-
-def settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
-    """The keys group by group: (title, [(key, value as YAML, whether it differs from the default)])."""
-    defaults = config.usual().model_copy(update={key: Config.model_fields[key].default for key in FOLLOWED})
-    for title, keys in groups().items():
-        values = ((key, getattr(config, key), getattr(defaults, key)) for key in keys)
-        yield title, [(key, dump_value(value), value != default) for key, value, default in values]
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; empty without the file."""
+def _read_asked(path: Path) -> Mapping[str, Any]:
     try:
         return parsed(path, read_object, f"{path.name} cannot be read")
     except FileNotFoundError:
         return {}
-
-
-def _read_peaks(path: Path) -> dict[str, float]:
-    peaks = _read_object(path).get("peaks")
-    return dict(finite_numbers(peaks)) if isinstance(peaks, dict) else {}
 
 
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -519,15 +408,8 @@ def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:
             row = json.loads(line)
             if not isinstance(row, dict) or not {"prompt", "answer", "correct"} <= set(row):
                 raise ValueError("prompt, answer or correct is missing")
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise BadInput(
                 f"this is not a prediction: {error}", where=f"{path}:{place}", hint="move the file away"
             ) from error
         yield row
-
-
-def _because(folder: Path) -> tuple[str, ...]:
-    try:
-        return read_recovery(folder).because
-    except CheckpointError as error:
-        raise BadInput(error.what, where=error.where, hint=error.hint) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,9 +38,12 @@ _OVER: Final = {
 }
 BY_OWN_ROWS: Final = "each agent is scored by its own rows; the crowd and the differences are over the rows of all"
 
-HOW: Final = {
-    "generation": "final answers, generated",
-    "teacher_forcing": "whole solutions, teacher-forced",
+_HOW: Final = {"generation": "final answers, generated", "teacher_forcing": "whole solutions, teacher-forced"}
+#: By how many of the rows were trained on.
+_ROWS: Final = {
+    "none": "held-out rows",
+    "some": "rows, some of them trained on",
+    "all": "rows that were trained on: none was held out",
 }
 
 
@@ -62,6 +65,11 @@ class Score:
     high: float | None
     nll: float | None
     learning_rate: float | None = None
+
+    @property
+    def interval(self) -> str:
+        """The interval for people; empty without one."""
+        return "" if self.low is None else f"{self.low:.3f} to {self.high:.3f}"
 
 
 @dataclass(frozen=True)
@@ -101,20 +109,25 @@ def scores(evaluation: Mapping[str, Any]) -> list[Score]:
     intervals, because evaluation.json does not count the rows of each agent.
     """
     exact, nll, rows = evaluation["exact_match"], evaluation["nll"], evaluation["n"]
-    have_own, names = bool(by_own_rows(evaluation)), agents_of(evaluation)
+    have_own, is_free, names = bool(by_own_rows(evaluation)), is_free_text(evaluation), agents_of(evaluation)
+
+    def score(who: str, share: float | None, loss: float | None, *, whole: bool = True, rate: Any = None) -> Score:
+        has_interval = whole and share is not None and rows >= LEAST_ROWS and not is_free
+        low, high = share_interval(share or 0.0, rows) if has_interval else (None, None)
+        return Score(who, None if is_free else share, low, high, loss, rate)
+
     rates = evaluation.get("learning_rates") or [None] * len(names)
     agents = [
-        Score(name, match, None, None, loss, rate) if have_own else _score(name, match, rows, loss, rate)
-        for name, match, loss, rate in zip(names, exact["agents"], nll["agents"], rates, strict=True)
+        score(name, share, loss, whole=not have_own, rate=rate)
+        for name, share, loss, rate in zip(names, exact["agents"], nll["agents"], rates, strict=True)
     ]
-    base = [_score(BASE, found["exact_match"], rows, found["nll"])] if (found := evaluation.get("base")) else []
+    base = [score(BASE, found["exact_match"], found["nll"])] if (found := evaluation.get("base")) else []
     best = [replace(agents[each["agent"]], who=BEST)] if (each := evaluation.get("best_agent")) else []
     if not agents:
-        return _without_matches(evaluation, base)
-    mean = [] if have_own else [Score(MEAN, fmean(exact["agents"]), None, None, fmean(nll["agents"]))]
-    vote = [_score(VOTE, exact["vote"], rows, None)] if "vote" in exact else []
-    found = [*base, *best, *agents, *mean, *vote, _score(CROWD, exact["crowd"], rows, nll["crowd"])]
-    return _without_matches(evaluation, found)
+        return base
+    mean = [] if have_own else [score(MEAN, fmean(exact["agents"]), fmean(nll["agents"]), whole=False)]
+    vote = [score(VOTE, exact["vote"], None)] if "vote" in exact and not is_free else []
+    return [*base, *best, *agents, *mean, *vote, score(CROWD, exact["crowd"], nll["crowd"])]
 
 
 def read_evaluation(run_folder: Path) -> dict[str, Any] | None:
@@ -135,20 +148,9 @@ def _complete_evaluation(path: Path) -> dict[str, Any]:
     return evaluation
 
 
-def _without_matches(evaluation: Mapping[str, Any], found: Sequence[Score]) -> list[Score]:
-    if not is_free_text(evaluation):
-        return [*found]
-    return [replace(score, exact_match=None, low=None, high=None) for score in found if score.who != VOTE]
-
-
 def is_free_text(evaluation: Mapping[str, Any]) -> bool:
     """Whether the rows are judged by NLL, because no answer has to match theirs; see `crowd.scoring.judged_by`."""
     return evaluation.get("judged_by") == "nll"
-
-
-def is_of_heads(evaluation: Mapping[str, Any]) -> bool:
-    """Whether heads were scored: a class or the order of a pair is right then, and the NLL is the loss of a row."""
-    return evaluation.get("measured_by") == "heads"
 
 
 def agents_of(evaluation: Mapping[str, Any]) -> list[str]:
@@ -161,21 +163,26 @@ def folders_of(evaluation: Mapping[str, Any]) -> list[str]:
     return [*evaluation.get("folders", (f"agent{k}" for k in range(len(evaluation["nll"]["agents"]))))]
 
 
+def as_line(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation.json as a line of metrics.jsonl: `step`, and a number for each agent and for the crowd."""
+    line: dict[str, Any] = {"step": evaluation["step"]}
+    known = {"nll": evaluation["nll"], "exact_match": evaluation["exact_match"], **judged_figures(evaluation)}
+    for name, found in known.items():
+        of_agents = zip(folders_of(evaluation), found["agents"], strict=True)
+        line |= {f"eval/{agent}/{name}": value for agent, value in of_agents}
+        line[f"eval/crowd/{name}"] = found["crowd"]
+    return line
+
+
 def by_own_rows(evaluation: Mapping[str, Any]) -> str:
     """A note that agents are scored by their own rows, for people; empty if all rows score all agents."""
     return BY_OWN_ROWS if "sets" in evaluation else ""
 
 
-def gains(evaluation: Mapping[str, Any], measure: str | None = None) -> Iterator[tuple[str, Gain]]:
-    """The differences of crowd and agents in an evaluation.json, paired over rows; (the other side, difference).
-
-    Args:
-        measure: by default the measure that judges the rows.
-    """
-    measure = measure or ("nll" if is_free_text(evaluation) else "exact_match")
-    found, rows = evaluation["exact_match"], evaluation["n"]
-    if measure == "nll":
-        found, rows = evaluation["nll"], evaluation.get("teacher_forced", evaluation)["n"]
+def gains(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, Gain]]:
+    """(the other side, crowd minus it) in an evaluation.json, by the measure that judges its rows; paired over rows."""
+    measure = "nll" if is_free_text(evaluation) else "exact_match"
+    found, rows = evaluation[measure], evaluation["n"]
     for key, name in _OVER.items():
         if gain := found.get(key):
             interval = gain["interval95"]
@@ -195,8 +202,7 @@ def notes(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         better, worse = found["rows_better"], found["rows_worse"]
         tell = f"{better + worse} rows tell it from {names[found['next']]}, {better} for it and {worse} against"
         yield f"best agent: {names[found['agent']]}; {tell}"
-    nothing = _adds_nothing(evaluation) if len(names) > 1 and not by_own_rows(evaluation) else None
-    if nothing is not None:
+    if len(names) > 1 and not by_own_rows(evaluation) and (nothing := _adds_nothing(evaluation)):
         best, why = nothing
         folder = folders_of(evaluation)[best]
         serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
@@ -212,17 +218,15 @@ def _adds_nothing(evaluation: Mapping[str, Any]) -> tuple[int, str] | None:
     nll, crowd, exact = evaluation["nll"]["agents"], evaluation["nll"]["crowd"], evaluation["exact_match"]["agents"]
     if not all(each is not None and math.isfinite(each) for each in (*nll, crowd)):
         return None
-    best, in_nats, loss = nll.index(min(nll)), dict(gains(evaluation, "nll")), measures(evaluation).loss
+    best, words = nll.index(min(nll)), measures(evaluation)
     if crowd > nll[best]:
         rows = evaluation.get("teacher_forced", evaluation)["n"]
-        return best, f": {crowd:.4f} {loss}, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
+        return best, f": {crowd:.4f} {words.loss}, {agents_of(evaluation)[best]} {nll[best]:.4f}, over {rows}"
     for over, gain in [*gains(evaluation)][:2]:
         if gain.is_sure is False:
-            leads = over in in_nats and in_nats[over].is_sure and gain.measure == "exact_match"
-            nats = f", though {in_nats[over]} {loss}" if leads else ""
-            best = best if is_free_text(evaluation) else exact.index(max(exact))
-            sure_in = measures(evaluation).right if gain.measure == "exact_match" else loss
-            return best, f" sure in {sure_in}: {gain} over {over}{nats}, over {gain.rows}"
+            by_loss = gain.measure == "nll"
+            best = best if by_loss else exact.index(max(exact))
+            return best, f" sure in {words.loss if by_loss else words.right}: {gain} over {over}, over {gain.rows}"
     return None
 
 
@@ -233,11 +237,32 @@ def table(evaluation: Mapping[str, Any], run: Path | str) -> Iterator[str]:
         found = [score for score in found if score.who not in TOGETHER]
     columns = [*_columns(evaluation, found)]
     yield f"{'':<14}" + "".join(f"{title:>{width}}" for title, width, _ in columns)
-    for score in found:
-        yield f"{score.who:<14}{''.join(f'{cell(score):>{width}}' for _, width, cell in columns)}".rstrip()
+    for place, score in enumerate(found):
+        yield f"{score.who:<14}{''.join(f'{cells[place]:>{width}}' for _, width, cells in columns)}".rstrip()
     yield from (f"crowd - {name}: {gain}" for name, gain in gains(evaluation) if are_several)
     yield what_evaluated(evaluation)
     yield from notes(evaluation, run)
+
+
+def _columns(evaluation: Mapping[str, Any], found: Sequence[Score]) -> Iterator[tuple[str, int, list[str]]]:
+    """(title, width, cells) of the columns for which there are figures."""
+
+    def shown(numbers: Iterable[float | None], form: str) -> list[str]:
+        return ["" if number is None else format(number, form) for number in numbers]
+
+    words = measures(evaluation)
+    nll, rates = [score.nll for score in found], [score.learning_rate for score in found]
+    if not is_free_text(evaluation):
+        yield words.right, 12, shown([score.exact_match for score in found], ".3f")
+        if any(score.low is not None for score in found):
+            yield "95 % interval", 17, [score.interval for score in found]
+    elif "bytes" in evaluation:
+        bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
+        yield "perplexity", 12, shown((each and math.exp(each) for each in nll), ".3f")
+        yield "bits per byte", 17, shown((each and each * bits for each in nll), ".4f")
+    yield words.loss, 16, shown(nll, ".4f")
+    if len({*rates} - {None}) > 1:
+        yield "learning rate", 15, shown(rates, "g")
 
 
 def judged_lines(evaluation: Mapping[str, Any]) -> Iterator[str]:
@@ -263,56 +288,24 @@ def judged_figures(evaluation: Mapping[str, Any]) -> dict[str, Mapping[str, Any]
     return found
 
 
-def _columns(
-    evaluation: Mapping[str, Any], found: Sequence[Score]
-) -> Iterator[tuple[str, int, Callable[[Score], str]]]:
-    """(title, width, cell of a score) of the columns for which there are figures."""
-
-    def shown(number: float | None, form: str, factor: float = 1.0) -> str:
-        return "" if number is None else format(number * factor, form)
-
-    words = measures(evaluation)
-    if not is_free_text(evaluation):
-        yield words.right, 12, lambda s: shown(s.exact_match, ".3f")
-        if any(score.low is not None for score in found):
-            yield "95 % interval", 17, lambda s: f"{s.low:.3f} to {s.high:.3f}" if s.low is not None else ""
-    elif "bytes" in evaluation:
-        bits = evaluation["tokens"] / math.log(2) / max(1, evaluation["bytes"])
-        yield "perplexity", 12, lambda s: shown(s.nll and math.exp(s.nll), ".3f")
-        yield "bits per byte", 17, lambda s: shown(s.nll, ".4f", bits)
-    yield words.loss, 16, lambda s: shown(s.nll, ".4f")
-    if len({score.learning_rate for score in found} - {None}) > 1:
-        yield "learning rate", 15, lambda s: shown(s.learning_rate, "g")
-
-
 def how_measured(evaluation: Mapping[str, Any]) -> str:
     """How an evaluation has measured, for people."""
-    if is_of_heads(evaluation):
+    is_free = is_free_text(evaluation)
+    if evaluation.get("measured_by") == "heads":
         classes = "the better of each pair" if "preferences" in evaluation else "classes"
-        return f"{'numbers' if is_free_text(evaluation) else classes}, by heads"
-    return HOW.get(evaluation.get("measured_by", ""), "answers")
+        return f"{'numbers' if is_free else classes}, by heads"
+    return "free text, judged by NLL" if is_free else _HOW.get(evaluation.get("measured_by", ""), "answers")
 
 
 def rows_evaluated(count: int, trained_on: str) -> str:
-    """The rows of an evaluation in words, and whether they were trained on.
-
-    Args:
-        trained_on: "none", "some" or "all" of them.
-    """
-    kinds = {
-        "none": "held-out rows",
-        "some": "rows, some of them trained on",
-        "all": "rows that were trained on: none was held out",
-    }
-    return f"{count} {kinds.get(trained_on, 'rows')}"
+    """The rows of an evaluation in words; `none`, `some` or `all` of them were trained on."""
+    return f"{count} {_ROWS.get(trained_on, 'rows')}"
 
 
 def what_evaluated(evaluation: Mapping[str, Any]) -> str:
     """How, on which rows and on which data set an evaluation.json has measured, for people."""
     rows = rows_evaluated(evaluation["n"], evaluation.get("rows_trained_on", "none"))
-    is_text = is_free_text(evaluation) and not is_of_heads(evaluation)
-    measured = "free text, judged by NLL" if is_text else how_measured(evaluation)
-    of = f"{measured}, over {rows}; data set {', '.join(evaluation.get('data', [evaluation['task']]))}"
+    of = f"{how_measured(evaluation)}, over {rows}; data set {', '.join(evaluation.get('data', [evaluation['task']]))}"
     if (metric := evaluation.get("metric", "exact_match")) != "exact_match":
         of += f"; right is what {metric} finds equal"
     return f"{of}; {whose}" if (whose := by_own_rows(evaluation)) else of
@@ -361,14 +354,8 @@ def surest_first(row: Row) -> float:
 
     For a row without signals it is minus the confidence.
     """
-    signals = row.get("signals")
-    numbers = (*(signals[:1] if isinstance(signals, list) else ()), row.get("confidence"))
-    return -next((number for number in numbers if isinstance(number, int | float)), 0.0)
-
-
-def _score(who: str, share: float | None, rows: int, nll: float | None, rate: float | None = None) -> Score:
-    low, high = share_interval(share, rows) if share is not None and rows >= LEAST_ROWS else (None, None)
-    return Score(who, share, low, high, nll, rate)
+    first = [*row.get("signals", ())][:1] or [row.get("confidence")]
+    return -first[0] if isinstance(first[0], int | float) else 0.0
 
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:
@@ -386,15 +373,14 @@ class Leaderboard:
     """The trials that were scored.
 
     Attributes:
-        keys: the columns of settings.
-        rows: id, status, last step, score and settings of every trial; the trials that went furthest come first.
+        columns: the names of the columns, settings last.
+        rows: the cells of every trial, its id first; the trials that went furthest come first.
         best: the id of the best trial; None before there is one.
         best_run: the folder of the run that trained the best trial last.
     """
 
-    metric: str
-    keys: tuple[str, ...]
-    rows: tuple[tuple[int, str, int, float | None, tuple[str, ...]], ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
     best: int | None
     best_run: Path | None
 
@@ -414,18 +400,15 @@ def read_trials(folder: Path) -> Leaderboard | None:
 def _leaderboard(path: Path) -> Leaderboard:
     record: Any = read_json(path)
     metric, steps = record["plan"]["metric"], record["plan"]["steps"]
-    scored = [trial for trial in record["trials"] if trial["scores"]]
-    keys = tuple(dict.fromkeys(key for trial in scored for key in trial["settings"]))
-    scored.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
-    rows = [
-        (each["id"], each["status"], steps[each["rung"] - 1], each["score"], _cells(each["settings"], keys))
-        for each in scored
-    ]
-    best = next((trial for trial in scored if trial["id"] == record["best"]), None)
-    best_run = path.parent / SEGMENTS / str(best["segment"]) if best else None
-    return Leaderboard(metric, keys, tuple(rows), record["best"], best_run)
-
-
-def _cells(settings: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:
-    values = [settings.get(key, "") for key in keys]
-    return tuple(", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
+    trials = [trial for trial in record["trials"] if trial["scores"]]
+    trials.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
+    keys = dict.fromkeys(key for trial in trials for key in trial["settings"])
+    rows = []
+    for trial in trials:
+        values = [trial["settings"].get(key, "") for key in keys]
+        told = [", ".join(map(str, each)) if isinstance(each, list) else str(each) for each in values]
+        score = "" if trial["score"] is None else f"{trial['score']:.4f}"
+        rows.append((str(trial["id"]), trial["status"], str(steps[trial["rung"] - 1]), score, *told))
+    segments = {trial["id"]: path.parent / SEGMENTS / str(trial["segment"]) for trial in trials}
+    best = record["best"]
+    return Leaderboard(("trial", "status", "step", metric, *keys), tuple(rows), best, segments.get(best))

@@ -31,16 +31,14 @@ def test_curves_of_no_one_or_equal_points_and_of_nan_are_drawn() -> None:
 @pytest.mark.parametrize("width", [20, 35, 160])
 @pytest.mark.parametrize("height", [4, 5, 12])
 @pytest.mark.parametrize("count", [2, 7, 2000])
-@pytest.mark.parametrize("ascii_only", [False, True])
-def test_a_curve_fits_its_place(width: int, height: int, count: int, ascii_only: bool) -> None:
+def test_a_curve_fits_its_place(width: int, height: int, count: int) -> None:
     points = [(x, 3 * math.exp(-x / count)) for x in range(count)]
-    lines = draw_curves({"o": points}, width, height, ascii_only=ascii_only).splitlines()
+    lines = draw_curves({"o": points}, width, height).splitlines()
     assert len(lines) == height + 2
     assert max(map(len, lines)) <= width
     assert 2.8 < float(lines[0].split()[0]) <= 3, "a column shows a mean"
     assert lines[0].endswith("o")
     assert lines[height - 1].endswith("o")
-    assert all(line.isascii() for line in lines) == ascii_only
 
 
 def test_where_curves_meet_there_is_a_star() -> None:

@@ -26,7 +26,7 @@ from ci_llm.embedded import rows as embedded_rows
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.evaluate import _lines
 from ci_llm.evaluation.loading import Choice
-from ci_llm.report.facts import read_run
+from ci_llm.report.facts import RunFacts
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate, train
 from tests.support.crowds import bits_in_company
@@ -101,7 +101,7 @@ def test_the_report_shows_what_an_evaluation_left(run: Path, capsys: pytest.Capt
     write(run / "predictions.jsonl", *changed)
     with (run / "predictions.jsonl").open("a") as file:
         file.write('{"prompt": "of a killed eval')
-    facts = read_run(run)
+    facts = RunFacts(run)
     assert len(facts.predictions) == 3
     page = render(facts)
     assert "<h3>Solved</h3>" in page
@@ -161,7 +161,7 @@ def test_free_text_is_judged_by_its_nll_and_no_answer_is_wrong(
     said = capsys.readouterr().out
     assert "perplexity" in said
     assert not [word for word in ("exact match", "failed", "confidence:") if word in said]
-    page = render(read_run(run))
+    page = render(RunFacts(run))
     assert '<h2 id="examples">Answers</h2>' in page
     assert "<h3>Failed</h3>" not in page
     told = refusal(capsys, run, "--data", data, "--calibrate", "--output", tmp_path / "other.jsonl")

@@ -16,6 +16,13 @@ from ci_llm.core.run_status import Status, pid_space
 
 NOW = 1_700_000_000.0
 FRESH = 4_000_000_000.0
+#: What identifies the answers that scores and predictions are of.
+ASKED: Mapping[str, Any] = {
+    "questions": "a1",
+    "metric": "exact_match",
+    "aggregator": "probability",
+    "max_new_tokens": 64,
+}
 
 
 def leave_run(
@@ -25,35 +32,38 @@ def leave_run(
     agents: int | Sequence[Mapping[str, Any]] = 2,
     status: str = "completed",
     predictions: Sequence[Mapping[str, Any]] = (),
-    predictions_step: int | None = None,
+    predictions_step: int = 20,
     asked: Mapping[str, Any] | None = None,
     rows: int = 40,
     right: float = 0.5,
+    processes: int = 1,
     **keys: Any,
 ) -> Path:
     """A run of one attempt; returns its folder.
 
     Args:
         agents: how many, or their own settings.
-        predictions_step: the one that gave its predictions; None: the last.
-        asked: what scores and predictions are of.
+        predictions_step: the one that gave its predictions.
+        asked: what its scores and predictions are of.
         rows: of its evaluation.
         right: share that its crowd answers right.
+        processes: that took its steps.
         keys: of its configuration.
     """
     keys |= {} if isinstance(agents, int) else {"agents": agents}
     agents = agents if isinstance(agents, int) else len(agents)
     config = Config(num_agents=agents, **keys).dump().encode()
-    write_checkpoint(folder / f"checkpoint_step_{steps}", {"config.yaml": config}, step=steps)
+    state = {"config.yaml": config, "train_state": {"effective_batch": 8}}
+    about = {"surroundings": {"processes": processes}}
+    write_checkpoint(folder / f"checkpoint_step_{steps}", state, step=steps, info=about)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(steps, agents)))
     leave_status(folder, status, steps)
     if status == "completed":
-        write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps) | {**(asked or {})})
+        write_json(folder / "evaluation.json", evaluation(agents, rows, right, steps) | {**(asked or ASKED)})
     if predictions:
         (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in predictions))
-        asked_step = steps if predictions_step is None else predictions_step
-        source = {"checkpoint": f"step {asked_step} of {folder}", "data": "my.jsonl", "step": asked_step}
-        write_json(folder / "predictions.source.json", source | {**(asked or {})})
+        source = {"checkpoint": f"step {predictions_step} of {folder}", "data": "my.jsonl", "step": predictions_step}
+        write_json(folder / "predictions.source.json", source | {**(asked or ASKED)})
     return folder
 
 

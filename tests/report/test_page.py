@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.report.drawings import thinned
-from ci_llm.report.facts import read_run
-from ci_llm.report.page import _commands, write_report
+from ci_llm.report.page import write_report
 from ci_llm.report.scores import BY_OWN_ROWS
 from tests.report.folders import NOW, leave_run, leave_status, prediction
 
@@ -42,12 +40,12 @@ def test_a_completed_run_shows_scores_curves_time_settings_and_commands(
     assert capsys.readouterr().out == f"{page}: {page.stat().st_size:,} bytes\n"
     told = text_of(page)
     assert "Completed at step 20, in 1 attempt and 1 min." in told
-    assert "crowd 0.500 0.352 – 0.648 0.5000" in told
+    assert "crowd 0.500 0.352 to 0.648 0.5000" in told
     assert "minus that of the agents' mean: +0.100 ± 0.200; the best agent: +0.100 ± 0.200." in told
     assert "learning_rate 0.005" in told
     assert f"ci-llm compare {run} OTHER_RUN" in told
     assert "Solved and failed" not in told, "it has left no predictions"
-    assert page.read_text().count("<svg") == 6, "two losses, exact match, speed, scores, timeline"
+    assert page.read_text().count("<svg") == 4, "two losses, exact match, speed"
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(drawn: Path) -> None:
@@ -62,16 +60,6 @@ def test_the_same_run_is_drawn_in_the_same_way(drawn: Path) -> None:
     after = write_report(drawn.parent).read_text()
     one, other = (re.sub(r"Written \S+ \S+", "", page) for page in (before, after))
     assert one == other
-
-
-def test_names_inside_the_drawings_do_not_clash(drawn: Path) -> None:
-    page = drawn.read_text()
-    names = re.findall(r' id="([^"]*)"', page)
-    used = set(re.findall(r"url\(#([^)]*)\)|href=\"#([^\"]*)\"", page))
-    assert {name for pair in used for name in pair if name} <= set(names)
-    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    owners = [set(re.findall(r' id="([^"]*)"', drawing)) for drawing in drawings]
-    assert sum(map(len, owners)) == len(set().union(*owners))
 
 
 def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
@@ -99,26 +87,13 @@ def test_failed_rows_come_first_the_surest_before_the_others(tmp_path: Path) -> 
     assert "reference 19" in failed
 
 
-@pytest.mark.slow
 def test_a_run_trained_past_its_evaluation_says_from_which_step_scores_and_answers_are(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=20)
-    answers = f"Answers of step 20 of {run}, to rows of my.jsonl."
-    told = text_of(write_report(run))
-    assert f"{answers} Solved" in told
-    assert "has gone on" not in told
+    run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)])
     leave_status(run, "interrupted", 30)
     told = text_of(write_report(run))
-    assert f"{answers} The result of this run is that of step 30." in told
+    assert f"Answers of step 20 of {run}, to rows of my.jsonl." in told
     assert "data set embedded, after step 20: the run has gone on since." in told
     assert "crowd, exact match" not in told, "no key figure of what the run is now"
-
-
-def test_answers_of_the_best_step_are_those_of_the_result(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run", predictions=[prediction(1, correct=True)], predictions_step=10)
-    assert "The result of this run is that of step 20." in text_of(write_report(run))
-    record = json.loads((run / "evaluation.json").read_text()) | {"step": 10}
-    (run / "evaluation.json").write_text(json.dumps(record))
-    assert "The result of this run" not in text_of(write_report(run))
 
 
 @pytest.mark.fast_cases(1)
@@ -198,7 +173,6 @@ DAMAGE = [
     ("predictions.jsonl", '["prompt", "answer", "correct"]\n', "not a prediction"),
     ("predictions.source.json", "{", "predictions.source.json cannot be read"),
     ("recovery.json", "{", "the recovery state cannot be read"),
-    ("gpu_stats.json", "{", "gpu_stats.json cannot be read"),
 ]
 
 
@@ -218,21 +192,19 @@ def test_a_damaged_file_is_named(
 
 def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run", predictions=[{"prompt": ["a"], "answer": 1, "correct": 0, "confidence": "?"}])
-    (run / "gpu_stats.json").write_text('{"peaks": {"host/memory_used_bytes": null, "gpu0/memory_used_bytes": 1e9}}')
     (run / "attempts/1").mkdir(parents=True)
     (run / "attempts/1/began.json").write_text('{"step": "x", "launched": null}')
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "epoch": 1, "time": "late"}\n')
     told = text_of(write_report(run))
-    assert "gpu0: memory used 1 GB" in told
     assert "1 line of metrics.jsonl cannot be read" in told
 
 
 def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "it's a run")
     (run / "final_checkpoint").mkdir()
-    facts = read_run(run)
-    words = [shlex.split(command) for _, command in _commands(facts)]
+    commands = [unescape(each) for each in re.findall(r"<code>(ci-llm .*)</code>", write_report(run).read_text())]
+    words = [shlex.split(command) for command in commands]
     assert ["ci-llm", "report", str(run)] in words
     assert ["ci-llm", "chat", str(run)] in words
 
@@ -275,21 +247,11 @@ def test_a_run_of_many_attempts_stays_below_a_megabyte(tmp_path: Path) -> None:
     leave_status(run, "completed", 20, attempt=500)
     with (run / "training.log").open("w") as log:
         for attempt in range(1, 501):
-            log.writelines(f"2026-01-01 10:00:00 [{attempt}] {'a warning, WARNING ' * 9}{n}\n" for n in range(99))
+            (run / f"attempts/{attempt}").mkdir(parents=True)
+            log.writelines(f"2026-01-01 10:00:00 [{attempt}] WARNING {'of something ' * 9}{n}\n" for n in range(99))
     page = write_report(run)
     assert page.stat().st_size < MEGABYTE
     assert "The first 440 attempts are not listed." in text_of(page)
-
-
-def test_thinning_a_curve_keeps_its_ends_of_range() -> None:
-    points = [(step, 1.0 + step % 7) for step in range(10_000)]
-    points[5000] = (5000, 99.0)
-    points[6000] = (6000, float("nan"))
-    kept = thinned(points)
-    assert len(kept) <= 420
-    assert (5000, 99.0) in kept
-    assert kept == sorted(kept)
-    assert thinned(points[:100]) == points[:100]
 
 
 def test_the_page_is_replaced_in_one_piece_or_not_at_all(

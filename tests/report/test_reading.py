@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from ci_llm.core.metrics_file import last_records
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.errors import BadInput
 from ci_llm.report import status
-from ci_llm.report.status import Reading, RunReader, find_runs, lines, progress, scores, speed, time_left, whereabouts
+from ci_llm.report.status import lines, look_at, progress, scores, speed, time_left
 from tests.report.folders import FRESH, NOW, leave_run, leave_status, metrics
 
 
@@ -23,41 +24,36 @@ def running(folder: Path, *, agents: int = 2, total: int | None = 60, **fields: 
     return folder
 
 
-def read(folder: Path) -> Reading:
-    return RunReader(folder).look()
-
-
 def test_a_run_that_trains(tmp_path: Path) -> None:
-    found = read(running(tmp_path / "run"))
-    assert (found.losses, found.loss) == ((0.1, 0.2), 0.1)
-    assert (found.losses_step, found.tokens_per_s, found.steps_per_s) == (20, 100.0, 1.0)
+    found = look_at(running(tmp_path / "run"))
+    assert (found.losses, found.loss) == ([0.1, 0.2], 0.1)
+    assert (found.training["step"], found.tokens_per_s, found.steps_per_s) == (20, 100.0, 1.0)
     assert found.left_s == 40.0
     assert progress(found) == "20 of 60 steps, 33 %"
     assert (speed(found), time_left(found)) == ("1 steps/s, 100 tokens/s", "0:00:40 left")
-    assert [point.step for point in found.points] == [*range(1, 21)]
 
 
 def test_the_step_of_a_run_that_trains_is_that_of_its_losses(tmp_path: Path) -> None:
     """`step 0 ... 0 of 400 steps, 41.8 steps/s` stood there until the next heartbeat."""
     folder = running(tmp_path / "run")
     leave_status(folder, "running", 0, total_steps=60)
-    found = read(folder)
-    assert (found.status.step, found.losses_step, found.left_s) == (20, 20, 40.0)
+    found = look_at(folder)
+    assert (found.status.step, found.training["step"], found.left_s) == (20, 20, 40.0)
     leave_status(folder, "running", 0, attempt=2, total_steps=60)
-    assert read(folder).status.step == 0, "the lines of an earlier attempt may be taken again"
+    assert look_at(folder).status.step == 0, "the lines of an earlier attempt may be taken again"
     leave_status(folder, "interrupted", 12, total_steps=60)
-    assert read(folder).status.step == 12, "what is saved"
+    assert look_at(folder).status.step == 12, "what is saved"
 
 
 def test_after_the_last_step_comes_the_final_evaluation(tmp_path: Path) -> None:
-    assert time_left(read(running(tmp_path / "run", total=20))) == "evaluating"
+    assert time_left(look_at(running(tmp_path / "run", total=20))) == "evaluating"
 
 
-def test_a_run_of_an_older_release_does_not_know_its_length(tmp_path: Path) -> None:
-    found = read(running(tmp_path / "run", total=None))
+def test_a_run_that_does_not_know_its_length_yet(tmp_path: Path) -> None:
+    found = look_at(running(tmp_path / "run", total=None))
     assert (found.left_s, progress(found), time_left(found)) == (None, "20 steps", "")
     leave_status(tmp_path / "run", "interrupted", 1)
-    assert progress(read(tmp_path / "run")) == "1 step"
+    assert progress(look_at(tmp_path / "run")) == "1 step"
 
 
 def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
@@ -68,18 +64,18 @@ def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in later[20:21])
     leave_status(folder, "running", 21, attempt=2, total_steps=30)
-    assert read(folder).steps_per_s == 1.0  # its only line says how long its steps took
+    assert look_at(folder).steps_per_s == 1.0  # its only line says how long its steps took
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in later[21:])
     leave_status(folder, "running", 24, attempt=2, total_steps=30)
-    found = read(folder)
+    found = look_at(folder)
     assert (found.steps_per_s, found.left_s) == (0.25, 24.0)
     assert speed(found).startswith("4 s/step")
 
 
 def test_before_the_first_line_nothing_is_made_up(tmp_path: Path) -> None:
     leave_status(tmp_path, "running", 0, total_steps=10)
-    found = read(tmp_path)
+    found = look_at(tmp_path)
     assert (scores(found), speed(found), found.left_s) == ("", "", None)
     assert lines(found) == ["0 of 10 steps, 0 %", "attempt 1 on here, heartbeat 0 s ago"]
     assert found.record()["losses"] == {"step": None, "mean": None, "agents": []}
@@ -91,8 +87,8 @@ def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         exact = {f"eval/{who}/exact_match": value for who, value in (("agent0", 0.2), ("agent1", 0.4), ("crowd", 0.5))}
         file.write(json.dumps({"step": 20, "eval/crowd/nll": 0.25, **exact}) + "\n")
-    assert scores(read(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
-    done = read(leave_run(tmp_path / "done"))
+    assert scores(look_at(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
+    done = look_at(leave_run(tmp_path / "done"))
     assert scores(done) == "result, step 20: crowd nll 0.5, exact match 0.500 (agents 0.400)"
 
 
@@ -103,12 +99,12 @@ def test_free_text_is_shown_by_its_nll(tmp_path: Path) -> None:
         names = ("agent0", "agent1", "crowd")
         line = {f"eval/{who}/{each}": 0.25 for who in names for each in ("nll", "exact_match")}
         file.write(json.dumps({"step": 20, **line, "eval/agent1/nll": 0.75}) + "\n")
-    assert scores(read(folder)) == "evaluation after step 20: crowd nll 0.25 (agents 0.5)"
-    assert read(folder).record()["evaluation"]["crowd_exact_match"] is None
+    assert scores(look_at(folder)) == "evaluation after step 20: crowd nll 0.25 (agents 0.5)"
+    assert look_at(folder).record()["evaluation"]["measure"] == "nll"
     done = leave_run(tmp_path / "done")
     record = json.loads((done / "evaluation.json").read_text())
     (done / "evaluation.json").write_text(json.dumps({**record, "judged_by": "nll"}))
-    assert scores(read(done)).startswith("result, step 20: crowd nll 0.5 (agents ")
+    assert scores(look_at(done)).startswith("result, step 20: crowd nll 0.5 (agents ")
 
 
 def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None:
@@ -122,21 +118,21 @@ def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 20, **line, **ranked}) + "\n")
     told = "evaluation after step 20: crowd"
-    assert scores(read(pairs)) == f"{told} nll 0.875, pairs ranked right 0.438 (agents 0.250)"
-    assert read(pairs).record()["evaluation"]["metric"] == "rewards/accuracies"
-    assert scores(read(heads)) == f"{told} nats per row 0.875, accuracy 0.875 (agents 0.500)"
-    assert scores(read(numbers)) == f"{told} squared error 0.875 (agents 0.5)"
+    assert scores(look_at(pairs)) == f"{told} nll 0.875, pairs ranked right 0.438 (agents 0.250)"
+    assert look_at(pairs).record()["evaluation"]["measure"] == "rewards/accuracies"
+    assert scores(look_at(heads)) == f"{told} nats per row 0.875, accuracy 0.875 (agents 0.500)"
+    assert scores(look_at(numbers)) == f"{told} squared error 0.875 (agents 0.5)"
     done = leave_run(tmp_path / "done", asked={"preferences": {"auroc": {"agents": [0.5, 0.75], "crowd": 0.75}}})
     status = json.loads((done / "status.json").read_text())
     (done / "status.json").write_text(json.dumps(status | {"objective": "kto"}))
-    assert scores(read(done)) == "result, step 20: crowd nll 0.5, AUROC of the ratings 0.750 (agents 0.625)"
+    assert scores(look_at(done)) == "result, step 20: crowd nll 0.5, AUROC of the ratings 0.750 (agents 0.625)"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"nll": {}}', '{"exact_match": {"agents": []}, "nll": {"crowd": 1}}'])
 def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) -> None:
     folder = leave_run(tmp_path / "run")
     (folder / "evaluation.json").write_text(content)
-    assert read(folder).scores is None
+    assert look_at(folder).scores is None
 
 
 @pytest.mark.parametrize(
@@ -144,7 +140,7 @@ def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) 
     [(1, "loss 0.1"), (4, "loss 0.1 (0.1 0.2 0.3 0.4)"), (16, "loss 0.1 (0.1 to 1.6, 16 agents)")],
 )
 def test_losses_are_listed_or_there_is_their_range(agents: int, told: str, tmp_path: Path) -> None:
-    assert told in lines(read(running(tmp_path / "run", agents=agents)))
+    assert told in lines(look_at(running(tmp_path / "run", agents=agents)))
 
 
 def test_an_agent_that_is_not_finite_is_counted(tmp_path: Path) -> None:
@@ -152,7 +148,7 @@ def test_an_agent_that_is_not_finite_is_counted(tmp_path: Path) -> None:
     line = metrics(21, 9)[-1] | {"train/agent3/loss": "nan"}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    found = read(folder)
+    found = look_at(folder)
     assert math.isnan(found.losses[3])
     assert "loss 0.09524 (0.09524 to 0.8952, 9 agents, 1 not finite)" in lines(found)
     assert found.record()["losses"]["agents"][3] is None
@@ -160,48 +156,35 @@ def test_an_agent_that_is_not_finite_is_counted(tmp_path: Path) -> None:
 
 def test_the_place_of_an_attempt(tmp_path: Path) -> None:
     folder = running(tmp_path / "run")
-    assert (read(folder).slurm_job, read(folder).is_supervised) == (None, False)
+    assert (look_at(folder).slurm_job, look_at(folder).is_supervised) == (None, False)
     record_attempt(folder, 1, 0, {"slurm_job": "12_3", "slurm_restarts": 0, "supervised": True})
-    assert (read(folder).slurm_job, read(folder).is_supervised) == ("12_3", True)
+    assert (look_at(folder).slurm_job, look_at(folder).is_supervised) == ("12_3", True)
 
 
 @pytest.mark.parametrize(("age", "told"), [(3.4, "3 s"), (119, "1 min 59 s"), (7300, "2 h 1 min")])
 def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
     leave_status(tmp_path, "running", 1, heartbeat=NOW - age)
-    assert whereabouts(read(tmp_path)) == f"attempt 1 on here, heartbeat {told} ago"
+    assert f"attempt 1 on here, heartbeat {told} ago" in lines(look_at(tmp_path))
 
 
 def test_a_clock_ahead_of_ours_makes_no_negative_age(tmp_path: Path) -> None:
     leave_status(tmp_path, "running", 1, heartbeat=FRESH)
-    assert read(tmp_path).heartbeat_age_s == 0.0
+    assert look_at(tmp_path).heartbeat_age_s == 0.0
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not the folder of a run"):
-        read(tmp_path)
+        look_at(tmp_path)
     with pytest.raises(BadInput, match="there is no such folder"):
-        read(tmp_path / "nowhere")
+        look_at(tmp_path / "nowhere")
 
 
-# Which runs
-
-
-def test_words_name_runs_folders_of_runs_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("out/a", "out/b", "other/c"):
-        leave_status(tmp_path / name, "completed", 1)
-    (tmp_path / "out/notes.txt").touch()
-    (tmp_path / "out/folder").mkdir()
-    assert find_runs(["out/a"]) == [Path("out/a")]
-    assert find_runs(["out"]) == [Path("out/a"), Path("out/b")]
-    assert find_runs(["out/*", "out/b", "other/c"]) == [Path("out/a"), Path("out/b"), Path("other/c")]
-    assert find_runs(["o*"]) == [Path("other/c"), Path("out/a"), Path("out/b")]
-    assert find_runs([str(tmp_path / "out" / "[ab]")]) == [tmp_path / "out/a", tmp_path / "out/b"]
-    assert find_runs(["later", "out/folder", "out/notes.txt"]) == [Path("later"), Path("out/folder")]
-
-
-def test_a_run_that_holds_runs_is_itself(tmp_path: Path) -> None:
-    leave_status(tmp_path, "completed", 1)
-    leave_status(tmp_path / "inner", "completed", 1)
-    assert find_runs([str(tmp_path)]) == [tmp_path]
+@pytest.mark.parametrize("torn", [b"", b'{"step": 21, "ep', b'{"step": "21"}\n[]\n\xff\n'])
+def test_only_the_end_of_a_long_file_is_read_and_torn_lines_are_left_out(tmp_path: Path, torn: bytes) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in metrics(1000, 2))
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode() + torn)
+    found = [record for record in last_records(tmp_path, 3000) if "epoch" in record]
+    assert 5 < len(found) < 50
+    assert [record["step"] for record in found] == [*range(1001 - len(found), 1001)]
+    assert last_records(tmp_path / "nowhere", 3000) == []

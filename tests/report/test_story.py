@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.core.quantities import duration
-from ci_llm.report.facts import RunFacts, read_run, seconds_by_kind
+from ci_llm.report.facts import RunFacts, seconds_by_kind
 from tests.report.test_page import MEGABYTE, text_of
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
@@ -53,7 +53,7 @@ def page(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(folder: Path) -> RunFacts:
-    return read_run(folder / "run")
+    return RunFacts(folder / "run")
 
 
 def test_the_page_tells_the_story(page: Path, facts: RunFacts) -> None:
@@ -95,8 +95,6 @@ def test_every_second_of_the_run_is_accounted_for_once(facts: RunFacts) -> None:
     between = seconds.pop("no process")  # a forked attempt may begin in the moment in which the one before ends
     assert between >= 0
     assert all(spent > 0 for spent in seconds.values()), seconds
-    for attempt in facts.attempts:
-        assert all(one.end == after.start for one, after in zip(attempt.spans, attempt.spans[1:], strict=False))
 
 
 def test_metrics_and_attempts_agree_on_what_was_kept(facts: RunFacts) -> None:
@@ -163,7 +161,7 @@ def test_the_page_fits_and_can_be_read(look: str, browser: Browser, tmp_path: Pa
     drawings = browser.evaluate(
         "[...document.querySelectorAll('svg')].map(each => each.getBoundingClientRect().height)"
     )
-    assert len(drawings) == 8
+    assert len(drawings) == 6
     assert min(drawings) > 40
     assert browser.picture(tmp_path / f"{look}.png").stat().st_size > 20_000
 

@@ -36,7 +36,7 @@ from ci_llm.config.parsing import (
 )
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import BadInput, ConfigError
-from ci_llm.report.facts import Attempt, RunFacts, read_run
+from ci_llm.report.facts import Attempt, RunFacts
 
 
 def daly_goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -323,7 +323,7 @@ def observe(path: Path | str) -> dict[str, float]:
     Raises:
         BadInput: there is no run, or it tells nothing.
     """
-    facts = read_run(path)
+    facts = RunFacts(path)
     known = {**_failures(facts), **_times(facts.attempts), **_saves(facts)}
     steps = [line["step_time_s"] for line in facts.metrics.lines if isinstance(line.get("step_time_s"), int | float)]
     if steps:
@@ -347,9 +347,9 @@ def _failures(facts: RunFacts) -> dict[str, float]:
 
 def _times(attempts: tuple[Attempt, ...]) -> dict[str, float]:
     known = {}
-    if starts := [attempt.seconds("start-up") for attempt in attempts if attempt.seconds("start-up")]:
+    if starts := [attempt.seconds["start-up"] for attempt in attempts if attempt.seconds["start-up"]]:
         known["restart"] = median(starts)
-    if pauses := [attempt.seconds("no process") for attempt in attempts[:-1]]:
+    if pauses := [attempt.seconds["no process"] for attempt in attempts[:-1]]:
         known["queue"] = median(pauses)
     return known
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final, Literal
@@ -21,7 +21,7 @@ from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.core.durable import write_bytes
 from ci_llm.core.quantities import duration
 from ci_llm.errors import ConfigError
-from ci_llm.report.drawings import NUM_COLOURS, Axis, Plot, legend
+from ci_llm.report.drawings import Plot, lay_out
 from ci_llm.report.page import render_template
 from tools.simulate import model
 from tools.simulate.model import HOUR, Cluster, daly_goodput, recovery_s, save_cost_s
@@ -284,7 +284,7 @@ def write_page(path: Path, study: Study, by_nodes: Mapping[str, Points]) -> None
             "title": "A simulated job",
             "subtitle": head(study.cluster),
             "sentences": list(conclusions(study)),
-            "drawings": list(_drawings(study, by_nodes)),
+            "plots": list(_plots(study, by_nodes)),
             "tables": [
                 ("Ways to save", _rows(study.lines)),
                 ("If it were otherwise", _rows([*study.what_if.values()])),
@@ -300,38 +300,31 @@ def write_page(path: Path, study: Study, by_nodes: Mapping[str, Points]) -> None
         ) from error
 
 
-def _drawings(study: Study, by_nodes: Mapping[str, Points]) -> Iterator[tuple[str, str]]:
+def _plots(study: Study, by_nodes: Mapping[str, Points]) -> Iterator[Plot]:
     cluster, own = study.cluster, study.lines[0]
     simulated = sorted((line.interval_s, line.goodput) for line in study.lines[1:] if math.isfinite(line.interval_s))
     cost_s, back_s = save_cost_s(cluster), recovery_s(cluster)
     predicted = [(at, daly_goodput(at, cost_s, back_s, cluster.mtbf_s)) for at, _ in simulated]
     lines = {"simulated": simulated, "Daly": predicted, own.name: [(own.interval_s, own.goodput)]}
-    yield "Goodput by the time between saves", _on_log("interval", lines, across="seconds", unit="goodput")
+    yield _on_log("Goodput by the time between saves", lines, across="seconds", unit="goodput")
     lost = {
         name: sorted((line.interval_s, line.shares[name]) for line in study.lines[1:])
         for name in ("lost steps", "saving")
     }
-    yield "What saving and not saving cost", _on_log("costs", lost, across="seconds", unit="share of time")
+    yield _on_log("What saving and not saving cost", lost, across="seconds", unit="share of time")
     if by_nodes:
-        yield "Goodput by nodes", _on_log("nodes", by_nodes, across="nodes", unit="goodput")
+        yield _on_log("Goodput by nodes", by_nodes, across="nodes", unit="goodput")
 
 
-def _on_log(title: str, lines: Mapping[str, Points], *, across: str, unit: str) -> str:
+def _on_log(title: str, lines: Mapping[str, Points], *, across: str, unit: str) -> Plot:
     """Curves over an axis of powers of ten, each with its name."""
     logs = {name: [(math.log10(x), y) for x, y in points if x > 0] for name, points in lines.items()}
-    axis = Axis.around((x for points in logs.values() for x, _ in points), across)
-    powers = range(math.floor(axis.low), math.ceil(axis.high) + 1)
-    digits = (1, 2, 5) if axis.high - axis.low < 2 else (1,)
-    values = [digit * 10.0**power for power in powers for digit in digits]
-    marks = {math.log10(value): f"{value:,.10g}" for value in values if axis.low <= math.log10(value) <= axis.high}
-    up = Axis.around((y for points in logs.values() for _, y in points), unit)
-    plot = Plot(440, 270, title, replace(axis, names=marks), up)
-    colours = {name: f"agent{number % NUM_COLOURS}" for number, name in enumerate(logs)}
-    for name, points in logs.items():
-        plot.line(points, colours[name], name)
-        for x, y in points:
-            plot.dot(x, y, colours[name], name, radius=2.5)
-    return legend(colours) + plot.svg()
+    places = [x for points in logs.values() for x, _ in points]
+    low, high = min(places), max(places)
+    digits = (1, 2, 5) if high - low < 2 else (1,)
+    values = [digit * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for digit in digits]
+    marks = {math.log10(value): f"{value:,.10g}" for value in values if low <= math.log10(value) <= high}
+    return lay_out(title, logs, unit, across, marks=marks)
 
 
 def _rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
