@@ -58,7 +58,7 @@ COMMANDS: Final = {
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
     "serve": "ci_llm.cli.serve:serve",
-    "score": "ci_llm.cli.score:score",
+    "score": "ci_llm.cli.generate:score",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
     "push": "ci_llm.cli.export:push",

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import make_parser
+from ci_llm.cli.command import Parser
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts
@@ -59,7 +59,7 @@ def serve(words: Sequence[str]) -> int:
 
 def _options(words: Sequence[str]) -> Options:
     """The options of a call; a wrong one is refused before torch is imported."""
-    parser = make_parser("ci-llm serve", _DESCRIPTION, _EXAMPLES, _COMMON)
+    parser = Parser("ci-llm serve", description=_DESCRIPTION, epilog=_EXAMPLES, common=_COMMON)
     parser.set_defaults(**asdict(Options()))
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
