@@ -86,8 +86,7 @@ class Served:
         """
         prompts = given["prompt"] if tells_several(given.get("prompt")) else [given.get("prompt")]
         self.require_choices(len(prompts))
-        parts = [("prompt", each) for each in prompts] + [(name, given.get(name)) for name in ("messages", "tokens")]
-        for name, each in parts:
+        for name, each in [*(("prompt", each) for each in prompts), ("messages", given.get("messages"))]:
             if isinstance(each, list) and len(each) > self.context:
                 raise self.too_long(name, f"sent {len(each)} {'messages' if name == 'messages' else 'tokens'}")
 
