@@ -300,16 +300,8 @@ def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
     try:
         return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows, **heads)
     except DataError as error:
-        if any(row is not None for row in rows):
-            what = error.what.replace("to learn from", "to evaluate")
-            raise DataError(what, where=error.where, hint=error.hint) from error
-        columns = ", ".join(rows.form.columns.values())
-        answers = rows.form.columns.get("answer") or rows.form.columns.get("completion")
-        raise DataError(
-            f"no row has an answer to compare with: column {answers!r} is empty" if answers else "no row has an answer",
-            where=rows.where,
-            hint=f"give rows with reference answers, or name their column by answer_column=; read are: {columns}",
-        ) from error
+        what = error.what.replace("to learn from", "to evaluate")
+        raise DataError(what, where=error.where, hint=error.hint) from error
 
 
 def refuse_unanswerable(job: Job) -> None:
@@ -323,10 +315,9 @@ def refuse_unanswerable(job: Job) -> None:
             where=job.tokenized.rows.where,
             hint="shorten the rows, or raise max_seq_length= up to the positions of the base",
         )
-    if job.request.calibrate:
-        raise BadInput("plain text has no answers to calibrate on", where="--calibrate", hint="leave --calibrate out")
-    if job.request.output is not None:
-        raise BadInput("plain text has no answers, and so no predictions", where="--output", hint="leave --output out")
+    if job.request.calibrate or job.request.output is not None:
+        what = "plain text has no answers: neither is there anything to calibrate on, nor are there predictions"
+        raise BadInput(what, where="--calibrate, --output", hint="leave both out")
 
 
 def require_new_rows(job: Job) -> None:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,12 +120,9 @@ def require_own(path: Path, *, overwrite: bool) -> None:
     Raises:
         BadInput: the path may not be replaced.
     """
-    if path.is_dir() or (path.exists() and not path.is_file()):
-        raise BadInput(
-            "predictions go into a file, and this path is not one", where=str(path), hint="give a name by --output"
-        )
-    if path.exists() and not overwrite and not source_path(path).is_file():
-        what = f"this file exists and is not of an evaluation: {source_path(path).name} is not beside it"
+    is_own = path.is_file() and (overwrite or source_path(path).is_file())
+    if path.exists() and not is_own:
+        what = f"this is not the predictions file of an evaluation: {source_path(path).name} is not beside it"
         raise BadInput(what, where=str(path), hint=_WAYS_ON)
 
 
@@ -143,13 +139,9 @@ def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:
         raise BadInput(
             f"{source_path(path).name} cannot be read: {error}", where=str(source_path(path)), hint=_WAYS_ON
         ) from error
-    known = written if isinstance(written, dict) else {}
-    different = list(source.differences(known))
-    if different:
+    if different := list(source.differences(written if isinstance(written, dict) else {})):
         what = f"the predictions in this file are of {', '.join(different)}"
-        names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-        free = next(name for name in names if not name.exists())
-        raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one again")
+        raise BadInput(what, where=str(path), hint=_WAYS_ON)
     content = path.read_bytes()
     size = content.rfind(b"\n") + 1
     rows = [_parsed(line, prompts, number, path) for number, line in enumerate(content[:size].split(b"\n")[:-1])]
