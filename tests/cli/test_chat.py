@@ -308,7 +308,7 @@ def test_a_withheld_answer_is_announced_and_agents_still_answer(
     made = Calibration(Learned((1 / K,) * K), never, 0, never, "probability", 9, "here")
     monkeypatch.setattr(crowd, "calibration", made)
     choices = {"max_new_tokens": 12, "abstain_below": 0.5}
-    conversation = Conversation(crowd, choices, ())
+    conversation = Conversation(crowd, choices)
     conversation.say("Ann has 3 pens.")
     told = capsys.readouterr().out.splitlines()
     assert told[:2] == ["", "[no answer: it is too unsure]"]
