@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import add_verb, agent_number, make_parser, print_json, run_verb
+from ci_llm.cli.command import Parser, add_verb, agent_number, print_json, run_verb
 from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _EXAMPLES: Final = """examples:
   ci-llm agents stop ci_llm_output 1     agent1 leaves; the steps get cheaper
 
 exit codes: 0 done, or left for the run; 1 the run refuses it; 2 bad call"""
+PATIENCE_S: Final = 30.0  # for the answer of a running job
 _POLL_S: Final = 0.1
 
 
@@ -31,10 +32,17 @@ def agents(words: Sequence[str]) -> int:
         CheckpointError: the request cannot be written.
         SystemExit: with 0, after `--help`.
     """
-    return run_verb(_parser(), words)
+    parser = Parser("ci-llm agents", description=_DESCRIPTION, epilog=_EXAMPLES)
+    verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
+    does = "an agent leaves the crowd, and the steps get cheaper"
+    more = " Its adapter stays in stopped/ of the checkpoints."
+    stopping = add_verb(verbs, "stop", _stop, does, "ci-llm agents stop ci_llm_output 1", more)
+    stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
+    stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
+    return run_verb(parser, words)
 
 
-def _ask(call: argparse.Namespace) -> int:
+def _stop(call: argparse.Namespace) -> int:
     from ci_llm.core.run_status import read_status
     from ci_llm.run.step.members import ask
 
@@ -47,40 +55,7 @@ def _ask(call: argparse.Namespace) -> int:
         )
     request = ask(call.run, call.agent)
     is_running = status.status == "running"
-    decided = _wait(call.run, request, call.wait if is_running else 0.0)
-    _tell(call, decided, is_running=is_running)
-    return 1 if decided is not None and decided.refused else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("ci-llm agents", _DESCRIPTION, _EXAMPLES)
-    verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
-    does = "an agent leaves the crowd, and the steps get cheaper"
-    more = " Its adapter stays in stopped/ of the checkpoints."
-    stopping = add_verb(verbs, "stop", _ask, does, "ci-llm agents stop ci_llm_output 1", more)
-    stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
-    stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
-    stopping.add_argument(
-        "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
-    )
-    return parser
-
-
-def _wait(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
-    """The request as the run has decided it; None if it has not yet."""
-    from ci_llm.run.step.members import read_record
-
-    until = time.monotonic() + patience_s
-    while True:
-        for decided in read_record(run):
-            if decided.id == request.id:
-                return decided
-        if time.monotonic() >= until:
-            return None
-        time.sleep(_POLL_S)
-
-
-def _tell(call: argparse.Namespace, decided: CrowdRequest | None, *, is_running: bool) -> None:
+    decided = _decided(call.run, request, PATIENCE_S if is_running else 0.0)
     if call.json:
         told = None if decided is None else {"step": decided.step, "refused": decided.refused}
         print_json({"verb": "stop", "agent": call.agent, "decision": told})
@@ -91,3 +66,16 @@ def _tell(call: argparse.Namespace, decided: CrowdRequest | None, *, is_running:
         print(f"refused: {decided.refused}")
     else:
         print(f"stop agent{call.agent}: done after step {decided.step}")
+    return 1 if decided is not None and decided.refused else 0
+
+
+def _decided(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
+    """The request as the run has decided it; None if it has not within this time."""
+    from ci_llm.run.step.members import read_record
+
+    until = time.monotonic() + patience_s
+    while True:
+        found = next((each for each in read_record(run) if each.id == request.id), None)
+        if found is not None or time.monotonic() >= until:
+            return found
+        time.sleep(_POLL_S)

@@ -13,10 +13,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from ci_llm.cli.command import at_least, probability
 from ci_llm.core.imports import importing, plugin_names
 from ci_llm.core.quantities import count
 from ci_llm.core.run_folder import SWEEP
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ci_llm.crowd.crowd import Crowd
 
 
-_GAP = 3
+#: Options that say how tokens are drawn.
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "seed")
 _ALONE: Final = ("the base alone", "one agent asked")
 
 
@@ -51,26 +52,19 @@ def given(answer: Answer) -> str:
 
 
 def beside(answer: Answer, names: Sequence[str]) -> str:
-    """The crowd's answer and those of the agents: side by side if the terminal is wide enough, else below.
+    """The crowd's answer and those of the agents, each to the right of its name.
 
     Args:
         names: the names of the agents.
     """
     named = {"crowd": answer.answer} | dict(zip(names, answer.agents, strict=True))
-    columns = [[name, *text.splitlines()] for name, text in named.items()]
-    widths = [max(map(len, column)) for column in columns]
-    if sum(widths) + _GAP * (len(widths) - 1) <= width():
-        rows = zip_longest(*columns, fillvalue="")
-        lines = ((" " * _GAP).join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines)
-    return "\n".join(_named(name, text) for name, text in named.items())
+    margin = max(map(len, named)) + 2
+    wrapped = {name: textwrap.indent(_wrapped(text, margin), " " * margin) for name, text in named.items()}
+    return "\n".join(f"{name:<{margin}}{text[margin:]}".rstrip() for name, text in wrapped.items())
 
 
-def _named(name: str, text: str) -> str:
-    """A text to the right of its name, wrapped to the terminal."""
-    indent = max(8, len(name)) + 1
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width() - indent) or [""]] or [""]
-    return "\n".join(f"{label:<{indent}}{line}".rstrip() for label, line in zip_longest([name], lines, fillvalue=""))
+def _wrapped(text: str, margin: int) -> str:
+    return "\n".join(textwrap.fill(line, width() - margin) for line in text.splitlines())
 
 
 def width() -> int:
@@ -78,61 +72,65 @@ def width() -> int:
     return max(20, shutil.get_terminal_size().columns)
 
 
-#: Options that say how tokens are drawn.
-SAMPLING: Final = ("temperature", "top_p", "top_k", "seed")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the run, and for how tokens are chosen."""
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    option = parser.add_argument
-    option("--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens per answer (256)")
-    option("--temperature", type=float, metavar="T", help="draw tokens; below 1 sharper, 0 takes the most probable")
-    option("--top-p", type=float, metavar="P", help="draw from the most probable tokens that sum up to P")
-    option("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
+    aggregators, option = plugin_names("ci_llm.crowd.aggregators", first="probability"), parser.add_argument
+    about = "at most so many tokens per answer (256)"
+    option("--max-new-tokens", type=at_least(1), default=256, metavar="N", help=about)
+    about = "draw tokens; below 1 sharper, 0 takes the most probable"
+    option("--temperature", type=at_least(0, float), metavar="T", help=about)
+    option("--top-p", type=probability, metavar="P", help="draw from the most probable tokens that sum up to P")
+    option("--top-k", type=at_least(1), metavar="K", help="draw from the K most probable tokens")
     option("--seed", type=int, metavar="N", help="of drawing: the same seed draws the same answer")
-    option("--stop", action="append", default=[], metavar="S", help=r"end an answer before S; \n is a line break")
-    option("--aggregator", default="probability", metavar="A", help="how agents become one crowd (probability)")
-    option("--abstain-below", type=float, metavar="P", help="give no answer that is right with a lower probability")
+    about = r"end an answer before S; \n is a line break"
+    option("--stop", action="append", type=_stop_string, default=[], metavar="S", help=about)
+    about = "how agents become one crowd (probability)"
+    option("--aggregator", choices=aggregators, default="probability", metavar="A", help=about)
+    about = "give no answer that is right with a lower probability"
+    option("--abstain-below", type=probability, metavar="P", help=about)
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
 
 
+def _stop_string(text: str) -> str:
+    r"""A stop string, in which \n and \t are typed as two characters."""
+    if not text:
+        raise argparse.ArgumentTypeError("a stop string is empty")
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
 def choices_of(call: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `Crowd.generate`; tokens are drawn if an option says how.
+    """The arguments of `Crowd.generate`; tokens are drawn if an option says how."""
+    drawing = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
+    if drawing.get("temperature") == 0:
+        drawing = {}
+    named = {name: getattr(call, name) for name in ("max_new_tokens", "aggregator", "abstain_below")}
+    return {"stop_strings": tuple(call.stop), **named, "do_sample": bool(drawing), **drawing}
+
+
+def texts_of(call: argparse.Namespace, texts: Sequence[str], what: str, of_rows: Any = None) -> list[Any]:
+    """The texts of a call: its words, the lines of standard input for -, or what `--file` holds.
+
+    Args:
+        what: what a text is called: prompt.
+        of_rows: as for `ci_llm.data.prompts.prompts_of_file`.
 
     Raises:
-        BadInput: a value is out of range.
+        BadInput: there is no text, there are two sources, or one cannot be read.
     """
-    sampling = {name: value for name in SAMPLING if (value := getattr(call, name)) is not None}
-    if sampling.get("temperature") == 0:
-        sampling = {}
-    choices = {"max_new_tokens": call.max_new_tokens, "aggregator": call.aggregator}
-    choices |= {"do_sample": bool(sampling), **sampling}
-    _require_in_range(call)
-    return choices if call.abstain_below is None else {**choices, "abstain_below": call.abstain_below}
+    from ci_llm.data.prompts import prompts_of_file, prompts_of_lines
 
-
-def _require_in_range(call: argparse.Namespace) -> None:
-    """Refuse values that `GenerationOptions` would refuse: before torch is imported, and by the names of options."""
-    aggregators = plugin_names("ci_llm.crowd.aggregators", first="probability")
-    given = {name: value for name, value in vars(call).items() if value is not None}
-    requirements = {
-        "--max-new-tokens must be at least 1": call.max_new_tokens >= 1,
-        "--batch-size must be at least 1": given.get("batch_size", 1) >= 1,
-        "--temperature must be at least 0; 0 takes the most probable token": given.get("temperature", 1) >= 0,
-        "--top-p must be above 0 and at most 1": 0 < given.get("top_p", 1) <= 1,
-        "--top-k must be at least 1": given.get("top_k", 1) >= 1,
-        f"--aggregator must be {' or '.join(aggregators)}": call.aggregator in aggregators,
-        "--stop: a stop string is empty": "" not in call.stop,
-        "--abstain-below must be a probability, from 0 to 1": 0 <= given.get("abstain_below", 0) <= 1,
+    problems = {
+        f"there is no {what}": not texts and call.file is None,
+        f"a {what} and --file were both given": bool(texts) and call.file is not None,
+        f"- stands beside another {what}": "-" in texts and len(texts) > 1,
+        f"a {what} is empty": not all(text.strip() for text in texts),
     }
-    if broken := [text for text, holds in requirements.items() if not holds]:
-        raise ConfigError("; ".join(broken), where="command line", hint="change the values named")
-
-
-def stop_strings(call: argparse.Namespace) -> tuple[str, ...]:
-    r"""The strings of `--stop`, in which \n and \t are typed as two characters."""
-    return tuple(text.replace(r"\n", "\n").replace(r"\t", "\t") for text in call.stop)
+    if problem := next((told for told, holds in problems.items() if holds), None):
+        raise ConfigError(problem, where="command line", hint=f'give "a {what}", --file FILE, or - for standard input')
+    if "-" in (call.file, *texts):
+        return prompts_of_lines(lines_of(sys.stdin), "standard input", of_rows)
+    return [*texts] if call.file is None else prompts_of_file(Path(call.file), of_rows)
 
 
 def find_run(path: str, base_model: str | None, *, takes_base: bool = True) -> str:
@@ -150,7 +148,7 @@ def find_run(path: str, base_model: str | None, *, takes_base: bool = True) -> s
     """
     from ci_llm.checkpoints.layout import committed
     from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, is_url, may_be_on_hub, may_be_repository
-    from ci_llm.core.run_status import last_status
+    from ci_llm.core.run_status import last_status, read_status
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
     if is_url(path):
@@ -168,25 +166,15 @@ def find_run(path: str, base_model: str | None, *, takes_base: bool = True) -> s
             return path
         hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
         hint += "; or a base: its folder, hub id or GGUF file" if takes_base else ""
-        what = "this is not a folder" if place.exists() else "there is no such folder"
-        raise BadInput(what, where=path, hint=hint)
+        raise BadInput("there is no such folder", where=path, hint=hint)
     if not committed(place) and last_status(path) is not None and not (place / SWEEP).is_file():
-        raise _no_checkpoint_yet(path)
+        status = read_status(path)
+        hint = "wait for its first one" if status.status == "running" else status.next_command or "train it again"
+        raise BadInput(f"{_how_it_stands(status)}, and has no checkpoint", where=path, hint=hint)
     if not (takes_base and is_base(path)):
         require_checkpoint(place, path)
     go_offline_if_base_unreachable(path, base_model)
     return path
-
-
-def _no_checkpoint_yet(run: str) -> BadInput:
-    from ci_llm.core.run_status import read_status
-
-    status = read_status(run)
-    if status.status == "running":
-        what = f"the run is still running, at step {status.step}: no checkpoint is committed yet"
-        return BadInput(what, where=run, hint=f"wait for its first one; ci-llm checkpoints list {run} shows it")
-    what = f"{_how_it_stands(status)}, and left no checkpoint"
-    return BadInput(what, where=run, hint=status.next_command or "train it again")
 
 
 def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
@@ -207,29 +195,30 @@ def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     if not alone and not may_be_repository(path):
         first = require_checkpoint(Path(path), path, final_first=True)
         folders = [first, *(folder for _, folder in committed(Path(path)) if folder != first)]
-    note(f"{folders[0]}: loading..." if sys.stderr.isatty() else None)
+    if sys.stderr.isatty():
+        note(f"{folders[0]}: loading...")
     with importing():
         from ci_llm.crowd.crowd import Crowd
         from ci_llm.crowd.pretrained import given_names, open_base, open_pretrained
-    damage: DamagedCheckpoint | None = None
+    if alone:
+        return Crowd.of(open_base(path)), []
+    damages: list[DamagedCheckpoint] = []
     for folder in folders:
         try:
-            saved = open_base(path) if alone else open_pretrained(folder, base_model=base_model)
+            saved = open_pretrained(folder, base_model=base_model)
         except DamagedCheckpoint as error:
-            damage = damage or error
+            damages.append(error)
             continue
         except ModelError as error:
-            if alone:
-                raise
             hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
             raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
-        note(f"{damage.what}; {Path(folder).name} answers in its place" if damage else None)
+        if damages:
+            note(f"{damages[0].what}; {Path(folder).name} answers in its place")
         if isinstance(folder, Path):
             _note_if_unfinished(folder)
         return Crowd.of(saved), given_names(saved.meta)
-    assert damage is not None
     hint = f"ci-llm checkpoints verify {folders[0]} checks it whole; ci-llm checkpoints list shows the others"
-    raise BadInput(damage.what, where=str(folders[0]), hint=hint) from damage
+    raise BadInput(damages[0].what, where=str(folders[0]), hint=hint) from damages[0]
 
 
 def lines_of(stream: TextIO) -> Iterator[str]:
@@ -249,10 +238,9 @@ def lines_of(stream: TextIO) -> Iterator[str]:
         yield line
 
 
-def note(line: str | None) -> None:
+def note(line: str) -> None:
     """Print a line about the call itself to stderr, where no reader of answers finds it."""
-    if line is not None:
-        print(line, file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _note_if_unfinished(folder: Path) -> None:
@@ -283,6 +271,7 @@ def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
             return
 
 
-def words_of(prompt: Any) -> str:
-    """A prompt as text: the last message of a chat."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+def shortened(prompt: Any, most: int) -> str:
+    """The beginning of a prompt in one line; of a chat that of its last message."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    return textwrap.shorten(text, most, placeholder=" ...")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import make_parser, print_error
+from ci_llm.cli.command import Parser, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ exit codes: 0 left; 2 bad call; 130 Ctrl-C in a pipe"""
 
 _HELP: Final = """/agents      what each agent answers alone to the last message
 /reset       forget the conversation
-/seed N      draw answers with this seed; /seed alone stops drawing
 /help        this list
 /quit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
@@ -45,15 +44,15 @@ def chat(words: Sequence[str]) -> int:
         BadInput: the call is wrong, or there is no crowd; through a pipe also a message that cannot be answered.
         SystemExit: with 0, after `--help`.
     """
-    parser = make_parser("ci-llm chat", _DESCRIPTION, _EXAMPLES, _COMMON)
+    parser = Parser("ci-llm chat", description=_DESCRIPTION, epilog=_EXAMPLES, common=_COMMON)
     asking.add_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)
-    choices, stops = asking.choices_of(call), asking.stop_strings(call)
     call.run = asking.find_run(call.run, call.base_model)
     crowd, names = asking.open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    conversation = Conversation(crowd, choices, stops, call.system, names=names, shows_sureness=at_terminal)
+    choices = asking.choices_of(call)
+    conversation = Conversation(crowd, choices, call.system, names=names, shows_sureness=at_terminal)
     who = f"{len(names)} agents answer together" if len(names) > 1 else "One agent answers"
     who = who if names else "The base answers alone"
     asking.note(f"{who}.\n{conversation.kind}")
@@ -114,7 +113,6 @@ class Conversation:
         self,
         crowd: Crowd,
         choices: dict[str, Any],
-        stops: Sequence[str],
         system: str | None = None,
         *,
         names: Sequence[str] = (),
@@ -123,7 +121,7 @@ class Conversation:
         from ci_llm.crowd.asking import prompter_of, require_writers
 
         require_writers(crowd)
-        self._crowd, self._choices, self._stops, self._shows_sureness = crowd, choices, stops, shows_sureness
+        self._crowd, self._choices, self._shows_sureness = crowd, choices, shows_sureness
         self._prompter, self._names = prompter_of(crowd), names or crowd.names
         if system is not None and self._prompter.form == "text":
             what = "the crowd was trained on plain text, which has no place for a system message"
@@ -147,10 +145,7 @@ class Conversation:
         If Ctrl-C stops the answer, the pieces so far are remembered.
         """
         prompt, choices = self._prompt(message), dict(self._choices)
-        if choices.get("do_sample"):
-            choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
-        else:
-            choices = {name: value for name, value in choices.items() if name not in asking.SAMPLING}
+        choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
         self._asked = prompt, choices
         pieces: list[str] = []
         with self._stream(prompt, choices) as stream:
@@ -172,21 +167,17 @@ class Conversation:
         """Run the command in a line that begins with /.
 
         Raises:
-            BadInput: there is no such command, or its argument is wrong.
+            BadInput: there is no such command.
         """
-        name, *rest = line.split()
-        commands: dict[str, Callable[..., None]] = {
+        commands: dict[str, Callable[[], None]] = {
             "/agents": self._show_agents,
             "/reset": self._reset,
-            "/seed": self._set_seed,
             "/help": lambda: print(_HELP),
             "/quit": _leave,
         }
-        if name not in commands:
-            raise ConfigError(f"there is no command {name}", hint=f"one of: {', '.join(commands)}")
-        if rest and name != "/seed":
-            raise ConfigError(f"{name} takes no argument", hint=name)
-        commands[name](*rest)
+        if line not in commands:
+            raise ConfigError(f"there is no command {line}", hint=f"one of: {', '.join(commands)}")
+        commands[line]()
 
     def _prompt(self, message: str) -> Any:
         if self._prompter.form == "text":
@@ -199,7 +190,7 @@ class Conversation:
 
     def _stream(self, prompt: Any, choices: Mapping[str, Any]) -> Stream[Answer]:
         try:
-            return self._crowd.stream(prompt, stop_strings=self._stops, **choices)
+            return self._crowd.stream(prompt, **choices)
         except DataError as error:
             if not self._turns:
                 raise
@@ -212,26 +203,13 @@ class Conversation:
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
-        answer = next(answers(self._crowd, [prompt], options_of(self._crowd, self._stops, **choices)))
+        answer = next(answers(self._crowd, [prompt], options_of(self._crowd, **choices)))
         print(asking.beside(answer, self._names))
         print(asking.how_sure(answer))
 
     def _reset(self) -> None:
         self._turns, self._asked = [], None
         print("[the conversation is forgotten]")
-
-    def _set_seed(self, *given: str) -> None:
-        if not given:
-            self._choices = {name: value for name, value in self._choices.items() if name not in ("seed", "do_sample")}
-            print("[each token is the most probable one]")
-            return
-        words = " ".join(given)
-        try:
-            seed = int(words)
-        except ValueError as error:
-            raise ConfigError(f"a seed is one whole number, not {words}", hint="/seed 7") from error
-        self._choices |= {"do_sample": True, "seed": seed}
-        print(f"[tokens are drawn with seed {seed}]")
 
 
 def _leave() -> None:

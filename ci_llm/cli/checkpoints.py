@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import add_verb, make_parser, print_json, run_verb
+from ci_llm.cli.command import Parser, add_verb, print_json, run_verb
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
@@ -66,7 +66,7 @@ def checkpoints(words: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     examples = "\n".join(["examples:", *(f"  {example}" for example in _EXAMPLES.values()), _EXIT_CODES])
-    parser = make_parser("ci-llm checkpoints", _DESCRIPTION, examples)
+    parser = Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=examples)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:

@@ -8,11 +8,10 @@ import io
 import json
 import logging
 import os
-import select
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -23,6 +22,10 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 #: Words that commands took, as argparse names them in its errors, and what to use instead.
 _REMOVED: Final = {
+    "--wait": "leave it out: a running job has 30 s to answer",
+    "--soft": "leave it out: the crowd's distributions alone are learned",
+    "--start": "leave it out: the best known agent is where it begins",
+    "--distill-temperature": "leave it out: it is 1",
     "--agents-per-prompt": "leave it out: all agents answer; --abstain-below P withholds an answer that is unsure",
     "'clone'": "ci-llm agents stop RUN K; trials with settings of their own are a list: agents=[...] (docs/agents.md)",
 }
@@ -79,13 +82,22 @@ def agent_number(word: str) -> int:
         raise argparse.ArgumentTypeError(f"{word!r} is not an agent, such as 2 or agent2") from None
 
 
-def make_parser(command: str, description: str, examples: str, common: Collection[str] | None = None) -> Parser:
-    """The parser of a command.
+def at_least(least: int, kind: type[int | float] = int) -> Callable[[str], int | float]:
+    """The type of an option that takes a number of at least `least`."""
 
-    Args:
-        common: the options that `--help` shows; None: all of them.
-    """
-    return Parser(command, description=description, epilog=examples, common=common)
+    def number(text: str) -> int | float:
+        if (found := kind(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return found
+
+    return number
+
+
+def probability(text: str) -> float:
+    """The type of an option that takes a probability."""
+    if not 0 <= (found := float(text)) <= 1:
+        raise argparse.ArgumentTypeError("must be a probability, from 0 to 1")
+    return found
 
 
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -161,19 +173,16 @@ def _run_guarded(command: Callable[[], int], *, debug: bool) -> int:
         _enable_debug_log()
     try:
         code = _exit_code_of(command)
-        sys.stdout.flush()  # here a closed pipe can still be distinguished from another failure
+        sys.stdout.flush()  # here its failure can still be distinguished from another one
         return code
     except KeyboardInterrupt:  # the second Ctrl-C: no explanation is needed
         return ABORTED_EXIT_CODE
-    except BrokenPipeError:
-        if not _stdout_reader_is_gone():
-            raise
-        _discard_output()
-        return BROKEN_PIPE_EXIT_CODE
     except OSError as error:
         if not _stdout_fails():
             raise
         _discard_output()
+        if isinstance(error, BrokenPipeError):  # the reader has left, as `| head` does
+            return BROKEN_PIPE_EXIT_CODE
         refusal = BadInput(
             f"the output could not be written: {error.strerror}",
             where="standard output",
@@ -224,15 +233,8 @@ def _prepare_standard_files() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _stdout_reader_is_gone() -> bool:
-    """Whether the reader of standard output has closed it, as `| head` does; else another pipe has broken."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # poll reports an error even if no event is asked for
-    return bool(poll.poll(0))
-
-
 def _stdout_fails() -> bool:
-    """Whether standard output cannot be written, as on a full disk; else another file has failed."""
+    """Whether standard output cannot be written, as on a full disk or a closed pipe; else another file has failed."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # an unbuffered stream has nothing to flush

@@ -7,14 +7,13 @@ merged into its base.
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import find_run
-from ci_llm.cli.command import add_json, agent_number, make_parser, print_json, whole_checkpoint
+from ci_llm.cli.command import Parser, add_json, agent_number, at_least, print_json, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
@@ -78,21 +77,18 @@ def export(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     does = {name: method.does for name, method in METHODS.items()} | {DISTILLED: DISTILLED_DOES}
     merges = "\n".join(f"  {name:<16} {what}" for name, what in does.items())
-    parser = make_parser("ci-llm export", _DESCRIPTION, _EXAMPLES + merges + _CODES, _COMMON)
+    parser = Parser("ci-llm export", description=_DESCRIPTION, epilog=_EXAMPLES + merges + _CODES, common=_COMMON)
     option = parser.add_argument
     option("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
     option("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
     option("--agent", type=agent_number, metavar="K", help="this agent alone, counted from 0")
     option("--merge", metavar="HOW", help="one adapter made of all agents, as svd; --help all lists all")
     option("--weights", type=_numbers, metavar="W,W,...", help="one per agent, in any unit; default alike")
-    option("--rank", type=int, metavar="R", help="of the merge; default that of the agents")
+    option("--rank", type=at_least(1), metavar="R", help="of the merge; default that of the agents")
     distil = parser.add_argument_group("for --merge distilled").add_argument
     distil("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
-    distil("--steps", type=int, metavar="N", help="optimizer steps; default 120")
+    distil("--steps", type=at_least(1), metavar="N", help="optimizer steps; default 120")
     distil("--distill-rate", type=float, metavar="R", help="learning rate of AdamW; default a quarter of the run's")
-    distil("--distill-temperature", type=float, metavar="T", help="of the distributions; default 1")
-    distil("--soft", type=float, metavar="W", help="weight of the distributions; default 1, texts alone: 0")
-    distil("--start", type=int, metavar="K", help="the agent that it begins as; default the best known")
     option("--into-base", action="store_true", help="merge the adapter into the weights of the base")
     option("--format", choices=("peft", "gguf"), default="peft", help="of an adapter: gguf for llama.cpp and Ollama")
     option("--dtype", choices=("fp32", "bf16", "fp16"), help="with --into-base: of the weights; default that on disk")
@@ -109,54 +105,33 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0.5,0.5") from None
 
 
-#: The options of a distillation, and the names of their values.
-_DISTILLING = {
-    "prompts": "prompts",
-    "steps": "steps",
-    "distill_rate": "learning_rate",
-    "distill_temperature": "temperature",
-    "soft": "soft",
-    "start": "start",
-}
-
-
 def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
     """The merge that is asked for; a wrong call is refused before anything is loaded."""
     if call.to.exists() or call.to.is_symlink():
         raise ModelError("this path exists already", where=f"--to {call.to}", hint="give a path that does not exist")
-    if call.format == "gguf" and call.into_base:
-        hint = "leave --format out, and convert the folder with llama.cpp's convert_hf_to_gguf.py"
-        raise BadInput("a model is written for Transformers only", where="--into-base, --format gguf", hint=hint)
-    if call.dtype and not call.into_base:
-        raise BadInput(
-            "only a merged base has a dtype of its own", where="--dtype", hint="--into-base, or leave it out"
-        )
-    distilling, merging = _given(call, _DISTILLING), _given(call, ("weights", "rank"))
-    if distilling and call.merge != DISTILLED:
-        raise BadInput("only a distillation takes this", where=distilling, hint=f"--merge {DISTILLED}")
-    if call.merge == DISTILLED and call.agent is None:
-        if merging:
-            raise BadInput("a distillation does not take this", where=merging, hint="ci-llm export --help")
-        if call.prompts is not None and not call.prompts.is_file():
-            raise BadInput("there is no such file", where=f"--prompts {call.prompts}", hint="one prompt per line")
-        values = {value: getattr(call, name) for name, value in _DISTILLING.items()}
+    distilling, merging = _given(call, "prompts", "steps", "distill_rate"), _given(call, "weights", "rank")
+    distils, is_gguf = call.merge == DISTILLED, call.format == "gguf"
+    problems = {
+        "--format gguf is of an adapter: leave it or --into-base out": is_gguf and call.into_base,
+        "only a merged base has a dtype of its own: --dtype belongs to --into-base": call.dtype and not call.into_base,
+        f"only a distillation takes this: {distilling}": distilling and not distils,
+        f"a distillation does not take this: {merging}": merging and distils,
+        f"only a merge takes this: {merging}": merging and not call.merge,
+        "a merge is made of all agents: leave --agent or --merge out": call.merge and call.agent is not None,
+        "one adapter can be merged into the base or be a GGUF file, and not a crowd: --agent K, or --merge svd": (
+            (call.into_base or is_gguf) and call.agent is None and not call.merge
+        ),
+        f"there is no such file: --prompts {call.prompts}": call.prompts and not call.prompts.is_file(),
+    }
+    if wrong := [problem for problem, holds in problems.items() if holds]:
+        raise BadInput("; ".join(wrong), where="command line", hint="ci-llm export --help all")
+    if distils:
+        values = {"prompts": call.prompts, "steps": call.steps, "learning_rate": call.distill_rate}
         return Distillation(**{name: value for name, value in values.items() if value is not None})
-    if call.merge is None:
-        if merging:
-            raise BadInput("only a merge takes this", where=merging, hint="--merge svd, or one of --help")
-        if (call.into_base or call.format == "gguf") and call.agent is None:
-            what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
-            where = "--into-base" if call.into_base else "--format gguf"
-            raise BadInput(what, where=where, hint="--agent K, or --merge svd")
-        return None
-    if call.agent is not None:
-        raise BadInput(
-            "a merge is made of all agents", where=f"--agent {call.agent}", hint="leave --agent or --merge out"
-        )
-    return merge_of(call.merge, call.weights, call.rank)
+    return merge_of(call.merge, call.weights, call.rank) if call.merge else None
 
 
-def _given(call: argparse.Namespace, names: Iterable[str]) -> str:
+def _given(call: argparse.Namespace, *names: str) -> str:
     """Those of these options that were given, joined; empty if none was."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(call, name) is not None)
 
@@ -176,46 +151,15 @@ def _record(prepared: Export, call: argparse.Namespace) -> dict[str, object]:
 
 
 def _written(prepared: Export, call: argparse.Namespace) -> str:
-    count = prepared.saved.settings.num_agents
-    if call.format == "gguf":
-        return _written_for_llama_cpp(prepared, call.to)
+    count, names = prepared.saved.settings.num_agents, prepared.saved.names
     if prepared.adapter is None:
-        names = prepared.saved.names
         form = f"{count} PEFT adapters, {names[0]} to {names[-1]}"
     elif call.into_base:
         form = f"a model of Transformers with {prepared.name} of {count} agents in its weights"
     else:
-        form = f"a PEFT adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
-    has_head = prepared.saved.settings.outputs > 0
-    opened = "lines that open it with Transformers and PEFT" if has_head else "commands for Transformers and vLLM"
-    written = f"{call.to}: {form}; README.md has the {opened}"
-    return written if call.into_base or has_head else "\n".join([written, *_served(prepared, call)])
-
-
-def _served(prepared: Export, call: argparse.Namespace) -> list[str]:
-    """Shell commands: vLLM serves what was written, and `ci-llm serve` makes a crowd of the agents there."""
-    from ci_llm.crowd.card import vllm_line
-
-    folder, names = call.to.absolute(), prepared.saved.names
-    adapters = {name: folder / name for name in names} if prepared.adapter is None else {"adapter": folder}
-    lines = [vllm_line(prepared.saved.base.name, adapters, prepared.ranks)]
-    if prepared.adapter is None:
-        lines.append(f"ci-llm serve {shlex.quote(str(call.to))} --port 8001 --engine http://localhost:8000")
-    return lines
-
-
-def _written_for_llama_cpp(prepared: Export, folder: Path) -> str:
-    from ci_llm.crowd.card import make_base, serving_lines
-
-    assert prepared.adapter is not None
-    count, base = prepared.saved.settings.num_agents, prepared.gguf_base
-    lines = [f"{folder}: a GGUF adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"]
-    if base is None:
-        base = str(folder / "base.gguf")
-        lines.append(f"its base as a GGUF file:  BASE={shlex.quote(prepared.saved.base.name)}; {make_base(base)}")
-    else:
-        lines.append(f"for Ollama, beside it:    cp {shlex.quote(base)} {shlex.quote(str(folder))}")
-    return "\n".join([*lines, *serving_lines(base, str(folder))])
+        kind = "GGUF" if call.format == "gguf" else "PEFT"
+        form = f"a {kind} adapter of rank {prepared.adapter.rank}, {prepared.name} of {count} agents"
+    return f"{call.to}: {form}; README.md has the commands that open it"
 
 
 _DOES = """Publish the final_checkpoint of a run on the Hugging Face Hub: its agents, their tokenizers, and the card
@@ -257,7 +201,7 @@ def push(words: Sequence[str]) -> int:
 
 
 def _push_parser() -> argparse.ArgumentParser:
-    parser = make_parser("ci-llm push", _DOES, _PUSHES)
+    parser = Parser("ci-llm push", description=_DOES, epilog=_PUSHES)
     parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
     parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
     parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")

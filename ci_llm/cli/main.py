@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import Final
 
 from ci_llm._version import __version__
 from ci_llm.cli.command import run_guarded
-from ci_llm.core.help import ALL, asked_help
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import ends_with_process
 
@@ -49,7 +47,7 @@ ci-llm VERB --help shows an example and the options that most people use, ci-llm
 COMMANDS: Final = {
     "train": "ci_llm.cli.train:train",
     "check": "ci_llm.cli.train:check",
-    "sweep": "ci_llm.cli.sweep:sweep",
+    "sweep": "ci_llm.cli.train:sweep",
     "status": "ci_llm.cli.status:status",
     "watch": "ci_llm.cli.status:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
@@ -58,7 +56,7 @@ COMMANDS: Final = {
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
     "serve": "ci_llm.cli.serve:serve",
-    "score": "ci_llm.cli.score:score",
+    "score": "ci_llm.cli.generate:score",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
     "push": "ci_llm.cli.export:push",
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
-        return _print_all_help() if asked_help(words) == ALL else 0
+        return 0
     if words[0] == "--version":
         print(__version__)
         return 0
@@ -94,7 +92,9 @@ def _dispatch(words: list[str]) -> int:
         near = nearest(words[0], COMMANDS)
         hint = f"did you mean {near}?" if near else f"one of: {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {words[0]!r}", hint=hint)
-    return _command(words[0])(words[1:])
+    module, _, function = COMMANDS[words[0]].partition(":")
+    command: Callable[[list[str]], int] = getattr(import_module(module), function)
+    return command(words[1:])
 
 
 def _require_text(words: Sequence[str]) -> None:
@@ -103,20 +103,6 @@ def _require_text(words: Sequence[str]) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             what = f"word {number} is not UTF-8 text: {word!r}"
             raise ConfigError(what, where="command line", hint="type text, or give a file by --file")
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    module, _, function = COMMANDS[name].partition(":")
-    command: Callable[[list[str]], int] = getattr(import_module(module), function)
-    return command
-
-
-def _print_all_help() -> int:
-    for name in COMMANDS:
-        print(f"\n{f' ci-llm {name} ':-^100}")
-        with suppress(SystemExit):  # argparse ends after it has shown its help
-            _command(name)(["--help", ALL])
-    return 0
 
 
 def safe_train(words: list[str]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.command import add_json, make_parser, print_json
+from ci_llm.cli.command import Parser, add_json, print_json
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError
@@ -38,7 +38,7 @@ def report_run(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts, and what time each fault cost."
-    parser = make_parser("ci-llm report", does, _REPORT_EXAMPLE)
+    parser = Parser("ci-llm report", description=does, epilog=_REPORT_EXAMPLE)
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
     call = parser.parse_args(words)
     with importing():
@@ -57,7 +57,7 @@ def compare_runs(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     does = "Show what differs between runs: configurations, and scores with intervals against the first run."
-    parser = make_parser("ci-llm compare", does, _COMPARE_EXAMPLE)
+    parser = Parser("ci-llm compare", description=does, epilog=_COMPARE_EXAMPLE)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
     )

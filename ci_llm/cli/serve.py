@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import make_parser
+from ci_llm.cli.command import Parser, at_least, probability
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts
@@ -59,22 +60,26 @@ def serve(words: Sequence[str]) -> int:
 
 def _options(words: Sequence[str]) -> Options:
     """The options of a call; a wrong one is refused before torch is imported."""
-    parser = make_parser("ci-llm serve", _DESCRIPTION, _EXAMPLES, _COMMON)
+    parser = Parser("ci-llm serve", description=_DESCRIPTION, epilog=_EXAMPLES, common=_COMMON)
     parser.set_defaults(**asdict(Options()))
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     option("--host", help="the address that is listened on (%(default)s)")
-    option("--port", type=int, help="its port (%(default)s); 0 takes a free one")
+    option("--port", type=_port, help="its port (%(default)s); 0 takes a free one")
     option("--api-key", dest="key", metavar="KEY", help=f"that requests must have; ps shows it, but not {_KEY}")
     option(
         "--api-key-file", type=Path, metavar="FILE", help=f"that holds the key; it wins over {_KEY}, --api-key over it"
     )
     option("--served-model-name", dest="name", metavar="NAME", help="of all agents together (%(default)s)")
-    option("--max-num-seqs", dest="slots", type=int, metavar="N", help="texts that grow at a time (%(default)s)")
-    option("--max-model-len", dest="context", type=int, metavar="N", help="tokens of prompt and answer; by default all")
-    option("--max-queue", dest="queue", type=int, metavar="N", help="texts that may wait beside them (%(default)s)")
-    option("--minimum-confidence", type=float, metavar="P", help="withhold answers that are less probably right")
-    option("--drain-seconds", dest="drain_s", type=int, metavar="S", help="for what is open at SIGTERM (%(default)s)")
+    about = "texts that grow at a time (%(default)s)"
+    option("--max-num-seqs", dest="slots", type=at_least(1), metavar="N", help=about)
+    about = "tokens of prompt and answer; by default all"
+    option("--max-model-len", dest="context", type=at_least(2), metavar="N", help=about)
+    about = "texts that may wait beside them (%(default)s)"
+    option("--max-queue", dest="queue", type=at_least(0), metavar="N", help=about)
+    option("--minimum-confidence", type=probability, metavar="P", help="withhold answers that are less probably right")
+    about = "for what is open at SIGTERM (%(default)s)"
+    option("--drain-seconds", dest="drain_s", type=at_least(0), metavar="S", help=about)
     option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     given, environ = vars(parser.parse_args(words)), os.environ
@@ -82,6 +87,13 @@ def _options(words: Sequence[str]) -> Options:
     found = Options(**given)
     key = found.key or (_key_in(file) if file else environ.get(_KEY)) or None
     return replace(found, key=key, engine_key=environ.get(_ENGINE_KEY) or None)
+
+
+def _port(text: str) -> int:
+    """The type of an option that takes a port."""
+    if not 0 <= (found := int(text)) <= 65535:
+        raise argparse.ArgumentTypeError("must be from 0 to 65535")
+    return found
 
 
 def _key_in(file: Path) -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import make_parser, print_json
+from ci_llm.cli.command import Parser, print_json
 from ci_llm.core.help import asked_help
 from ci_llm.core.run_folder import NOT_A_RUN
 from ci_llm.errors import BadInput
@@ -81,7 +81,7 @@ INTERVAL_S: Final = 1.0
 
 def watch(words: list[str]) -> int:
     """`ci-llm watch RUN ...`."""
-    parser = make_parser("ci-llm watch", _DESCRIPTION, _EXAMPLES)
+    parser = Parser("ci-llm watch", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     given = parser.parse_args(words)

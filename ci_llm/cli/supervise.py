@@ -97,7 +97,9 @@ def _target(options: Options) -> Target:
 
         return ExternalScript(options)
     if useless := options.external_script_options():
-        raise _no_options_for_own_run(options, useless)
+        what = f"the trainer of this project takes no {' and no '.join(useless)}"
+        hint = "write --config FILE and key=value; adjustments after a failure travel in recovery.json"
+        raise ConfigError(what, where="command line", hint=hint)
     from ci_llm.cluster.launch import read_launch
     from ci_llm.cluster.starter import processes_to_start, without_options
     from ci_llm.supervisor.own_run import OwnRun, SweepRun
@@ -115,17 +117,6 @@ def _target(options: Options) -> Target:
         extra.append(f"--distributed={number}")  # what Accelerate was asked for, the trainer starts
     target = SweepRun if sweeps else OwnRun
     return target([*command, *extra], without_options([*words, *extra]), grace_s=options.grace_s)
-
-
-def _no_options_for_own_run(options: Options, useless: Sequence[str]) -> ConfigError:
-    """The error for these options. If those of Hydra name a file that exists, the hint names that file."""
-    meant = Path(options.config_path or "", f"{options.config_name}.yaml")
-    file = f"--config {meant if meant.is_file() else 'FILE'}"
-    return ConfigError(
-        f"the trainer of this project takes no {' and no '.join(useless)}",
-        where="command line",
-        hint=f"write {file} and key=value; adjustments after a failure travel in recovery.json",
-    )
 
 
 def _script(options: Options) -> Path:

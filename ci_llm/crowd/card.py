@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,13 +113,6 @@ def _rendered(kind: str, facts: CardFacts, title: str, **more: str) -> str:
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
     card = environment.get_template("card.md.j2").render(kind=kind, facts=facts, title=title, **more)
     return card.rstrip() + "\n"
-
-
-def vllm_line(base: str, adapters: Mapping[str, Path], ranks: Sequence[int]) -> str:
-    """The shell command by which vLLM serves adapters on one base, each under its name."""
-    modules = " ".join(shlex.quote(f"{name}={path}") for name, path in adapters.items())
-    options = f"--enable-lora --max-loras {len(adapters)} --max-lora-rank {allowed_rank(ranks)}"
-    return f"vllm serve {shlex.quote(base)} {options} --lora-modules {modules}"
 
 
 def allowed_rank(ranks: Sequence[int]) -> int:

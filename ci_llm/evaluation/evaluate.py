@@ -53,7 +53,6 @@ from ci_llm.evaluation.predictions import (
 from ci_llm.lora.layer import NOBODY
 from ci_llm.objectives import objective_of
 from ci_llm.report.scores import surest_first
-from ci_llm.report.scores import table as table_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +122,9 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
         if calibrated is not None and not job.crowd.settings.outputs:  # before the answers, which may depend on it
             job.crowd.learned = _fitting(job, lambda job: _learn(job, progress))
         if len(job.questions):
-            with open_predictions(
-                output, _source(job), _prompts(job), job.batch_size, overwrite=request.overwrite
-            ) as predictions:
-                resumed, job = len(predictions.rows), replace(job, batch_size=predictions.batch_size)
+            prompts = [_prompt(job, number) for number in range(len(job.questions))]
+            with open_predictions(output, _source(job), prompts, overwrite=request.overwrite) as predictions:
+                resumed = len(predictions.rows)
                 scores, base = _fitting(job, lambda job: _score(job, progress))
                 _fitting(job, lambda job: _answer(job, predictions, progress))
             rows = predictions.rows
@@ -280,10 +278,6 @@ def _rounded(numbers: Sequence[float]) -> list[float]:
     return [round(number, 6) for number in numbers]
 
 
-def _prompts(job: loading.Job) -> list[str]:
-    return [_prompt(job, number) for number in range(len(job.questions))]
-
-
 def _prompt(job: loading.Job, number: int) -> str:
     """The question as the user wrote it; for several turns, or rows of tokens, the text that the model reads."""
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
@@ -357,7 +351,7 @@ _NOBODY: Final[dict[str, Any]] = {"agents": [], "crowd": None}
 
 def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> dict[str, Any]:
     config, (right, base_right) = job.config, _judged(job, rows)
-    task = job.request.choice.data or config.task
+    task = job.request.data or config.task
     forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
     heads = bool(job.crowd.settings.outputs)
     record = {
@@ -380,13 +374,8 @@ def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows
     if job.names != job.crowd.names:
         record["names"] = job.names
     if right is not None:
-        request, calibration = job.request, job.crowd.calibration
-        sure = sureness_record(
-            rows,
-            calibration,
-            config.aggregator,
-            abstain_below=request.abstain_below,
-        )
+        below = job.request.abstain_below
+        sure = sureness_record(rows, job.crowd.calibration, config.aggregator, abstain_below=below)
         return {**record, "left_out": job.questions.left_out, "sureness": sure}
     if isinstance(scores.judged, Classes):
         sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
@@ -414,7 +403,7 @@ def _lines(job: loading.Job) -> list[str]:
     found = job.tokenized.rows.description
     # It is followed by lines on the template and the tokens, on rows cut or left out, and by an example row.
     facts = [*found, *job.tokenized.description[len(found) + 2 : -1]]
-    if job.request.choice.is_own and len({*job.config.evaluated_on}) > 1:
+    if job.request.is_of_own_rows and len({*job.config.evaluated_on}) > 1:
         facts.append("each agent answers the rows of all agents; the run's evaluation.json scores it by its own rows")
     if len(job.questions):
         facts.append(f"answers of at most {job.config.answer_tokens(job.questions.longest)} tokens are generated")
@@ -453,14 +442,6 @@ def _aggregator_name(job: loading.Job) -> str:
     if learned is None or name != "dirichlet":
         return name
     return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"
-
-
-def table(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
-    """The figures, line by line; for `run` see `ci_llm.report.scores.table`."""
-    record = evaluation.record
-    yield from table_of(record, run)
-    if "bytes" in record:
-        yield f"{record['tokens']} tokens of {record['bytes'] / max(1, record['tokens']):.2f} bytes on average"
 
 
 def sureness_lines(evaluation: Evaluation) -> Iterator[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -41,24 +41,44 @@ _COLUMNS: Final = tuple(key for key in KEYS if key.endswith("_column"))
 _CONFIG: Final = "config.yaml"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A user's choice of rows.
+PREDICTIONS: Final = "predictions.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request for an evaluation.
 
     Attributes:
+        run: the folder of a run, a checkpoint, a saved crowd, a hub id, or a base alone.
         data: `embedded`, a hub id, a file, a glob or a folder; None for the rows of the run's evaluation.
         split: the split of the data set.
         max_samples: take at most so many rows, evenly spread.
         keys: the keys of the configuration that are changed for this evaluation.
+        metric: a module of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
+        batch_size: how many questions are answered at a time, and a quarter of the rows scored at a time; None for the
+            batch size of the training.
+        output: the predictions file; None for `predictions.jsonl` in the folder of the run.
+        overwrite: replace the predictions file, whatever it holds.
+        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
+        calibrate: fit a calibration on the answers, and keep it beside the checkpoint.
+        abstain_below: report the answers that remain if those with a lower probability of being right are not given.
     """
 
-    data: str | None
-    split: str | None
-    max_samples: int | None
-    keys: dict[str, Any]
+    run: str
+    data: str | None = None
+    split: str | None = None
+    max_samples: int | None = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    metric: str | None = None
+    batch_size: int | None = None
+    output: Path | None = None
+    overwrite: bool = False
+    base_model: str | None = None
+    calibrate: bool = False
+    abstain_below: float | None = None
 
     @property
-    def is_own(self) -> bool:
+    def is_of_own_rows(self) -> bool:
         """Whether these are the rows of the run's own evaluation, by its configuration."""
         return self.data is None and self.split is None and self.max_samples is None
 
@@ -97,49 +117,48 @@ def read_run_config(checkpoint: Path) -> Config | None:
     return found
 
 
-def open_rows(config: Config | None, choice: Choice, where: str) -> tuple[Config, Rows]:
+def open_rows(config: Config | None, request: Request) -> tuple[Config, Rows]:
     """The configuration by which rows are read and answered, and the rows to evaluate on.
 
     Args:
         config: the configuration of the run; None if no run is known.
-        where: the run, for messages.
 
     Raises:
         DataError: there is no such data set or split, or none of its columns can be used.
         BadInput: no data set is named, and no run is known.
     """
-    if config is None and choice.data is None:
+    if config is None and request.data is None:
         raise BadInput(
             "no run of this program trained it: it does not say which rows it is evaluated on",
-            where=where,
+            where=request.run,
             hint="name a data set by --data",
         )
-    wanted = (config or Config()).model_copy(update=_changes(choice))
+    wanted = (config or Config()).model_copy(update=_changes(request))
     try:
-        return wanted, _loaded(wanted, choice)
+        return wanted, _loaded(wanted, request)
     except DataError as error:
         raise DataError(error.what, where=_as_options(error.where), hint=_as_options(error.hint)) from error
 
 
-def _changes(choice: Choice) -> dict[str, Any]:
-    changes = dict(choice.keys)
-    if choice.data is not None:
-        changes = {"eval_dataset_name": choice.data, "eval_split": None, "eval_samples": None} | changes
+def _changes(request: Request) -> dict[str, Any]:
+    changes = dict(request.keys)
+    if request.data is not None:
+        changes = {"eval_dataset_name": request.data, "eval_split": None, "eval_samples": None} | changes
         changes.setdefault("dataset_subset", None)  # the run's subset belongs to another data set
-    if choice.split is not None:
-        changes |= {"eval_split": choice.split, "val_set_size": None, "eval_samples": None}
-    if choice.max_samples is not None:
-        changes["eval_samples"] = choice.max_samples
+    if request.split is not None:
+        changes |= {"eval_split": request.split, "val_set_size": None, "eval_samples": None}
+    if request.max_samples is not None:
+        changes["eval_samples"] = request.max_samples
     return changes
 
 
-def _loaded(config: Config, choice: Choice) -> Rows:
+def _loaded(config: Config, request: Request) -> Rows:
     """The rows, read by the columns that the run names if the data has them, or else by those that are found."""
     named = [key for key in _COLUMNS if getattr(config, key) is not None]
     try:
         return load_rows(config, "eval")
     except DataError:
-        if choice.data is None or not named or {*named} & {*choice.keys}:
+        if request.data is None or not named or {*named} & {*request.keys}:
             raise
         return load_rows(config.model_copy(update=dict.fromkeys(named)), "eval")
 
@@ -147,37 +166,6 @@ def _loaded(config: Config, choice: Choice) -> Rows:
 def _as_options(text: str | None) -> str | None:
     """A message with this command's options in place of the configuration's keys."""
     return text and text.replace("eval_dataset_name", "--data").replace("eval_split", "--split")
-
-
-PREDICTIONS: Final = "predictions.jsonl"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for an evaluation.
-
-    Attributes:
-        run: the folder of a run, a checkpoint, a saved crowd, a hub id, or a base alone.
-        choice: the rows to evaluate on.
-        metric: a module of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
-        batch_size: how many questions are answered at a time, and a quarter of the rows scored at a time; None for the
-            batch size of the training.
-        output: the predictions file; None for `predictions.jsonl` in the folder of the run.
-        overwrite: replace the predictions file, whatever it holds.
-        base_model: hub id or folder of the base, if it is no longer found under its recorded name.
-        calibrate: fit a calibration on the answers, and keep it beside the checkpoint.
-        abstain_below: report the answers that remain if those with a lower probability of being right are not given.
-    """
-
-    run: str
-    choice: Choice
-    metric: str | None = None
-    batch_size: int | None = None
-    output: Path | None = None
-    overwrite: bool = False
-    base_model: str | None = None
-    calibrate: bool = False
-    abstain_below: float | None = None
 
 
 #: The most training rows with which rows to evaluate on are compared, because every one must be read.
@@ -217,14 +205,13 @@ def default_output(checkpoint: Path | None) -> Path:
 
 def load(request: Request, checkpoint: Path | None) -> Job:
     """Open the parts of an evaluation; `checkpoint` is None for a base alone."""
-    choice = request.choice
     trained = None if checkpoint is None else read_run_config(checkpoint)
-    if "objective" in choice.keys and (trained is None or trained.objective != choice.keys["objective"]):
+    if "objective" in request.keys and (trained is None or trained.objective != request.keys["objective"]):
         what = "this is not the objective that the agents were trained for"
         raise BadInput(
-            what, where=f"objective={choice.keys['objective']}", hint="give module:name as its config.yaml has it"
+            what, where=f"objective={request.keys['objective']}", hint="give module:name as its config.yaml has it"
         )
-    config, rows = open_rows(trained, choice, str(request.run))
+    config, rows = open_rows(trained, request)
     rows = _counting_copies(rows, trained)
     saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)
     crowd, names = Crowd.of(saved), given_names(saved.meta)
@@ -232,13 +219,13 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         logger.debug("rows are padded, not packed: %s", reason)
     prompter = crowd.prompter
     assert prompter is not None, "a crowd that was opened has one"
-    if choice.data is not None and "max_seq_length" not in choice.keys:
+    if request.data is not None and "max_seq_length" not in request.keys:
         # The run's length limit concerns the rows of its training; the base's positions limit others.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
     tokenized = _tokenized(rows, crowd, config)
     if heads := crowd.settings.outputs:
         _require_no_answers(request, crowd)
-    count = config.generation_eval_samples if choice.is_own else 0
+    count = config.generation_eval_samples if request.is_of_own_rows else 0
     questions = Questions.of(
         [] if heads else tokenized,
         prompter,
@@ -313,16 +300,8 @@ def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
     try:
         return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows, **heads)
     except DataError as error:
-        if any(row is not None for row in rows):
-            what = error.what.replace("to learn from", "to evaluate")
-            raise DataError(what, where=error.where, hint=error.hint) from error
-        columns = ", ".join(rows.form.columns.values())
-        answers = rows.form.columns.get("answer") or rows.form.columns.get("completion")
-        raise DataError(
-            f"no row has an answer to compare with: column {answers!r} is empty" if answers else "no row has an answer",
-            where=rows.where,
-            hint=f"give rows with reference answers, or name their column by answer_column=; read are: {columns}",
-        ) from error
+        what = error.what.replace("to learn from", "to evaluate")
+        raise DataError(what, where=error.where, hint=error.hint) from error
 
 
 def refuse_unanswerable(job: Job) -> None:
@@ -336,10 +315,9 @@ def refuse_unanswerable(job: Job) -> None:
             where=job.tokenized.rows.where,
             hint="shorten the rows, or raise max_seq_length= up to the positions of the base",
         )
-    if job.request.calibrate:
-        raise BadInput("plain text has no answers to calibrate on", where="--calibrate", hint="leave --calibrate out")
-    if job.request.output is not None:
-        raise BadInput("plain text has no answers, and so no predictions", where="--output", hint="leave --output out")
+    if job.request.calibrate or job.request.output is not None:
+        what = "plain text has no answers: neither is there anything to calibrate on, nor are there predictions"
+        raise BadInput(what, where="--calibrate, --output", hint="leave both out")
 
 
 def require_new_rows(job: Job) -> None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import count
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,8 +25,6 @@ from ci_llm.core.durable import append, cut, locked, make_folders, read_json, wr
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.errors import BadInput
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -45,8 +41,6 @@ class Source:
         checkpoint, data: the places of both, for people; not compared.
         metric, aggregator, max_new_tokens: how answers were generated and judged.
         step: the step of the checkpoint, for reports; not compared.
-        under_way: how many questions the current or killed call answers at a time, and how many lines it found; not
-            compared.
         format: increased when the meaning of the lines changes.
     """
 
@@ -60,7 +54,6 @@ class Source:
     max_new_tokens: int
     format: int = 3
     step: int | None = None
-    under_way: Mapping[str, int] | None = None
 
     def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
         """Yield the differences of another source, in words."""
@@ -78,12 +71,10 @@ class Predictions:
 
     Attributes:
         rows: the complete lines.
-        batch_size: how many questions to answer at a time: as requested, or half of the number with which a call was
-            killed before its first line.
     """
 
-    def __init__(self, path: Path, rows: list[Row], batch_size: int) -> None:
-        self.path, self.rows, self.batch_size = path, rows, batch_size
+    def __init__(self, path: Path, rows: list[Row]) -> None:
+        self.path, self.rows = path, rows
 
     def append(self, rows: Sequence[Row]) -> None:
         """Append lines durably.
@@ -92,29 +83,26 @@ class Predictions:
             BadInput: the disk refuses them.
         """
         lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        try:
+        with _writing(self.path):
             append(self.path, lines.encode())
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
         self.rows += rows
 
 
 @contextmanager
 def open_predictions(
-    path: Path, source: Source, prompts: Sequence[str], batch_size: int, *, overwrite: bool = False
+    path: Path, source: Source, prompts: Sequence[str], *, overwrite: bool = False
 ) -> Iterator[Predictions]:
     """Open the predictions file of `source`, new or with the lines of an earlier call, for one process at a time.
 
     Args:
         prompts: the prompts of all questions, in order; each line must be about the question in its place.
-        batch_size: how many questions to answer at a time.
         overwrite: replace the file, whatever it holds.
 
     Raises:
         BadInput: the file has another source, is damaged or in use; or the disk refuses it.
     """
     require_own(path, overwrite=overwrite)
-    try:
+    with _writing(path):
         make_folders(path.parent)
         if overwrite and path.exists():
             with _held(path):
@@ -122,27 +110,8 @@ def open_predictions(
         if not path.exists():
             write_json(source_path(path), asdict(source))
             write_bytes(path, b"")
-    except OSError as error:
-        raise _unwritable(path, error) from error
     with _held(path):
-        rows, killed = _kept(path, source, prompts)
-        size = batch_size
-        # It was killed before its first line. After a line, its batches fit, and it was killed for another reason.
-        if killed is not None and killed.get("after") == len(rows):
-            size = min(batch_size, max(1, killed["batch_size"] // 2))
-            logger.warning(f"a call was killed with {killed['batch_size']} questions at a time: {size} from here")
-        _note(path, source, {"batch_size": size, "after": len(rows)})
-        try:
-            yield Predictions(path, rows, size)
-        finally:
-            _note(path, source, None)
-
-
-def _note(path: Path, source: Source, under_way: Mapping[str, int] | None) -> None:
-    try:
-        write_json(source_path(path), asdict(replace(source, under_way=under_way)))
-    except OSError as error:
-        raise _unwritable(path, error) from error
+        yield Predictions(path, _kept(path, source, prompts))
 
 
 def require_own(path: Path, *, overwrite: bool) -> None:
@@ -151,12 +120,9 @@ def require_own(path: Path, *, overwrite: bool) -> None:
     Raises:
         BadInput: the path may not be replaced.
     """
-    if path.is_dir() or (path.exists() and not path.is_file()):
-        raise BadInput(
-            "predictions go into a file, and this path is not one", where=str(path), hint="give a name by --output"
-        )
-    if path.exists() and not overwrite and not source_path(path).is_file():
-        what = f"this file exists and is not of an evaluation: {source_path(path).name} is not beside it"
+    is_own = path.is_file() and (overwrite or source_path(path).is_file())
+    if path.exists() and not is_own:
+        what = f"this is not the predictions file of an evaluation: {source_path(path).name} is not beside it"
         raise BadInput(what, where=str(path), hint=_WAYS_ON)
 
 
@@ -165,27 +131,23 @@ def source_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".jsonl") + ".source.json")
 
 
-def _kept(path: Path, source: Source, prompts: Sequence[str]) -> tuple[list[Row], Mapping[str, int] | None]:
-    """The complete lines of the file, and `under_way`; an incomplete line is cut off."""
+def _kept(path: Path, source: Source, prompts: Sequence[str]) -> list[Row]:
+    """The complete lines of the file; an incomplete line is cut off."""
     try:
         written = read_json(source_path(path))
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{source_path(path).name} cannot be read: {error}", where=str(source_path(path)), hint=_WAYS_ON
         ) from error
-    known = written if isinstance(written, dict) else {}
-    different = list(source.differences(known))
-    if different:
+    if different := list(source.differences(written if isinstance(written, dict) else {})):
         what = f"the predictions in this file are of {', '.join(different)}"
-        names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-        free = next(name for name in names if not name.exists())
-        raise BadInput(what, where=str(path), hint=f"--output {free} keeps both; --overwrite begins this one again")
+        raise BadInput(what, where=str(path), hint=_WAYS_ON)
     content = path.read_bytes()
     size = content.rfind(b"\n") + 1
     rows = [_parsed(line, prompts, number, path) for number, line in enumerate(content[:size].split(b"\n")[:-1])]
     if size < len(content):
         cut(path, size)
-    return rows, known.get("under_way")
+    return rows
 
 
 def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row:
@@ -211,12 +173,17 @@ def _held(path: Path) -> Iterator[None]:
         yield
 
 
-def _unwritable(path: Path, error: OSError) -> BadInput:
-    return BadInput(
-        f"the predictions cannot be written: {error.strerror or os.strerror(error.errno or 0)}",
-        where=str(path),
-        hint="make space there, or give another place by --output; the same call resumes after the last row",
-    )
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises BadInput where the disk refuses the file inside."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(
+            f"the predictions cannot be written: {error.strerror or os.strerror(error.errno or 0)}",
+            where=str(path),
+            hint="make space there, or give another place by --output; the same call resumes after the last row",
+        ) from error
 
 
 COVERAGE: Final = 0.8

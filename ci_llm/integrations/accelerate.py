@@ -43,8 +43,8 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import HOOKS_FOLDER, META
 from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
-from ci_llm.errors import CheckpointError, ConfigError, ForeignCheckpoint
-from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, restore_generators
+from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, require_same, restore_generators
 from ci_llm.lora.layer import SHAPE, LoraSettings
 
 FOLDER = HOOKS_FOLDER
@@ -109,7 +109,11 @@ class _Hooks:
             )
         crowds = [model for model in map(accelerator.unwrap_model, accelerator._models) if isinstance(model, Crowd)]
         if len(crowds) != 1:
-            raise _not_one_crowd(len(crowds), [type(accelerator.unwrap_model(model)) for model in accelerator._models])
+            raise ConfigError(
+                f"{len(crowds) or 'no'} crowd was prepared by this accelerator, and there must be one",
+                where="register_hooks",
+                hint="prepare a Crowd first; ci_llm.CheckpointManager saves any other model (docs/recipes/own_code.md)",
+            )
         self._crowd = crowds[0]
         self._fingerprint = fingerprint_of(self._crowd.model)
         self._samplers = {
@@ -225,39 +229,18 @@ class _Hooks:
         return {name: parameter.grad.cpu() for name, parameter in named if parameter.grad is not None}
 
     def _require_same(self, state: dict[str, Any], folder: Path) -> None:
-        there, here = state[META], self._crowd.meta(self._fingerprint)
-        pairs = {"agents": (there["num_agents"], here["num_agents"])}
-        pairs |= {
-            name: tuple(LoraSettings.from_dict(each["lora"]).common_or_list(name) for each in (there, here))
-            for name in SHAPE.values()
-        }
-        pairs["fingerprint of the base"] = (there["base_fingerprint"], here["base_fingerprint"])
-        pairs["processes"] = (len(state["processes"]), self._accelerator.num_processes)
-        pairs |= {name: (len(state["accelerate"][name]), len(own)) for name, own in self._stateful().items()}
-        rows = {number: sampler.num_rows for number, (_, sampler) in self._samplers.items()}
-        pairs["rows by loader"] = ({number: saved["num_rows"] for number, saved in state["samplers"].items()}, rows)
-        odd = [f"{name} {before}, here {now}" for name, (before, now) in pairs.items() if before != now]
-        if odd:
-            raise ForeignCheckpoint(
-                f"the saved loop is another one: {'; '.join(odd)}",
-                where=str(folder),
-                hint="prepare the same objects in the same order, on as many processes",
-            )
+        def about(meta: dict[str, Any]) -> dict[str, Any]:
+            lora = LoraSettings.from_dict(meta["lora"])
+            shape = {name: lora.common_or_list(name) for name in SHAPE.values()}
+            return {"agents": meta["num_agents"], **shape, "fingerprint of the base": meta["base_fingerprint"]}
 
-
-def _not_one_crowd(crowds: int, models: list[type]) -> ConfigError:
-    if models and not crowds:
-        names = ", ".join(model.__name__ for model in models)
-        return ConfigError(
-            f"{names} is not a Crowd, and these hooks know only what to save of a crowd",
-            where="register_hooks",
-            hint="save any other model with ci_llm.CheckpointManager, which is as exact: docs/recipes/own_code.md",
-        )
-    return ConfigError(
-        f"{crowds or 'no'} crowd was prepared by this accelerator, and there must be one",
-        where="register_hooks",
-        hint="call it after crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)",
-    )
+        there = about(state[META]) | {name: len(objects) for name, objects in state["accelerate"].items()}
+        there["processes"] = len(state["processes"])
+        there["rows by loader"] = {number: saved["num_rows"] for number, saved in state["samplers"].items()}
+        here = about(self._crowd.meta(self._fingerprint)) | {name: len(own) for name, own in self._stateful().items()}
+        here["processes"] = self._accelerator.num_processes
+        here["rows by loader"] = {number: sampler.num_rows for number, (_, sampler) in self._samplers.items()}
+        require_same(there, here, str(folder))
 
 
 def _require_whole(folder: Path) -> None:

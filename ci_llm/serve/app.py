@@ -26,9 +26,6 @@ from ci_llm.serve.body import (
     ApiProblem,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    bad,
     checked,
     parsed,
 )
@@ -47,6 +44,8 @@ _ENDLESS: Final = 8  # times the largest body
 _OWN_PAGES: Final = ("same-origin", "none")
 #: Paths that need no key.
 _FREE: Final = ("/healthz", "/metrics", "/")
+#: Paths that there were, and what to use instead.
+_REMOVED: Final = dict.fromkeys(("/tokenize", "/detokenize"), "; the tokenizer in the folder of the run does that")
 _GONE: Final = 499  # the client has gone
 #: Seconds for the current step of the engine when all answers are written or given up.
 _LEAVE_S: Final = 5.0
@@ -102,8 +101,6 @@ class Service:
             "/v1/completions": ("POST", partial(self._answer, CompletionBody)),
             "/v1/models": ("GET", self._models),
             "/v1/models/{name:path}": ("GET", self._model),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
             "/healthz": ("GET", self._health),
             "/metrics": ("GET", self._prometheus),
             "/": ("GET", self._page),
@@ -175,7 +172,9 @@ class Service:
                 raise ApiProblem(401, "Incorrect API key provided" if given else absent, code="invalid_api_key")
 
     async def _answer(self, kind: type[AnyBody], request: Request) -> Response:
-        body = checked(kind, await self._json(request))
+        given = await _json(request)
+        self._served.require_few(given)
+        body = checked(kind, given)
         prompts = [await self._ids(prompt) for prompt in prompts_of(body, self._served)]
         call = call_of(body, prompts, self._served)
         groups = jobs_of(call)
@@ -201,19 +200,11 @@ class Service:
             whole.cancel()
             gone.cancel()
 
-    async def _json(self, request: Request) -> dict[str, Any]:
-        given = await _json(request)
-        self._served.require_few(given)
-        return given
-
-    async def _ids(self, prompt: Prompt, *, to_the_end: bool = False) -> list[int]:
+    async def _ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Of a long one pieces are tokenised until it is clear that it does not fit.
 
         Between two pieces others get their turn, so that nobody waits for a prompt that is refused. At the cuts a
         text may have a few tokens more than as a whole; it is refused here with an eighth more than the context.
-
-        Args:
-            to_the_end: whether one that does not fit is tokenised too.
 
         Raises:
             ApiProblem: it does not fit, or the chat template refuses it.
@@ -222,7 +213,7 @@ class Service:
         texts = texts_of(prompt, served)
         if sum(map(len, texts)) <= PIECE:
             return await self._read(ids_of, prompt, served)
-        for piece in () if to_the_end else pieces_of(texts):
+        for piece in pieces_of(texts):
             tokens += len(await self._read(served.prompter.plain_ids, piece))
             if tokens > served.context * 9 // 8:
                 param = "prompt" if isinstance(prompt, str) else "messages"
@@ -252,18 +243,6 @@ class Service:
             "agents": len(self._served.names) if self._served.models[name] is None else 1,
             "remembers": self._served.prompter.tells_turns_apart,
         }
-
-    async def _tokenize(self, request: Request) -> Response:
-        body = checked(TokenizeBody, await self._json(request))
-        ids = await self._ids(body.messages or body.prompt or "", to_the_end=True)
-        return JSONResponse({"count": len(ids), "max_model_len": self._served.context, "tokens": ids})
-
-    async def _detokenize(self, request: Request) -> Response:
-        body = checked(DetokenizeBody, await self._json(request))
-        if any(token >= self._served.vocabulary for token in body.tokens):
-            raise bad("tokens", f"expected token ids below {self._served.vocabulary}", "invalid_type")
-        text = await self._read(self._served.prompter.tokenizer.decode, body.tokens)
-        return JSONResponse({"prompt": text})
 
     async def _health(self, _: Request) -> Response:
         ready = self._writer.is_ready
@@ -318,7 +297,7 @@ async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     known = {
-        404: (f"Unknown request URL: {method} {path}", "unknown_url"),
+        404: (f"Unknown request URL: {method} {path}{_REMOVED.get(path, '')}", "unknown_url"),
         405: (f"{path} does not take {method}", "method_not_allowed"),
     }
     what, code = known.get(error.status_code, (str(error.detail), None))

@@ -225,27 +225,6 @@ class CompletionBody(Body):
 AnyBody = ChatBody | CompletionBody
 
 
-class TokenizeBody(_Strict):
-    """`POST /tokenize`, as vLLM has it: a prompt or a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-
-    @model_validator(mode="after")
-    def _has_one(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise bad("prompt", "give prompt or messages", "missing_required_parameter")
-        return self
-
-
-class DetokenizeBody(_Strict):
-    """`POST /detokenize`, as vLLM has it."""
-
-    model: str | None = None
-    tokens: list[Id]
-
-
 def parsed(raw: bytes) -> dict[str, Any]:
     """The JSON object in a body.
 

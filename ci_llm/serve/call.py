@@ -86,8 +86,7 @@ class Served:
         """
         prompts = given["prompt"] if tells_several(given.get("prompt")) else [given.get("prompt")]
         self.require_choices(len(prompts))
-        parts = [("prompt", each) for each in prompts] + [(name, given.get(name)) for name in ("messages", "tokens")]
-        for name, each in parts:
+        for name, each in [*(("prompt", each) for each in prompts), ("messages", given.get("messages"))]:
             if isinstance(each, list) and len(each) > self.context:
                 raise self.too_long(name, f"sent {len(each)} {'messages' if name == 'messages' else 'tokens'}")
 
@@ -187,8 +186,13 @@ def ids_of(prompt: Prompt, served: Served) -> list[int]:
     """The token ids of a prompt. Raises ApiProblem if the chat template refuses it."""
     if isinstance(prompt, str):
         return served.prompter.plain_ids(prompt)
-    said = [each for each in prompt if isinstance(each, Message)]
-    return chat_ids(said, served) if said else [each for each in prompt if isinstance(each, int)]
+    said = [each.turn for each in prompt if isinstance(each, Message)]
+    if not said:
+        return [each for each in prompt if isinstance(each, int)]
+    try:
+        return served.prompter.ids(said)
+    except CiLlmError as error:
+        raise bad("messages", str(error)) from error
 
 
 def call_of(body: AnyBody, prompts: Sequence[Sequence[int]], served: Served) -> Call:
@@ -222,14 +226,6 @@ def unknown_model(name: str, served: Served) -> ApiProblem:
     """The error of a request for a model that is not served; it names those that are."""
     what = f"The model `{name}` does not exist; there are: {', '.join(served.models)}"
     return ApiProblem(404, what, "model", "model_not_found")
-
-
-def chat_ids(messages: Sequence[Message], served: Served) -> list[int]:
-    """The token ids of a chat. Raises ApiProblem if the chat template refuses it."""
-    try:
-        return served.prompter.ids([message.turn for message in messages])
-    except CiLlmError as error:
-        raise bad("messages", str(error)) from error
 
 
 def _length(body: AnyBody, longest: int, served: Served) -> int:

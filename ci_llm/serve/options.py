@@ -29,7 +29,7 @@ class Options:
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: two values do not fit together.
     """
 
     run: str = ""
@@ -47,18 +47,11 @@ class Options:
     base_model: str | None = None
 
     def __post_init__(self) -> None:
-        minimum, engine = self.minimum_confidence, self.engine
+        needs_crowd = self.minimum_confidence is not None
         requirements = {
-            "--port must be from 0 to 65535": 0 <= self.port <= 65535,
-            "--max-num-seqs must be at least 1": self.slots >= 1,
-            "--max-queue must be at least 0": self.queue >= 0,
-            "--max-model-len must be at least 2": self.context is None or self.context >= 2,
-            "--drain-seconds must be at least 0": self.drain_s >= 0,
-            "--minimum-confidence must be a probability, from 0 to 1": minimum is None or 0 <= minimum <= 1,
             "--served-model-name is the name of the base": self.name != "base",
-            "--engine is an address such as http://host:8000": engine is None
-            or engine.startswith(("http://", "https://")),
-            "--minimum-confidence needs the crowd here, and no --engine": engine is None or minimum is None,
+            "--engine is an address such as http://host:8000": (self.engine or "http:").startswith(("http:", "https:")),
+            "--minimum-confidence needs the crowd here, and no --engine": not (self.engine and needs_crowd),
         }
         if broken := [text for text, holds in requirements.items() if not holds]:
             raise ConfigError("; ".join(broken), where="command line", hint="change the values named")

@@ -122,7 +122,7 @@ async def _asked(options: Options, names: Sequence[str], prompt: Sequence[int]) 
         raise CiLlmError(f"the engine does not list its models: {problem}", where=where, hint=hint) from problem
     else:
         if missing := [name for name in names if name not in limits]:
-            hint = "vllm serve BASE --enable-lora --lora-modules agent0=... : ci-llm export prints the line"
+            hint = "vllm serve BASE --enable-lora --lora-modules agent0=... : ci-llm export writes it into README.md"
             raise BadInput(f"the engine has no model {', '.join(missing)}", where=where, hint=hint)
         body = {"model": names[0], "prompt": [prompt], "max_tokens": 1, "echo": True, "logprobs": 1}
         try:

@@ -6,8 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from transformers import (
 )
 
 from ci_llm.base.load import fingerprint_of, load_architecture, load_base
-from ci_llm.config import Config
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from tools.testbed.tiny import base

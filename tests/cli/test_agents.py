@@ -51,14 +51,14 @@ def test_a_running_job_gets_the_request_and_its_answer_is_printed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken = answering(run, None)
-    assert main(["agents", "stop", str(run), "1", f"--wait={DEADLINE_S}"]) == 0
+    assert main(["agents", "stop", str(run), "1"]) == 0
     taken.join(DEADLINE_S)
     assert capsys.readouterr().out == "stop agent1: done after step 4\n"
 
 
 def test_a_refusal_is_printed_with_its_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = answering(run, "there is no agent9: there are agent0, agent1")
-    assert main(["agents", "stop", str(run), "9", "--json", f"--wait={DEADLINE_S}"]) == 1
+    assert main(["agents", "stop", str(run), "9", "--json"]) == 1
     taken.join(DEADLINE_S)
     told = json.loads(capsys.readouterr().out)
     assert told["decision"] == {"step": 4, "refused": "there is no agent9: there are agent0, agent1"}

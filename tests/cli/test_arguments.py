@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cli.command import Parser, make_parser
+from ci_llm.cli.command import Parser
 from ci_llm.cli.main import main
 from ci_llm.errors import ConfigError
 
 
 @pytest.fixture
 def parser() -> Parser:
-    made = make_parser("ci-llm ask", "Ask.", "")
+    made = Parser("ci-llm ask", description="Ask.", epilog="")
     made.add_argument_group("answers").add_argument("--max-new-tokens", type=int)
     made.add_argument("words", nargs="*")
     return made
@@ -47,7 +47,7 @@ def test_other_words_stay_as_they_were_typed(parser: Parser) -> None:
 
 
 def test_options_stand_anywhere_among_other_words() -> None:
-    parser = make_parser("ci-llm ask", "Ask.", "")
+    parser = Parser("ci-llm ask", description="Ask.", epilog="")
     parser.add_argument("run")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--file", required=False)

@@ -72,7 +72,7 @@ def said(conversation: Conversation, message: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_a_template_that_shows_roles_makes_a_conversation(talker: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Conversation(talker, SHORT, (), shows_sureness=False)
+    talk = Conversation(talker, SHORT, shows_sureness=False)
     assert talk.kind == "A conversation: earlier turns are remembered."
     first = said(talk, QUESTIONS[0], capsys)
     assert first == talker.generate(QUESTIONS[0], **SHORT)[0]
@@ -87,7 +87,7 @@ def test_a_template_that_shows_roles_makes_a_conversation(talker: Crowd, capsys:
 
 @pytest.mark.slow
 def test_a_run_on_single_questions_keeps_no_history(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Conversation(crowd, SHORT, (), shows_sureness=False)
+    talk = Conversation(crowd, SHORT, shows_sureness=False)
     assert talk.kind == "Single questions: each message is one, and none is remembered."
     assert [said(talk, question, capsys) for question in QUESTIONS] == crowd.generate(QUESTIONS, **SHORT)
 
@@ -95,16 +95,16 @@ def test_a_run_on_single_questions_keeps_no_history(crowd: Crowd, capsys: pytest
 @pytest.mark.slow
 def test_a_run_on_plain_text_continues_it(capsys: pytest.CaptureFixture[str]) -> None:
     writer = disturbed_crowd("text")
-    talk = Conversation(writer, SHORT, (), shows_sureness=False)
+    talk = Conversation(writer, SHORT, shows_sureness=False)
     assert talk.kind == "Trained on plain text: each message is continued, and none is remembered."
     assert said(talk, "Ann has 7", capsys) == writer.generate("Ann has 7", **SHORT)[0]
     with pytest.raises(ConfigError, match="no place for a system message"):
-        Conversation(writer, SHORT, (), "Be short.")
+        Conversation(writer, SHORT, "Be short.")
 
 
 @pytest.mark.slow
 def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Conversation(talker, SHORT, ["\n"], "Be short.", shows_sureness=False)
+    talk = Conversation(talker, {**SHORT, "stop_strings": ["\n"]}, "Be short.", shows_sureness=False)
     system = [{"role": "system", "content": "Be short."}]
     first = said(talk, QUESTIONS[0], capsys)
     assert first == talker.generate(system + messages(QUESTIONS[0]), stop_strings="\n", **SHORT)[0]
@@ -116,7 +116,7 @@ def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest
 def test_a_conversation_longer_than_the_context_says_how_to_continue(
     talker: Crowd, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Conversation(talker, SHORT, ())
+    talk = Conversation(talker, SHORT)
     long = "Ann has 3 pens. " * 50
     talk.say(long)
     with pytest.raises(BadInput, match="tokens, and the base reads 512") as caught:
@@ -137,58 +137,29 @@ def test_a_conversation_longer_than_the_context_says_how_to_continue(
 
 
 @pytest.mark.slow
-def test_agents_shows_what_each_agent_answers_alone(crowd: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Conversation(crowd, SHORT, ())
+def test_agents_shows_what_each_agent_answers_alone_by_the_names_of_the_run(
+    crowd: Crowd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["agent0", *(f"agent{k + 3}" for k in range(1, K))]  # in the run agents were stopped
+    monkeypatch.setattr(crowd, "names", names)
+    talk = Conversation(crowd, SHORT)
     with pytest.raises(ConfigError, match="nothing was asked yet"):
         talk.command("/agents")
     talk.say(QUESTIONS[0])
     sure = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"\[confidence 0\.\d\d \(0\.\d\d a token\), disagreement \d\.\d{3}\]", sure)
     talk.command("/agents")
-    told = capsys.readouterr().out
+    *told, sure = capsys.readouterr().out.splitlines()
     [answer] = crowd.generate(QUESTIONS[0], details=True, **SHORT)
-    assert told.splitlines()[0].split() == ["crowd", *(f"agent{k}" for k in range(K))]
-    assert told.splitlines()[1].split() == [text.splitlines()[0] for text in (answer.answer, *answer.agents)]
-    assert f"of {K} agents agree" in told.splitlines()[-1]
+    assert [line.split()[0] for line in told if not line.startswith(" ")] == ["crowd", *names]
+    assert told[0].split() == ["crowd", *answer.answer.splitlines()[0].split()]
+    assert f"of {K} agents agree" in sure
 
 
-@pytest.mark.slow
-def test_agents_are_shown_by_the_names_that_they_have_in_the_run(
-    crowd: Crowd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the run agents were stopped."""
-    names = ["agent0", *(f"agent{k + 3}" for k in range(1, K))]
-    monkeypatch.setattr(crowd, "names", names)
-    talk = Conversation(crowd, SHORT, ())
-    talk.say(QUESTIONS[0])
-    capsys.readouterr()
-    talk.command("/agents")
-    assert capsys.readouterr().out.splitlines()[0].split() == ["crowd", *names]
-
-
-@pytest.mark.slow
-def test_seed_sets_sampling_and_turns_it_off(
-    crowd: Crowd, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    talk = Conversation(crowd, {**SHORT, "temperature": 3.0}, (), shows_sureness=False)
-    greedy = said(talk, QUESTIONS[0], capsys)
-    talk.command("/seed 5")
-    drawn = said(talk, QUESTIONS[0], capsys)
-    assert drawn == crowd.generate(QUESTIONS[0], do_sample=True, seed=5, temperature=3.0, **SHORT)[0] != greedy
-    talk.command("/seed")
-    assert said(talk, QUESTIONS[0], capsys) == greedy
-    assert caplog.messages == [], "the temperature is kept for the next /seed 5"
-    for bad in ("/seed x", "/seed 1 2"):
-        with pytest.raises(ConfigError, match="a seed is one whole number"):
-            talk.command(bad)
-
-
-@pytest.mark.parametrize(
-    ("line", "what"), [("/nope", "there is no command /nope"), ("/reset now", "takes no argument")]
-)
-def test_a_bad_command_is_refused(crowd: Crowd, line: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        Conversation(crowd, SHORT, ()).command(line)
+@pytest.mark.parametrize("line", ["/nope", "/reset now"])
+def test_a_bad_command_is_refused(crowd: Crowd, line: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no command {line}"):
+        Conversation(crowd, SHORT).command(line)
 
 
 # Through a pipe
@@ -217,7 +188,7 @@ def test_through_a_pipe_an_error_ends_it(
     assert piped(run, ["/help", "/nope", QUESTIONS[0]], monkeypatch) == 2
     told = capsys.readouterr()
     assert told.out.startswith("/agents ")
-    assert told.out.count("\n") == 5
+    assert told.out.count("\n") == 4
     assert "error: there is no command /nope" in told.err
     assert main.main(["chat", str(run / "nowhere")]) == 2
 
@@ -337,7 +308,7 @@ def test_a_withheld_answer_is_announced_and_agents_still_answer(
     made = Calibration(Learned((1 / K,) * K), never, 0, never, "probability", 9, "here")
     monkeypatch.setattr(crowd, "calibration", made)
     choices = {"max_new_tokens": 12, "abstain_below": 0.5}
-    conversation = Conversation(crowd, choices, ())
+    conversation = Conversation(crowd, choices)
     conversation.say("Ann has 3 pens.")
     told = capsys.readouterr().out.splitlines()
     assert told[:2] == ["", "[no answer: it is too unsure]"]

@@ -420,12 +420,6 @@ def test_a_bad_call_of_checkpoints_is_one_message(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("words", [["--help"], ["list", "--help"], ["import", "--help"]])
-def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert verb(*words) == 0
-    assert "usage: ci-llm checkpoints" in capsys.readouterr().out
-
-
 # import
 
 TARGETS = ["q_proj", "v_proj"]

@@ -98,27 +98,23 @@ def test_a_terminal_shows_how_sure_the_crowd_is(
         assert cut.endswith(f", cut after {told_limit}]")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(QUESTIONS)))
     told = asked(capsys, run, "-", *SHORT).splitlines()
-    shown = [line.removesuffix(" [...]") for line in told if line.startswith("> ")]
+    shown = [line.removesuffix(" ...") for line in told if line.startswith("> ")]
     assert len(shown) == 3
     assert all(f"> {question}".startswith(line) for line, question in zip(shown, QUESTIONS, strict=True))
     assert all(len(line) <= 80 for line in told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", ["30", "200"])
-def test_the_agents_stand_beside_the_crowd_as_far_as_the_terminal_is_wide(
-    run: Path, crowd: Crowd, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_agents_stand_below_the_crowd_as_wide_as_the_terminal(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    [answer] = crowd.generate(QUESTIONS[0], details=True, max_new_tokens=24)
+    monkeypatch.setenv("COLUMNS", "30")
     *lines, sure = asked(capsys, run, QUESTIONS[0], *SHORT, "--agents").splitlines()
-    names = ["crowd", *(f"agent{k}" for k in range(K))]
-    if columns == "200":
-        assert lines[0].split() == names
-        assert lines[1].split() == [text.splitlines()[0] for text in (answer.answer, *answer.agents)]
-    else:
-        assert [line.split()[0] for line in lines if not line.startswith(" ")] == names
-        assert all(len(line) <= 30 for line in lines)
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [
+        "crowd",
+        *(f"agent{k}" for k in range(K)),
+    ]
+    assert all(len(line) <= 30 for line in lines)
     assert sure.startswith("[confidence ")
 
 
@@ -148,11 +144,10 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "it is not UTF-8 text" in refused(capsys, run, "--file", tmp_path / "image")
     (tmp_path / "blank").write_text("\n \n")
     assert "there is no prompt" in refused(capsys, run, "--file", tmp_path / "blank")
-    told = refused(capsys, run, "hello", "--top-p", "2", "--aggregator", "median")
-    assert "--aggregator must be" in told
-    assert "--top-p must be" in told
+    assert "--top-p: must be a probability" in refused(capsys, run, "hello", "--top-p", "2")
+    assert "--aggregator: invalid choice" in refused(capsys, run, "hello", "--aggregator", "median")
     assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
-    assert "--batch-size must be" in refused(capsys, run, "hello", "--batch-size", "0")
+    assert "--batch-size: must be at least 1" in refused(capsys, run, "hello", "--batch-size", "0")
     assert "all agents answer" in refused(capsys, run, "hello", "--agents-per-prompt", "1.6")
 
 
@@ -183,8 +178,7 @@ def test_a_bad_call_is_refused_before_torch_is_imported(
         timeout=DEADLINE_S,
     )
     assert done.returncode == 2, done.stderr
-    option = next((word for word in words if word.startswith("--t")), None)
-    told = "there is no checkpoint at this path" if "{empty}" in words else f"error: {option} must be"
+    told = "there is no checkpoint at this path" if "{empty}" in words else ": must be at least"
     assert told in done.stderr
 
 
@@ -202,7 +196,7 @@ def test_a_path_that_is_not_a_run_is_refused(
     assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in told
     assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
     (tmp_path / "file").write_text("")
-    assert "this is not a folder" in refused(capsys, tmp_path / "file", "hello")
+    assert "there is no such folder" in refused(capsys, tmp_path / "file", "hello")
     assert "not the URL of a mirror" in refused(capsys, "ftp://bucket/run", "hello")
 
 
@@ -298,14 +292,14 @@ def status(folder: Path, state: Any, step: int) -> None:
 def test_a_run_without_a_checkpoint_says_what_to_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status(tmp_path, "running", 12)
     told = refused(capsys, tmp_path, "hello")
-    assert "the run is still running, at step 12: no checkpoint is committed yet" in told
+    assert "the run is running at step 12, and has no checkpoint" in told
     assert "wait for its first one" in told
     status(tmp_path, "interrupted", 3)
     told = refused(capsys, tmp_path, "hello")
-    assert "the run is interrupted at step 3, and left no checkpoint" in told
+    assert "the run is interrupted at step 3, and has no checkpoint" in told
     assert "hint:  python train.py" in told
     status(tmp_path, "vanished", 4)
-    assert "the run has vanished at step 4, and left no checkpoint" in refused(capsys, tmp_path, "hello")
+    assert "the run has vanished at step 4, and has no checkpoint" in refused(capsys, tmp_path, "hello")
 
 
 @pytest.mark.slow

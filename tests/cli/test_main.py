@@ -113,16 +113,6 @@ VERBS += [["checkpoints"], *(["checkpoints", verb] for verb in OF_CHECKPOINTS)]
 
 @pytest.mark.fast_cases(17)
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
-def test_every_verb_has_help_of_its_own_with_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main([*words, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert said != main.USAGE + "\n"
-    assert "example" in said
-    assert " ".join(words[-1:]) in said or words in (["check"], ["supervise"])  # named after their scripts
-
-
-@pytest.mark.fast_cases(17)
-@pytest.mark.parametrize("words", VERBS, ids=" ".join)
 def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +122,7 @@ def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
         assert main.main([*words, "--help", *which]) == 0
         said[which] = capsys.readouterr().out
     short, full = said.values()
+    assert short != main.USAGE + "\n"
     options = re.findall(r"^  (?:--)?[a-z][\w-]+[= ].*", short.partition("options:\n")[2], re.MULTILINE)
     keys = re.findall(r"^  \w+=", short, re.MULTILINE) if words == ["train"] else []
     assert len(options) + len(keys) <= 5, short
@@ -141,19 +132,13 @@ def test_help_shows_one_example_and_at_most_five_options_and_the_rest_on_demand(
     assert {*re.findall(r"--[a-z][\w-]+", short)} <= {*re.findall(r"--[a-z][\w-]+", full), "--help"}
 
 
-def test_the_first_page_has_every_verb_in_its_group_and_all_of_it_the_help_of_each(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_page_has_every_verb_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
     groups = dict(re.findall(r"^(start here|after the run|around the run)\n((?:  .*\n)+)", main.USAGE, re.MULTILINE))
     verbs = [verb for lines in groups.values() for verb in re.findall(r"^  (\w+) ", lines, re.MULTILINE)]
     assert sorted(verbs) == sorted(main.COMMANDS)
     assert list(groups) == ["start here", "after the run", "around the run"]
-    assert main.main(["--help", "all"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(main.USAGE)
-    assert all(f" ci-llm {verb} -" in said for verb in main.COMMANDS)
-    assert "--distill-rate" in said
-    assert "interrupted_exit_code=0" in said
+    assert main.main(["--help"]) == 0
+    assert capsys.readouterr().out == main.USAGE + "\n"
 
 
 @pytest.mark.slow
@@ -292,8 +277,8 @@ def test_train_with_dry_run_is_the_check(option: str, tmp_path: Path, monkeypatc
 def test_a_sweep_is_continued_only_where_there_is_one(
     dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ci_llm.cli.sweep._train", lambda *_: 0)
-    monkeypatch.setattr("ci_llm.cli.sweep._dry_run", lambda *_, **__: 0)
+    monkeypatch.setattr("ci_llm.cli.train._train_sweep", lambda *_: 0)
+    monkeypatch.setattr("ci_llm.cli.train._dry_run_sweep", lambda *_, **__: 0)
     words = ["learning_rate=[1e-3,2e-3]", "max_train_steps=4", f"output_dir={tmp_path / 'sweep'}"]
     assert main.main(["sweep", "--config", os.devnull, *dry, *words, "--continue"]) == 2
     assert "there is no sweep to continue" in capsys.readouterr().err

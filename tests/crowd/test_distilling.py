@@ -138,7 +138,8 @@ def test_an_agent_that_does_not_exist_is_refused_as_a_start(saved: Pretrained) -
     [
         (["--merge", "svd", "--steps", "3"], "only a distillation takes this"),
         (["--merge", "distilled", "--rank", "3"], "a distillation does not take this"),
-        (["--merge", "distilled", "--soft", "2", "--steps", "0"], "--steps must be at least 1; --soft is a share"),
+        (["--merge", "distilled", "--steps", "0"], "--steps: must be at least 1"),
+        (["--merge", "distilled", "--soft", "0.5"], "the crowd's distributions alone are learned"),
         (["--merge", "distilled", "--prompts", "nowhere.txt"], "there is no such file"),
         (["--merge", "distilld"], "there is no merge 'distilld'"),
     ],

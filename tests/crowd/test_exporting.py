@@ -276,7 +276,7 @@ def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int,
         (["--merge", "tyes"], ["there is no merge 'tyes'", "one of: cat, svd"]),
         (["--merge", "distiled"], ["did you mean distilled?"]),
         (["--merge", "ties"], ["one of: cat, svd, mean, distilled; PEFT makes it of exported agents"]),
-        (["--merge", "svd", "--rank", "0"], ["--rank 0: it must be at least 1"]),
+        (["--merge", "svd", "--rank", "0"], ["--rank: must be at least 1"]),
         (["--merge", "cat", "--rank", "4"], ["svd cuts it"]),
         (["--merge", "svd", "--rank", "13"], ["rank 12 together"]),
         (["--merge", "svd", "--weights", "1,2"], ["2 weights for 3 agents"]),
@@ -331,7 +331,7 @@ def test_a_run_without_a_checkpoint_and_a_missing_path_are_refused(
 ) -> None:
     (tmp_path / "run").mkdir()
     leave_status(tmp_path / "run", "running", 3)
-    for name, message in (("run", "no checkpoint is committed yet"), ("gone", "there is no such folder")):
+    for name, message in (("run", "and has no checkpoint"), ("gone", "there is no such folder")):
         code, _, err = export(capsys, tmp_path / name, "--to", tmp_path / "out")
         assert (code, message in err, "damaged" in err) == (2, True, False)
 
@@ -344,7 +344,7 @@ def test_a_run_inside_another_runs_folder_is_not_taken_for_a_step(
     (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
     assert "there is no run in this run: it holds 2" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
     leave_status(tmp_path / "run", "running", 3)
-    assert "no checkpoint is committed yet" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
+    assert "and has no checkpoint" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
 
 
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def line(number: int) -> dict[str, Any]:
 
 
 def opened(path: Path, source: Source = SOURCE, **how: Any) -> list[dict[str, Any]]:
-    with open_predictions(path, source, PROMPTS, 4, **how) as found:
+    with open_predictions(path, source, PROMPTS, **how) as found:
         return list(found.rows)
 
 
@@ -34,7 +34,7 @@ def opened(path: Path, source: Source = SOURCE, **how: Any) -> list[dict[str, An
 def path(tmp_path: Path) -> Path:
     """A file with two of three lines."""
     path = tmp_path / "new" / "predictions.jsonl"
-    with open_predictions(path, SOURCE, PROMPTS, 4) as found:
+    with open_predictions(path, SOURCE, PROMPTS) as found:
         assert found.rows == []
         found.append([line(0)])
         found.append([line(1)])
@@ -51,7 +51,7 @@ def test_lines_are_plain_json_and_stay(path: Path) -> None:
 def test_a_line_that_was_cut_is_removed(path: Path, rest: bytes) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole + rest)
-    with open_predictions(path, SOURCE, PROMPTS, 4) as found:
+    with open_predictions(path, SOURCE, PROMPTS) as found:
         assert found.rows == [line(0), line(1)]
         assert path.read_bytes() == whole
         found.append([line(2)])
@@ -97,7 +97,7 @@ def test_a_file_that_no_evaluation_wrote_is_refused_and_stays(tmp_path: Path, co
 
 
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="into a file"):
+    with pytest.raises(BadInput, match="not the predictions file"):
         opened(tmp_path, overwrite=True)
     assert tmp_path.is_dir()
 
@@ -129,7 +129,7 @@ def test_a_second_evaluation_at_the_same_time_is_refused(path: Path) -> None:
         f"for how in ({{}}, {{'overwrite': True}}):\n"
         f"    with pytest.raises(BadInput, match='another process'): opened(Path({str(path)!r}), **how)\n"
     )
-    with open_predictions(path, SOURCE, PROMPTS, 4):
+    with open_predictions(path, SOURCE, PROMPTS):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
@@ -141,7 +141,7 @@ def test_a_line_that_cannot_be_written_is_an_error(path: Path, monkeypatch: pyte
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with open_predictions(path, SOURCE, PROMPTS, 4) as found:
+    with open_predictions(path, SOURCE, PROMPTS) as found:
         monkeypatch.setattr(predictions, "append", refuse)
         with pytest.raises(BadInput, match="cannot be written: No space left on device"):
             found.append([line(2)])
@@ -149,7 +149,7 @@ def test_a_line_that_cannot_be_written_is_an_error(path: Path, monkeypatch: pyte
 
 
 def test_an_error_of_the_evaluation_itself_is_not_taken_for_the_file_s(path: Path) -> None:
-    with pytest.raises(OSError, match="of the model"), open_predictions(path, SOURCE, PROMPTS, 4):
+    with pytest.raises(OSError, match="of the model"), open_predictions(path, SOURCE, PROMPTS):
         raise OSError("of the model")
 
 

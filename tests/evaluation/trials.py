@@ -38,14 +38,11 @@ def train(folder: str, **keys: Any) -> int:
     return main(["train", "--config", os.devnull, *(f"{key}={value}" for key, value in (TRAINING | keys).items())])
 
 
-def evaluate(
-    words: Sequence[str], dies_at_line: int | None = None, most: int | None = None, *, killed: bool = False
-) -> int:
+def evaluate(words: Sequence[str], dies_at_line: int | None = None, most: int | None = None) -> int:
     """`ci-llm evaluate`; dies by SIGKILL when half of a line, counted from 0, has reached the file.
 
     Args:
         most: memory is there for so many questions, or for four times as many rows to score.
-        killed: with more, the kernel ends the process; otherwise the allocator says so.
     """
     written = 0
 
@@ -54,8 +51,6 @@ def evaluate(
 
         def call(*given: Any, **how: Any) -> Any:
             if most is not None and count(*given) > most:
-                if killed:
-                    os.kill(os.getpid(), signal.SIGKILL)
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return original(*given, **how)
 

@@ -53,7 +53,7 @@ def leave_run(
     keys |= {} if isinstance(agents, int) else {"agents": agents}
     agents = agents if isinstance(agents, int) else len(agents)
     config = Config(num_agents=agents, **keys).dump().encode()
-    state = {"config.yaml": config, "train_state": {"effective_batch": 8}}
+    state = {"config.yaml": config, "train_state": {"rows_per_step": 8}}
     about = {"surroundings": {"processes": processes}}
     write_checkpoint(folder / f"checkpoint_step_{steps}", state, step=steps, info=about)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(steps, agents)))

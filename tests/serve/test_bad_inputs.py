@@ -130,10 +130,6 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(
         found[name] = refused(served.post("/v1/chat/completions", body))
     for name, (body, *_) in COMPLETIONS.items():
         found[name] = refused(served.post("/v1/completions", {"model": "crowd", **body}))
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    assert refused(served.post("/tokenize", {"messages": messages})) == (400, "invalid_value", "messages")
-    assert refused(served.post("/tokenize", {}))[1] == "missing_required_parameter"
-    assert refused(served.post("/detokenize", {"tokens": [10**6]})) == (400, "invalid_type", "tokens")
     assert found == {name: tuple(wanted) for name, (_, *wanted) in {**CHATS, **COMPLETIONS}.items()}
     assert served.http.get("/healthz").json() == {"status": "ok"}
     assert served.metric("request_refused_total") >= len(found)
@@ -144,11 +140,12 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(
 def test_wrong_paths_methods_and_keys_are_refused(served: Listening) -> None:
     http = served.http
     assert refused(http.post("/v1/responses", json={})) == (404, "unknown_url", None)
+    assert "the tokenizer in the folder of the run" in http.post("/tokenize", json={}).json()["error"]["message"]
     assert refused(http.get("/v1/chat/completions")) == (405, "method_not_allowed", None)
     assert refused(http.get("/v1/models/gpt-5")) == (404, "model_not_found", "model")
     for key in ("", "Bearer x", "Bearer ä"):
         raw = {"Authorization": key.encode("utf-8")}
-        for path in ("/v1/models", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for path in ("/v1/models", "/v1/chat/completions"):
             answer = http.request("GET" if path.endswith("models") else "POST", path, headers=raw, json=chat())
             assert refused(answer)[:2] == (401, "invalid_api_key")
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -237,8 +234,6 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, to
     tokenizer.sizes.clear()
     for name, (path, body, wanted) in bodies.items():
         assert refused(served.post(f"/v1/{path}", {"model": "crowd", **body})) == wanted, name
-    assert refused(served.post("/tokenize", {"prompt": text})) == (400, "context_length_exceeded", "prompt")
-    assert refused(served.post("/detokenize", {"tokens": [1] * 9999})) == (400, "context_length_exceeded", "tokens")
     assert tokenizer.sizes == []
     assert served.complete(prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
 

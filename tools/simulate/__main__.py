@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci_llm.cli.command import make_parser, run_guarded
+from ci_llm.cli.command import Parser, run_guarded
 from ci_llm.errors import BadInput, ConfigError
 
 _EXAMPLE = """example: python -m tools.simulate nodes=1000 node_mtbf=300d restart=90
@@ -36,7 +36,7 @@ def simulate(words: Sequence[str]) -> int:
     from tools.simulate.model import describe_keys, read_cluster
 
     does = "Simulate a job on nodes that fail: when to save, what a failure costs, what another cluster would change."
-    parser = make_parser("python -m tools.simulate", does, _EXAMPLE + describe_keys())
+    parser = Parser("python -m tools.simulate", description=does, epilog=_EXAMPLE + describe_keys())
     parser.add_argument("keys", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="keys of the cluster, in YAML")
     parser.add_argument("--run", metavar="RUN", help="take what this run has measured; keys overrule it")
