@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tools.release import dependencies, lowest, to_raise
+from tools.release import dependencies, to_raise
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -34,14 +34,6 @@ preset = read_config(default_file(), ["--config", "configs/qwen2.5_0.5b_gsm8k.ya
 command = _target(parse_options(["num_agents=2"])).begin_attempt()[0]
 print(json.dumps([str(default_file()), load_config(default_file()).batch_size, preset.model_name, [*command]]))
 """
-
-
-def test_every_dependency_has_a_lower_end() -> None:
-    declared = re.search(r"^dependencies = \[\n(.*?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL)
-    assert declared is not None
-    pins = lowest(PYPROJECT)
-    assert len(pins) == declared[1].count("\n") > 15
-    assert all(pin.replace("==", ">=") in declared[1] for pin in pins)
 
 
 def test_the_package_brings_every_configuration_along() -> None:

@@ -13,13 +13,11 @@ import torch
 from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.scoring import AnswerScores, Questions, merge_records, paired_gain, score_answers
+from ci_llm.crowd.scoring import AnswerScores, Questions, paired_gain, score_answers
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
-from ci_llm.report.scores import BY_OWN_ROWS
-from ci_llm.run.end.result import score_table
 from tests.support.crowds import K, disturbed_crowd
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
@@ -141,61 +139,6 @@ def test_an_interval_is_given_only_where_the_rows_define_one(difference: list[fl
     gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
     assert gain["value"] == pytest.approx(sum(difference) / len(difference))
     assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
-
-
-@pytest.mark.parametrize(
-    ("trained_on", "interval", "words"),
-    [
-        ("none", 0.1, "over 9 held-out rows; data set mine"),
-        ("all", None, "over 9 rows that were trained on: none was held out; data set mine"),
-        ("some", None, "over 9 rows, some of them trained on; data set mine"),
-    ],
-)
-def test_the_table_names_its_rows_and_shows_only_intervals_that_exist(
-    trained_on: Any, interval: float | None, words: str
-) -> None:
-    gain = {"value": 0.0, "interval95": interval}
-    exact = {"agents": [0.5, 0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
-    record = {
-        "task": "mine",
-        "n": 9,
-        "rows_trained_on": trained_on,
-        "measured_by": "teacher_forcing",
-        "exact_match": exact,
-    }
-    lines = score_table({**record, "nll": {"agents": [1.0, 1.0], "crowd": 1.0}}, "run").splitlines()
-    assert lines[-1].endswith(words)
-    assert ("±" in lines[-2]) is (interval is not None)
-    assert "nan" not in " ".join(lines)
-
-
-def test_the_table_says_by_which_rows_agents_with_data_of_their_own_are_scored() -> None:
-    """The table showed a mean of 0.725, a crowd of 0.550, and yet a gain over the mean of +0.163."""
-    gain = {"value": 0.163, "interval95": None}
-    exact = {"agents": [0.45, 1.0], "crowd": 0.55, "crowd_minus_mean": gain, "crowd_minus_best": gain}
-    record = {"n": 9, "rows_trained_on": "none", "measured_by": "generation", "exact_match": exact, "sets": [{}, {}]}
-    nll = {"agents": [1.0, 1.0], "crowd": 1.0}
-    table = score_table({**record, "task": "mine", "names": ["easy", "rev"], "nll": nll}, "run")
-    assert "agents, mean" not in table
-    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["easy", "rev", "crowd"]
-    assert table.endswith(BY_OWN_ROWS)
-
-
-def test_the_table_of_one_agent_has_one_line() -> None:
-    record = {"task": "mine", "n": 9, "rows_trained_on": "none", "measured_by": "teacher_forcing"}
-    exact, nll = {"agents": [0.5], "crowd": 0.5}, {"agents": [1.0], "crowd": 1.0}
-    _, agent, last = score_table({**record, "exact_match": exact, "nll": nll}, "run").splitlines()
-    assert agent.split() == ["agent0", "0.500", "1.0000"]
-    assert last.endswith("over 9 held-out rows; data set mine")
-
-
-def test_an_evaluation_names_what_was_measured_and_how() -> None:
-    forced = {"task": "t", "n": 9, "aggregator": "logit", "exact_match": {"crowd": 0.1}, "nll": {"crowd": 2.0}}
-    assert merge_records(forced, None) == {**forced, "measured_by": "teacher_forcing"}
-    record = merge_records(forced, AnswerScores(torch.ones(4, 5, dtype=torch.bool)))
-    assert (record["n"], record["exact_match"]["vote"], record["measured_by"]) == (5, 1.0, "generation")
-    assert record["teacher_forced"] == {"n": 9, "exact_match": {"crowd": 0.1}}
-    assert (record["task"], record["aggregator"], record["nll"]) == ("t", "logit", {"crowd": 2.0})
 
 
 @pytest.fixture(scope="module")

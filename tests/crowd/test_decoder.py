@@ -15,7 +15,7 @@ from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
 from ci_llm.crowd.aggregators import aggregate, probability
 from ci_llm.crowd.choosing import choose
-from ci_llm.crowd.columns import BLOCK, Columns, whole_blocks
+from ci_llm.crowd.columns import Columns, whole_blocks
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request
 from ci_llm.embedded import BASE_FOLDER, rows
@@ -325,19 +325,6 @@ def test_a_text_that_is_dropped_frees_its_slot_and_the_others_continue(llama: Cr
     assert requests[3].tokens == []
 
 
-def test_memory_is_that_of_the_columns_in_use(llama: Crowd) -> None:
-    shape = llama.model.config
-    column = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
-    decoder = Decoder(llama, slots=2, reuse=False)
-    request = Request(PROMPTS[1], Decoding(max_new_tokens=100))
-    decoder.admit([request])
-    for _ in range(3):
-        decoder.step()
-        assert decoder.nbytes == K * BLOCK * column, "13 of 16 columns, and no more for the tokens that may follow"
-    decoder.release(request)
-    assert decoder.nbytes == 0
-
-
 def test_a_request_that_cannot_be_served_is_refused(llama: Crowd) -> None:
     decoder = Decoder(llama, slots=2)
     cases: list[tuple[Request, str]] = [
@@ -354,12 +341,6 @@ def test_a_request_that_cannot_be_served_is_refused(llama: Crowd) -> None:
         decoder.admit([Request([5], GREEDY) for _ in range(3)])
     with pytest.raises(BadInput, match="at least 1 slot"):
         Decoder(llama, slots=0)
-
-
-def test_a_text_ends_at_the_last_position_of_the_base(llama: Crowd) -> None:
-    requests = [Request([5] * 126, GREEDY), Request([6, 7], GREEDY)]
-    written(llama, requests)
-    assert [(len(request.tokens), request.finish) for request in requests] == [(2, "length"), (12, "length")]
 
 
 def test_a_step_that_fails_can_be_repeated(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

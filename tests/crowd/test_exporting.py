@@ -209,20 +209,6 @@ def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path,
     assert not list((tmp_path / "whole").glob("adapter*"))
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(
-    "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "cat", "--into-base"]], ids=str
-)
-def test_a_card_names_no_path_of_this_machine(words: list[str], source: Path, tmp_path: Path) -> None:
-    assert main(["export", str(source), "--to", str(tmp_path / "out"), *words]) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    for path in (tmp_path, source.parent, BASE_FOLDER.parent, Path.home()):
-        assert str(path) not in card
-    assert "embedded" in card
-    assert card.count("```") % 2 == 0
-    assert not list(tmp_path.glob(".*")), "no draft is left"
-
-
 def test_a_card_names_ranks_and_bases() -> None:
     card = crowd_card(CardFacts("Qwen/Qwen2.5-0.5B", [8, 20], trained=" for 5 optimizer steps on `openai/gsm8k`"))
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
@@ -336,17 +322,6 @@ def test_a_run_without_a_checkpoint_and_a_missing_path_are_refused(
         assert (code, message in err, "damaged" in err) == (2, True, False)
 
 
-def test_a_run_inside_another_runs_folder_is_not_taken_for_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("run", "checkpoint_step_2"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
-    assert "there is no run in this run: it holds 2" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
-    leave_status(tmp_path / "run", "running", 3)
-    assert "no checkpoint is committed yet" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
-
-
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ci_llm.core import durable
 
@@ -356,26 +331,6 @@ def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(durable.DISK, "write", full)
     assert main(["export", str(source), "--to", str(tmp_path / "out"), "--merge", "svd"]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_agents_with_a_common_start_can_be_exported_as_their_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_base("embedded")
-    alike = Crowd(loaded.model, LoraSettings(2, rank=2, initialize_adapters_rand=False), loaded.name)
-    with torch.no_grad():
-        alike.agents.weights.add_(torch.randn(alike.agents.weights.shape) * 0.01)
-    alike.save_pretrained(tmp_path / "crowd")
-    assert Crowd.from_pretrained(tmp_path / "crowd", device="cpu").common_start
-    code, out, _ = export(capsys, tmp_path / "crowd", "--to", tmp_path / "out", "--merge", "mean", "--json")
-    told = json.loads(out)
-    assert (code, told["exported"], told["ranks"], told["scores"]) == (0, "mean", [2], None)
-    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config["lora_alpha"] == config["r"], "the scale of the agents is in the weights"
-    for name, mean in ((n, alike.agents.agent_tensors(0)[n] + alike.agents.agent_tensors(1)[n]) for n in tensors):
-        torch.testing.assert_close(tensors[name], mean / 2 * alike.agents.each[0].scaling ** 0.5, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture
@@ -467,23 +422,3 @@ def plain_nll(model: Any, run: Path) -> float:
         picked = log_probs.gather(-1, ids[1:, None])[learned[1:]]
         total, count = total - float(picked.double().sum()), count + len(picked)
     return total / count
-
-
-def test_a_distillation_that_loses_to_its_control_says_so() -> None:
-    nll = {"agent0": 1.0, "crowd": 0.9, "distilled": 0.95, "own labels": 0.94}
-    lost = "distilled is not better than its control, own labels"
-    assert "exact match       nll" in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
-    for objective, title in (("classification", "accuracy  nats per row"), ("regression", "  squared error")):
-        told = exporting.Comparison(9, "none", dict.fromkeys(nll, 0.125), nll, objective).table()
-        assert title in told
-        assert ("0.125" in told) == (objective == "classification"), "a number is neither right nor wrong"
-        assert "9 rows of the run's evaluation: scored by heads" in told
-    assert lost in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
-    assert lost not in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll | {"own labels": 0.96}).table()
-
-
-def test_dtype_sets_the_dtype_of_a_merged_base(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(source), "--agent", "1", "--dtype", "bf16", "--to", str(tmp_path / "x")]) == 2
-    assert "only a merged base has a dtype of its own" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.cli.main import main
-from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.gguf_adapter import require_convertible, write_gguf_adapter
 from ci_llm.crowd.given_path import META
@@ -177,23 +176,6 @@ def test_an_export_names_its_base_for_both_programs(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_an_export_on_a_base_folder_says_how_to_make_its_gguf_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_base("embedded")
-    crowd = Crowd(loaded.model, LoraSettings(2, rank=2), loaded.name, loaded.pad_id)
-    crowd.prompter = Prompter(loaded.tokenizer)
-    crowd.save_pretrained(tmp_path / "crowd")
-    words = ["export", str(tmp_path / "crowd"), "--merge", "svd", "--format", "gguf", "--to", str(tmp_path / "to")]
-    assert main(words) == 0
-    making = (
-        f"BASE={loaded.name}; python llama.cpp/convert_hf_to_gguf.py $BASE --outfile {tmp_path / 'to' / 'base.gguf'}"
-    )
-    assert making in capsys.readouterr().out
-    assert "convert_hf_to_gguf.py $BASE --outfile base.gguf" in (tmp_path / "to" / "README.md").read_text()
-
-
-@pytest.mark.slow
 def test_a_run_finds_its_base_where_the_cache_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved_crowd(tmp_path, "llama")
     before = Crowd.from_pretrained(run)
@@ -226,8 +208,3 @@ def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tensor for model\.layers\.0\.self_attn\.rotary"):
         write_gguf_adapter(tmp_path / "one.gguf", Adapter({"lora_alpha": 1, "r": 2}, tensors), config)
     assert not (tmp_path / "one.gguf").exists()
-
-
-def test_cards_name_the_command() -> None:
-    for card in (crowd_card(CardFacts("user/base", [8])), adapter_card(CardFacts("user/base", [8]), "", "")):
-        assert "`ci-llm export` with `--format gguf`" in card

@@ -25,7 +25,7 @@ from ci_llm.data.rows import Completion, Pair
 from ci_llm.data.units import Unit, label_of, unit_of
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ForeignCheckpoint, ModelError
-from ci_llm.lora.heads import SCORE, require_class
+from ci_llm.lora.heads import SCORE
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
@@ -372,12 +372,3 @@ def test_a_crowd_with_heads_refuses_to_write_and_one_without_refuses_to_score(tm
     base = load_base("embedded")
     with pytest.raises(ModelError, match="no heads"):
         Crowd(base.model, LoraSettings(num_agents=1), "embedded").score("2 + 2?")
-
-
-def test_a_family_without_a_class_for_sequences_is_named() -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = GraniteForCausalLM(GraniteConfig(vocab_size=16, num_key_value_heads=1, **small))
-    with pytest.raises(ModelError, match="granite has no class for sequence classification"):
-        require_class(model)

@@ -100,22 +100,6 @@ def test_an_adapter_that_comes_with_another_vocabulary_is_refused(tmp_path: Path
     assert "its vocabulary was changed" in str(caught.value)
 
 
-def test_settings_of_an_older_peft_are_accepted(tmp_path: Path) -> None:
-    save_adapter(base(), tmp_path)
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    assert "every agent" in load_initial_adapters(crowd(), tmp_path)
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path) -> None:
-    save_adapter(base(), tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.unlink() if text is None else file.write_text(text)
-    with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        load_initial_adapters(crowd(), tmp_path)
-
-
 def trained(made: Crowd, diversity: str = "none") -> Crowd:
     """After three steps."""
     objective = Objective(diversity, 0.5)
@@ -149,24 +133,6 @@ def test_agents_with_equal_starts_and_their_own_masks_are_accepted(masks: str, t
     require_distinct_agents(made, "here")
     one, other = trained(made).agents.weights
     assert not torch.equal(one, other)
-
-
-@pytest.mark.slow
-def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> None:
-    for k, seed in enumerate((1, 2, 1)):
-        save_adapter(base(), tmp_path / f"agent{k}", seed=seed)
-    made = crowd(agents=3)
-    load_initial_adapters(made, tmp_path)
-    with pytest.raises(ModelError, match="2 of 3 agents begin with the same weights"):
-        require_distinct_agents(made, f"init_from: {tmp_path}")
-    alone = crowd(agents=1)
-    load_initial_adapters(alone, tmp_path / "agent0")
-    require_distinct_agents(alone, "here")
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no adapter here"):
-        load_initial_adapters(crowd(), tmp_path)
 
 
 def test_the_folder_of_a_run_is_refused_with_the_place_of_its_adapters(tmp_path: Path) -> None:

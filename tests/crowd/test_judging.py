@@ -79,12 +79,6 @@ def test_a_temperature_changes_how_sure_the_crowd_is_and_nothing_else() -> None:
     assert Classes.joined([sharper, sharper]).temperature == 0.5
 
 
-def test_parts_are_joined_in_order() -> None:
-    found, own = Classes.joined([classes(), classes()]), classes()
-    assert found.labels.tolist() == [*own.labels.tolist()] * 2
-    assert found.everyone.shape == (3, 6, 2)
-
-
 def test_a_figure_that_is_not_defined_is_left_out() -> None:
     found = Classes(probabilities(0.9, 0.8)[None], torch.tensor([1, 1]))
     assert "auroc" not in found.figures
@@ -125,18 +119,3 @@ def test_pairs_and_ratings() -> None:
     rated = Ranking(rewards[:, 0, :, None], torch.tensor([True, False]))
     assert rated.figures == {"auroc": [1, 1, 1], "margins": [1, 2, 1.5]}
     assert str(rated) == "AUROC of the ratings: crowd 1.000; agents 1.000, 1.000"
-
-
-def test_figures_are_found_by_the_names_of_metrics() -> None:
-    record = {"preferences": {"accuracies": {"crowd": 1}}, "classes": {"f1": {"crowd": 2}}}
-    assert figures(record, "rewards/accuracies") == {"crowd": 1}
-    assert figures(record, "f1") == {"crowd": 2}
-    with pytest.raises(KeyError):
-        figures(record, "mse")
-
-
-def test_a_figure_that_is_not_defined_is_said_to_be_so() -> None:
-    rewards = torch.arange(6, dtype=torch.float64).view(2, 3, 1)
-    assert str(Ranking(rewards, torch.ones(3).bool())) == "AUROC of the ratings: not defined on these rows"
-    assert str(Ranking(rewards[:, :0], torch.ones(0).bool())) == "AUROC of the ratings: not defined on these rows"
-    assert "crowd 1.000" in str(Ranking(rewards, torch.tensor([False, True, True])))

@@ -408,13 +408,6 @@ def own_loss(e: Evidence) -> Tensor:
 own_loss.needs = Needs()  # type: ignore[attr-defined]
 
 
-def test_a_custom_loss_is_named_by_module_and_function() -> None:
-    config = Config(objective=f"{__name__}:own_loss")
-    found = objective_of(config.objective, [config])
-    assert found.needs == Needs()
-    assert found.losses(evidence([-4.0, -6.0], [2, 2])).tolist() == [[2.0]]
-
-
 def rated_by_a_head(e: Evidence) -> Tensor:
     assert e.labels is not None
     return (e.outputs[..., 0] - e.labels.double()) ** 2

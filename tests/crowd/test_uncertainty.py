@@ -29,13 +29,6 @@ def test_agents_that_are_certain_of_different_tokens_disagree_by_log_k() -> None
     assert mutual.item() == pytest.approx(math.log(4))
 
 
-def test_mutual_information_is_the_mean_divergence_from_the_crowd() -> None:
-    log_probs = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
-    crowd = aggregate(log_probs, "probability")
-    divergences = (log_probs.exp() * (log_probs - crowd)).sum(-1)  # [5, 3], KL(agent || crowd)
-    torch.testing.assert_close(decompose(log_probs)[2], divergences.mean(0))
-
-
 def test_a_token_has_its_probability_in_the_distribution_it_was_chosen_from() -> None:
     log_probs = torch.tensor([[[0.1, 0.9], [0.5, 0.5]], [[0.3, 0.7], [0.5, 0.5]]]).log()
     for how in ("probability", "logit"):

@@ -25,7 +25,6 @@ from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import DataError, LaunchError, ModelError, PeerLost
-from tests.support.accelerate_variables import cases
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
 from tools.testbed.forkserver import free_port
 
@@ -234,22 +233,6 @@ class TestAlone:
         with pytest.raises(ModelError, match="without a warning") as caught:
             alone(**{key: "fp16"})
         assert caught.value.where == f"{key}: fp16"
-
-    def test_no_form_of_a_variable_of_accelerate_launch_is_an_error_of_accelerates_own(self) -> None:
-        """`gradient_accumulation_steps: auto` of DeepSpeed was one."""
-        before, passed = os.environ.copy(), 0
-        for name, value, row in cases():
-            if row.refused or not name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "MEGATRON_")):
-                continue
-            os.environ.update({**row.beside, name: value})
-            processes = alone()
-            assert processes.accelerator.gradient_accumulation_steps in (1, 4)
-            assert processes.num_processes == 1
-            processes.shutdown()
-            os.environ.clear()
-            os.environ.update(before)
-            passed += 1
-        assert passed > 200
 
     def test_an_accelerator_created_earlier_for_one_process_is_refused(self) -> None:
         Accelerator(cpu=True)

@@ -21,7 +21,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import AgentGroup, LoraSettings, _FusedLinear, _LowRank
-from ci_llm.lora.passes import Passes, agrees_by_norm
+from ci_llm.lora.passes import agrees_by_norm
 from tests.support.peft_twins import peft_loss, with_weights_of
 from tools.testbed.tiny import base, batch
 
@@ -495,42 +495,3 @@ def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.Mo
     crowd = Crowd(base("mamba"), LoraSettings(), "toy")
     with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
         crowd.choose_route()
-
-
-def test_a_base_may_read_dtype_and_shape_of_an_adapted_weight_only() -> None:
-    layer = next(iter(Crowd(base(), LoraSettings(), "toy").agents.layers.values()))
-    assert (layer.weight.dtype, layer.weight.shape) == (torch.float64, layer.base_layer.weight.shape)
-    for read in (lambda: layer.weight.T, lambda: torch.ones(1, 32) @ layer.weight, lambda: layer.weight[0]):
-        with pytest.raises(ModelError, match="itself, past the agents"):
-            read()
-
-
-def test_an_error_of_the_base_in_the_trial_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = Crowd(base(), LoraSettings(), "toy")
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("rope of a kind of its own")
-
-    monkeypatch.setattr(Passes, "_end_to_end", fail)
-    assert crowd.choose_route() == "KeyError: 'rope of a kind of its own'"
-    monkeypatch.setattr(crowd.model, "forward", fail)
-    with pytest.raises(ModelError, match="cannot read a short batch with agents on it") as caught:
-        crowd.choose_route()
-    assert caught.value.where == "model_name: toy"
-
-
-def test_out_of_memory_in_the_trial_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = Crowd(base(), LoraSettings(), "toy")
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(Passes, "_end_to_end", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        crowd.choose_route()
-
-
-def test_more_agents_than_any_memory_holds_is_one_message() -> None:
-    with pytest.raises(ModelError, match="1,000,000,000,000 agents do not fit into memory") as caught:
-        Crowd(base(), LoraSettings(num_agents=10**12), "toy")
-    assert "num_agents" in str(caught.value)

@@ -115,13 +115,6 @@ def test_settings_that_cannot_work_are_refused(words: list[str], message: str) -
         load_config(None, words)
 
 
-def test_the_names_of_transformers_keys_are_understood() -> None:
-    config = load_config(None, ["metric_for_best_model=eval_loss", "greater_is_better=false"])
-    assert (config.metric_for_best_model, config.keeps_best) == ("nll", False)
-    assert load_config(None, ["metric_for_best_model=eval_accuracy"]).metric_for_best_model == "exact_match"
-    assert load_config(None, ["early_stopping_patience=1"]).keeps_best
-
-
 # Whole runs
 
 

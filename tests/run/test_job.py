@@ -178,16 +178,6 @@ def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_the_second_call_tries_a_push_again_that_failed(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(publishing, "why_unreachable", lambda: "offline")
-    for _ in range(2):
-        assert train(run, "push_to_hub=true") == 0
-        assert "not published: the hub cannot be reached: offline" in "".join(capsys.readouterr())
-
-
-@pytest.mark.slow
 def test_a_push_that_was_interrupted_does_not_evaluate_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,13 +254,6 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
     assert "not the run that would have been that long" in said
     assert "exactness: bitwise; another run from here on (max_train_steps)\n" in said
     assert read_status(run).step == 8
-
-
-@pytest.mark.slow
-def test_a_run_that_already_has_more_steps_than_asked_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(run, "max_train_steps=4") == 0
-    told = "this run has taken 6 steps already, more than the 4 of max_train_steps: it ends here; restart_from=STEP"
-    assert told in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -463,31 +446,6 @@ def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", str(finished), "--merge", "svd", "--rank", "6"]
-    assert main([*words, "--to", str(tmp_path / "one"), "--json"]) == 0
-    scores = json.loads(capsys.readouterr().out)["scores"]
-    record = json.loads((finished / "evaluation.json").read_text())
-    assert scores["rows"] == 8
-    for name, exact, nll in zip(
-        ("agent0", "agent1", "agent2", "crowd"),
-        [*record["teacher_forced"]["exact_match"]["agents"], record["teacher_forced"]["exact_match"]["crowd"]],
-        [*record["nll"]["agents"], record["nll"]["crowd"]],
-        strict=True,
-    ):
-        assert scores[name]["exact_match"] == exact
-        assert scores[name]["nll"] == pytest.approx(nll, rel=1e-5)  # the batches are other ones
-    assert main([*words, "--to", str(tmp_path / "two")]) == 0
-    told, card = capsys.readouterr().out, (tmp_path / "two" / "README.md").read_text()
-    assert f"svd{scores['svd']['exact_match']:>25.3f}{scores['svd']['nll']:>10.4f}" in told
-    assert told[: told.index("8 rows of")] in card
-    assert "for 6 optimizer steps on `embedded`" in card
-    assert str(finished) not in card
-
-
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_taken(
     finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -526,17 +484,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_the_call_says_
     assert verify_folder(run / "final_checkpoint").step == 6
 
 
-@pytest.mark.slow
-def test_a_damaged_run_begins_again_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"):
-        flip_last_bit(run / name / "optimizer.safetensors")
-    assert train(run) == 1
-    assert train(run, "overwrite_output_dir=true") == 0
-    assert "a fresh start" in capsys.readouterr().out
-    assert read_status(run).status == "completed"
-    assert len(list((run / "overwritten/1/quarantine").iterdir())) == 3
-
-
 def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -546,15 +493,6 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
     assert "a folder has the name of a file that a run writes: status.json" in told
     assert "Traceback" not in told
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
-
-
-@pytest.mark.slow
-def test_a_target_module_that_the_base_lacks_is_refused_by_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train(tmp_path / "run", "lora_target_modules=[q_proj,v_porj]", "max_train_steps=1") == 0
-    told = "".join(capfd.readouterr())
-    assert "warning: lora_target_modules: this model has no v_porj (did you mean v_proj?)" in told
 
 
 @pytest.mark.fast_cases(3)
@@ -637,14 +575,6 @@ def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
     assert train(tmp_path / "run", *keys, "max_train_steps=1", "eval_steps=null") == 0
     told = f"{copies} of the {copies + 4} rows to evaluate on are rows to train on" in capsys.readouterr().out
     assert told == bool(copies)
-
-
-def test_rows_without_a_usable_column_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "odd.jsonl"
-    data.write_text('{"colour": "blue"}\n')
-    assert train(tmp_path / "run", f"dataset_name={data}") == 2
-    assert "colour" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

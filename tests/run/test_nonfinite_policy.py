@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ci_llm.config import Config
 from ci_llm.core.run_folder import BadBatch
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.step.nonfinite import Findings, findings_of
@@ -20,10 +19,6 @@ def after(steps: str, agent: AgentRecovery | None = None, start: int = 0) -> Age
     for step, kind in enumerate(steps, start):
         agent = agent.after(step, kind == "x", BOUNDS)
     return agent
-
-
-def test_an_agent_that_is_always_finite_keeps_its_initial_state() -> None:
-    assert after("." * 100) == AgentRecovery()
 
 
 def test_each_nonfinite_step_cuts_the_rate_and_a_finite_one_ends_the_count() -> None:
@@ -93,23 +88,12 @@ def test_a_dropped_agent_does_not_count_as_an_overflow() -> None:
     assert (state.loss_scale, state.clean_steps, state.skipped) == (8.0, 2, (1, 2))
 
 
-def test_a_state_without_healing_keys_reads_as_that_of_a_healthy_run() -> None:
-    older = {key: value for key, value in TrainState(skipped=(0, 0)).to_dict().items() if key != "healing"}
-    assert TrainState.from_dict(older).recovery == RecoveryState(agents=(AgentRecovery(), AgentRecovery()))
-
-
 def test_a_finite_step_of_a_run_without_faults_changes_nothing() -> None:
     recovery = RecoveryState(agents=(AgentRecovery(),) * 2)
     assert recovery.after(5, [], BOUNDS) == recovery
     assert (recovery.lr_factor(0), recovery.limit(8), recovery.is_bad_batch(5, lambda _: [1])) == (1.0, 8, False)
     assert (recovery.micro_batch_size, recovery.recompute) == (None, False)
     assert replace(recovery, micro_batch_size=4).limit(8) == 4
-
-
-def test_the_bounds_are_those_of_the_configuration() -> None:
-    config = Config()
-    told = (config.nonfinite_lr_factor, config.max_consecutive_nonfinite, config.good_after_steps)
-    assert Bounds(*told) == Bounds()
 
 
 def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:

@@ -162,10 +162,3 @@ def test_a_common_eval_dataset_scores_all_agents(trials: Trials, entries: list[s
     evaluation = json.loads((folder / "run/evaluation.json").read_text())
     assert "sets" not in evaluation
     assert evaluation["n"] == 4
-
-
-def test_epochs_are_counted_by_the_agent_with_the_most_rows(trials: Trials, entries: list[str]) -> None:
-    folder = complete(
-        trials, CELL, *entries[:2], max_train_steps="null", epochs=1, generation_eval_samples=0, eval_steps="null"
-    )
-    assert "5 steps, 2.57, 1 epochs" in (folder / "run/training.log").read_text()

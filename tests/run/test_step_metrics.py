@@ -40,12 +40,6 @@ def test_losses_are_means_over_tokens_and_norms_over_steps() -> None:
     }
 
 
-def test_a_single_step_is_reported_as_it_is() -> None:
-    means = after((7, [0.1, 0.7, 0.3], [0.1, 0.3])).means()
-    assert means["train/agent0/loss"] == 0.1 / 7
-    assert means["train/agent1/grad_norm"] == torch.tensor(0.3).item()
-
-
 def test_a_step_that_is_not_finite_for_an_agent_does_not_count_for_it() -> None:
     means = after(STEPS[0], (30, [math.nan, 60.0, math.nan], [math.inf, 5.0])).means()
     assert (means["train/agent0/loss"], means["train/agent0/grad_norm"], means["train/diversity"]) == (1.0, 1.0, 0.1)
@@ -74,12 +68,6 @@ def test_a_checkpoint_in_the_middle_carries_the_sums_to_the_last_bit(cut: int) -
     resumed = StepMetrics(2, CPU)
     resumed.load(saved)
     assert after(*STEPS[cut:], into=resumed).means() == after(*STEPS).means()
-
-
-def test_the_manifest_of_an_older_checkpoint_holds_no_sums() -> None:
-    resumed = StepMetrics(2, CPU)
-    resumed.load({"epoch": 1.0})
-    assert resumed.means() == {}
 
 
 def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,23 +118,6 @@ def test_another_start_takes_the_same_without_a_trial(trial: Any, cache: Path) -
     assert trial({1: 1.3, 2: 1.1, 3: 1.0})[2] == 3, "another number of cores"
 
 
-@pytest.mark.parametrize("text", ["{}", "no JSON", '{"threads": 7}', '{"threads": null}'])
-def test_what_the_cache_cannot_tell_is_tried_again(trial: Any, cache: Path, text: str) -> None:
-    trial({1: 1.0, 2: 1.3})
-    (record,) = cache.iterdir()
-    record.write_text(text)
-    machine, _, threads = trial({1: 1.3, 2: 1.0})
-    assert (bool(machine.tried), threads) == (True, 2)
-
-
-def test_a_cache_that_cannot_be_written_is_said(trial: Any, cache: Path) -> None:
-    cache.parent.write_text("a file in its place")
-    _, line, threads = trial({1: 1.3, 2: 1.0})
-    assert threads == 2
-    assert "the next start tries again" in line
-    assert str(cache) in line
-
-
 @pytest.mark.parametrize("processes", [alone(1), alone(8, chooses=False), alone(8, peers=lambda own: [own, 1])])
 def test_nothing_is_tried_where_nothing_is_to_choose(trial: Any, processes: Any, cache: Path) -> None:
     """One core, a number that OMP_NUM_THREADS gives, a process that has one of these."""
@@ -245,17 +228,6 @@ def test_a_resume_takes_the_number_of_its_checkpoint(
     assert train(tmp_path, *longer, "max_train_steps=6", "cpu_threads=1") == 0
     assert "exactness: sample-exact (threads 2 -> 1" in capsys.readouterr().out
     assert threads_of(tmp_path, 6) == 1
-
-
-@pytest.mark.slow
-def test_a_number_in_the_environment_is_taken_without_a_trial(
-    two_cores: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two_cores.setenv("OMP_NUM_THREADS", "2")
-    two_cores.setattr(thread_trial, "time", clock := Favour(1))
-    assert train(tmp_path) == 0
-    assert "threads   " not in capsys.readouterr().out
-    assert (threads_of(tmp_path), clock.asked) == (2, 0)
 
 
 @pytest.mark.slow

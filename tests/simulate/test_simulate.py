@@ -61,14 +61,6 @@ def test_a_table_has_the_best_interval_and_the_bound(capsys: pytest.CaptureFixtu
         assert part in said
 
 
-def test_a_shorter_recovery_is_asked_for_only_where_it_would_help(capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["work=2h", "repeats=1", "step=60", "nodes=10"]
-    assert main([*few, "walltime=1h"]) == 0
-    assert "99.00 % is out of reach, however short the recovery: saves, preemptions and" in capsys.readouterr().out
-    assert main([*few]) == 0
-    assert "99.00 %" not in capsys.readouterr().out.partition("best: ")[2], "only the start of a short job is missing"
-
-
 @pytest.mark.slow
 def test_json_and_the_page_have_the_results_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
