@@ -21,6 +21,7 @@ from ci_llm.base.files import _count_parameters
 from ci_llm.base.load import load_architecture, load_base
 from ci_llm.core.durable import PARTIAL
 from ci_llm.errors import ModelError
+from tests.support.campaign import drawn
 from tests.support.gguf_files import TEMPLATE, TOKENS, Kind, write_gguf
 
 
@@ -35,12 +36,12 @@ def kept(cache: Path) -> list[Path]:
     return [path for path in cache.rglob("*") if not path.is_dir() and path.name != "lock"]
 
 
+KINDS = {Kind.F32: torch.bfloat16, Kind.BF16: torch.bfloat16, Kind.Q8_0: torch.float32, Kind.Q4_1: torch.float32}
+FILES = [(architecture, kind, dtype) for architecture in ("llama", "qwen2") for kind, dtype in KINDS.items()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(Kind.F32, torch.bfloat16), (Kind.BF16, torch.bfloat16), (Kind.Q8_0, torch.float32), (Kind.Q4_1, torch.float32)],
-)
+@pytest.mark.parametrize(("architecture", "kind", "dtype"), drawn(FILES, 3))
 def test_the_plain_folder_has_the_numbers_of_the_file(
     architecture: str, kind: gguf.GGMLQuantizationType, dtype: torch.dtype, tmp_path: Path
 ) -> None:

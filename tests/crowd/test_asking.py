@@ -22,7 +22,6 @@ from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.lora.passes import Head
-from tests.support.campaign import first_fast
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 from tools.testbed.events import DEADLINE_S
 
@@ -126,7 +125,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(crowd: Crow
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", first_fast(["####", ["\n"], ["=1", "=2", "0\n"], ["no such text"]]))
+@pytest.mark.parametrize("stop", ["####", ["=1", "=2", "0\n"]])
 def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
     crowd: Crowd, detailed: list[Answer], stop: Any
 ) -> None:
@@ -143,9 +142,7 @@ def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
         assert answer.tokens == pytest.approx(whole.tokens[: len(answer.tokens)]) or answer.answer == whole.answer
         assert answer.complete or answer.answer == whole.answer
     assert [answer.answer for answer in found] == crowd.generate(QUESTIONS, stop_strings=stop, **SHORT)
-    assert any(a.answer != whole.answer for a, whole in zip(found, detailed, strict=True)) is (
-        "no such text" not in stop
-    )
+    assert any(a.answer != whole.answer for a, whole in zip(found, detailed, strict=True))
 
 
 def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
@@ -185,9 +182,7 @@ def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "choices", first_fast([{}, {"stop_strings": ["####"]}, {"stop_strings": "=2"}, {"do_sample": True, "seed": 5}])
-)
+@pytest.mark.parametrize("choices", [{"stop_strings": ["####"]}, {"do_sample": True, "seed": 5}])
 def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, Any]) -> None:
     for question in QUESTIONS[:3]:
         stream = crowd.stream(question, **SHORT, **choices)

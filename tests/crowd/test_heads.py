@@ -29,6 +29,7 @@ from ci_llm.lora.heads import SCORE
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
+from tests.support.campaign import sampled, sampled_cases
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -106,16 +107,19 @@ def compare(crowd: Crowd, objective: Any, units: Sequence[Unit], model: Any, los
     assert not torch.equal(head_moved, crowd.agents.agent_tensors(0)[SCORE])
 
 
+REWARDS: Final = (
+    (torch.float32, None, None),
+    (torch.float32, 0.3, (0.5, 0.0, 2.0, -1.0)),
+    (torch.float64, 0.3, None),
+    (torch.float64, None, (0.5, 0.0, 2.0, -1.0)),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize(
     ("dtype", "center", "margins"),
-    [
-        (torch.float32, None, None),
-        (torch.float32, 0.3, (0.5, 0.0, 2.0, -1.0)),
-        (torch.float64, 0.3, None),
-        (torch.float64, None, (0.5, 0.0, 2.0, -1.0)),
-    ],
+    sampled_cases(REWARDS, REWARDS[1:3]),
     ids=str,
 )
 def test_rewards_are_learned_as_by_trl(
@@ -166,7 +170,7 @@ def test_rewards_are_learned_as_by_trl(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_norms")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64], [torch.float64]), ids=str)
 @pytest.mark.parametrize(("name", "labels"), [("classification", (0, 2, 1, 2)), ("regression", (0.5, -2, 1, 3.25))])
 def test_labels_are_learned_as_by_transformers(name: str, labels: tuple[float, ...], dtype: torch.dtype) -> None:
     from peft import get_peft_model

@@ -74,8 +74,7 @@ def test_no_page_loads_from_another_server(site: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-@pytest.mark.parametrize("page", ["index", "messages"])
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
+@pytest.mark.parametrize(("page", "width", "scheme"), [("index", 1200, "dark"), ("messages", 390, "light")])
 def test_a_browser_shows_it_without_a_complaint(
     page: str, width: int, scheme: str, address: str, tmp_path: Path
 ) -> None:

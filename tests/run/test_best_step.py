@@ -151,16 +151,15 @@ def test_a_run_ends_with_its_patience_and_its_result_is_the_best_step(undisturbe
     assert (status.status, status.step, status.best_step) == ("completed", LAST, BEST)
 
 
-@pytest.mark.parametrize(
-    "fate",
-    [
-        Fate("SIGKILL", steps=5, committed=3),  # the best is behind, one evaluation without a better one is counted
-        pytest.param(Fate("SIGKILL", steps=2, micro_step=None), marks=pytest.mark.slow),  # before the best is known
-        pytest.param(Fate("SIGTERM", steps=4, micro_step=None), marks=pytest.mark.slow),  # counted by the next attempt
-        Fate("SIGKILL", steps=LAST, micro_step=None, committed=6),  # in the evaluation that ends it
-    ],
-    ids=str,
-)
+FATES = [
+    Fate("SIGKILL", steps=5, committed=3),  # the best is behind, one evaluation without a better one is counted
+    Fate("SIGKILL", steps=2, micro_step=None),  # before the best is known
+    Fate("SIGTERM", steps=4, micro_step=None),  # counted by the next attempt
+    Fate("SIGKILL", steps=LAST, micro_step=None, committed=6),  # in the evaluation that ends it
+]
+
+
+@pytest.mark.parametrize("fate", sampled(FATES, FATES[::3]), ids=str)
 def test_a_run_that_was_killed_finds_the_same_best_step_and_the_same_end(
     trials: Trials, undisturbed: Path, fate: Fate
 ) -> None:

@@ -309,8 +309,6 @@ def test_another_version_of_a_library_is_named_and_not_refused(
             "sample-exact (fused_optimizer True -> False); another run from here on (learning_rate)\n",
         ),
         (["max_train_samples=10"], "bitwise; another run from here on (max_train_samples, training rows)\n"),
-        (["fused_optimizer=false"], "sample-exact (fused_optimizer True -> False)"),
-        (["batch_size=2"], "sample-exact (micro_batch 4 -> 2)"),
         (["logging_steps=1"], "bitwise\n"),
     ],
 )
@@ -563,24 +561,22 @@ def test_other_rows_under_the_name_of_the_old_ones_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [0, 2])
 def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
-    copies: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
     rows = [f'{{"question": "What is {n}?", "answer": "It is {n}"}}\n' for n in range(12)]
     data.write_text("".join(rows[:8]))
-    held_out.write_text("".join([*rows[:copies], *rows[8:]]))
+    held_out.write_text("".join([*rows[:2], *rows[8:]]))
     keys = [f"dataset_name={data}", f"eval_dataset_name={held_out}", "generation_eval_samples=0", "eval_samples=6"]
     assert train(tmp_path / "run", *keys, "max_train_steps=1", "eval_steps=null") == 0
-    told = f"{copies} of the {copies + 4} rows to evaluate on are rows to train on" in capsys.readouterr().out
-    assert told == bool(copies)
+    assert "2 of the 6 rows to evaluate on are rows to train on" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damaged", [None, "status.json", "beginning.json"])
+@pytest.mark.parametrize("damaged", ["status.json", "beginning.json"])
 def test_an_interrupted_run_is_saved_and_resumes_to_the_same_bits(
-    damaged: str | None,
+    damaged: str,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -599,13 +595,12 @@ def test_an_interrupted_run_is_saved_and_resumes_to_the_same_bits(
     status = read_status(folder)
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3)
     assert "step 3 is saved" in capsys.readouterr().out
-    if damaged:
-        file = folder / damaged
-        file.write_bytes(b"\x00" + file.read_bytes()[1:])
+    file = folder / damaged
+    file.write_bytes(b"\x00" + file.read_bytes()[1:])
     assert train(folder) == 0
     said = capsys.readouterr().out
     assert "exactness: bitwise" in said
-    assert damaged is None or damaged in said
+    assert damaged in said
     assert read_status(folder).status == "completed"
     for name in ("optimizer.safetensors", "rng.safetensors", "agent1/adapter_model.safetensors"):
         assert (folder / "final_checkpoint" / name).read_bytes() == (finished / "final_checkpoint" / name).read_bytes()

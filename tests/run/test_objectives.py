@@ -17,6 +17,7 @@ from ci_llm.cli.main import main
 from tests.run.test_own_settings import keys
 from tests.support import small_run
 from tests.support.agent_facts import facts_of
+from tests.support.campaign import sampled, sampled_cases
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def complete(trials: Trials, cell: Cell, **more: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", sampled(KILLED, ("dpo", "classification")))
 def test_killed_and_resumed(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
@@ -88,7 +89,7 @@ def test_killed_and_resumed(
     assert not differences(account(undisturbed[name]), account(folder))
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", sampled(KILLED, ("kto", "reward")))
 def test_an_agent_ends_as_it_would_alone(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
@@ -103,19 +104,18 @@ def test_an_agent_ends_as_it_would_alone(
         assert any(part in fact for fact in alone), part
 
 
-@pytest.mark.parametrize(
-    ("name", "cell", "more"),
-    [
-        ("kto", Cell(accumulation=1, ranks=2), {}),
-        ("kto", Cell(accumulation=4), {"batch_size": 1}),
-        ("orpo", Cell(accumulation=4), {"batch_size": 1}),
-        ("orpo", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
-        ("reward", Cell(accumulation=1, ranks=2), {}),
-        ("reward", Cell(accumulation=4), {"batch_size": 1}),
-        ("classification", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
-    ],
-    ids=str,
-)
+SPLIT: Final[list[tuple[str, Cell, dict[str, Any]]]] = [
+    ("kto", Cell(accumulation=1, ranks=2), {}),
+    ("kto", Cell(accumulation=4), {"batch_size": 1}),
+    ("orpo", Cell(accumulation=4), {"batch_size": 1}),
+    ("orpo", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
+    ("reward", Cell(accumulation=1, ranks=2), {}),
+    ("reward", Cell(accumulation=4), {"batch_size": 1}),
+    ("classification", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
+]
+
+
+@pytest.mark.parametrize(("name", "cell", "more"), sampled_cases(SPLIT, SPLIT[::3]), ids=str)
 def test_a_step_does_not_depend_on_processes_and_micro_batches(
     trials: Trials, data: Mapping[str, dict[str, Any]], name: str, cell: Cell, more: dict[str, Any]
 ) -> None:

@@ -21,6 +21,7 @@ from ci_llm.run import thread_trial
 from ci_llm.run.thread_trial import choose_threads
 from tests.run.test_first_wave import digests
 from tests.support import small_run
+from tests.support.campaign import sampled
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import train_watched
 
@@ -260,7 +261,7 @@ def train_on_many_cores(folder: str, arguments: list[str], fate: None) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "layers"])
+@pytest.mark.parametrize("sharding", sampled(["none", "layers"], ["layers"]))
 def test_all_processes_take_one_number(server: ForkServer, tmp_path: Path, sharding: str) -> None:
     """The times differ, and each would choose another one: the smallest of those that are slow on one of them."""
     arguments = [*small_run.WORDS, "max_train_steps=2", "output_dir=run", f"base_sharding={sharding}"]
