@@ -105,16 +105,6 @@ def test_the_rule_asks_for_an_interval_above_zero(study: Study, crowd: list[floa
     assert verdict(ways_of(study.lines)).startswith(told)
 
 
-def test_pairs_are_of_the_same_seed_and_row(study: Study) -> None:
-    """Seeds differ by ten nats, rows by one: the gain over the same seed is even."""
-    lines = [line(study, STEPS, Regime(64, seed), {SINGLE: [10.0 * seed, 10.0 * seed + 1]}) for seed in (1, 2, 4)]
-    lines += [line(study, BOTH_CROWDS, Regime(64, 2), {EQUAL: [19.0, 20.0]})]
-    write(study, *lines)
-    ways = ways_of(study.lines)
-    assert ways[EQUAL].gain_over(ways[SINGLE]) == pytest.approx((0.5, 0.0))
-    assert ways[EQUAL].gains_over(ways[SINGLE]) == pytest.approx([0.5])
-
-
 @pytest.mark.slow
 def test_an_arm_is_trained_judged_and_written_once(
     stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -81,19 +81,6 @@ def test_a_vote_on_answers_known_by_hand(
     assert vote.winner(answers, [math.log(each) + rest for each in probabilities]) == wins
 
 
-def test_four_aggregators_vote_and_self_consistency_draws_samples() -> None:
-    assert [name for name in AGGREGATORS if find_vote(name)] == [
-        "majority",
-        "rerank",
-        "self_consistency",
-        "weighted_vote",
-    ]
-    drawn = find_vote("self_consistency")
-    assert drawn is not None
-    assert drawn.samples == 4
-    assert drawn.temperature < 1
-
-
 @torch.no_grad()
 def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
     """The log-probability of a text under the mean of the agents, by K full passes over this text alone."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
+from ci_llm.crowd.answers import AnswerStyle, final_answer, majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.scoring import AnswerScores, Questions, paired_gain, score_answers
@@ -69,26 +69,6 @@ def test_final_answer(text: str, style: AnswerStyle, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("references", "style"),
-    [
-        (["a\n#### 1", "#### 2"], "marked"),
-        (["a\n#### 1", "2"], "number"),
-        (
-            ["The answer is 1,234.", "$5", "50 %", "-5", "-$1,234.50", "x = .5", "+3", "=42", "Answer:42", "US$5"],
-            "number",
-        ),
-        # A number that is only the last part of the answer: 1/4 would be as right as 3/4.
-        *((["7", text], "text") for text in ("3/4", "2024-05-06", "9:30", "1e3", "1e-3", "2^10", "2*3", "10-3!")),
-        *((["7", text], "text") for text in ("1,2", "1.234,50", "v1.2.3", "x-5", "B52", "$3-$5", "2+3", "Answer:9:30")),
-        (["The answer is 1.", "Paris"], "text"),
-        (["in 1990 in Paris"], "text"),
-    ],
-)
-def test_style_is_read_off_all_references(references: list[str], style: AnswerStyle) -> None:
-    assert style_of(references) == style
-
-
-@pytest.mark.parametrize(
     ("answers", "crowd", "winner"),
     [
         (["1", "2", "2"], "1", "2"),  # a majority needs no crowd
@@ -114,15 +94,6 @@ def test_record_pairs_the_gains_over_rows() -> None:
     assert exact["crowd_minus_mean"]["interval95"] is None, "of four rows"
     assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25)
     assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
-
-
-def test_the_best_agent_is_chosen_on_the_rows_that_the_gains_are_over() -> None:
-    """An agent trained on fewer and easier rows is not better: all agents answer all rows."""
-    right = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
-    sets = [AnswerScores(right[:, :1]), AnswerScores(right[:, 1:])]
-    exact = AnswerScores.of_sets(sets, of_agent=[0, 1]).record()["exact_match"]
-    assert exact["agents"] == [1.0, pytest.approx(2 / 3)]
-    assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25), "over the second, which has two of four"
 
 
 @pytest.mark.parametrize(
@@ -212,13 +183,3 @@ def test_only_rows_with_a_question_and_a_complete_answer_are_used(crowd: Crowd, 
     assert test.answers[-1] == "d"
     assert prompter.text(test.prompts[-1]) == "a\nbc\n"
     assert len(Questions.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
-
-
-def test_questions_are_spread_over_the_rows(crowd: Crowd, prompter: Prompter) -> None:
-    rows = list(examples(prompter, 10))
-    found = Questions.of(rows, prompter, crowd, 4, max_seq_length=256).prompts
-    assert found == [rows[i].input_ids[: len(ids)].tolist() for i, ids in zip((0, 2, 5, 7), found, strict=True)]
-    assert len(Questions.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
-    assert len(Questions.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0
-    both = [range(7), range(7, 10)]
-    assert Questions.of(rows, prompter, crowd, 2, max_seq_length=256, sets=both).rows == [0, 3, 7, 8], "two of each set"

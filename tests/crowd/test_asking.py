@@ -92,18 +92,6 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
 
 
 @pytest.mark.slow
-def test_a_truncated_answer_is_marked_as_truncated(crowd: Crowd, detailed: list[Answer]) -> None:
-    ended = next(answer for answer in detailed if answer.complete)
-    [again] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens) - 1)
-    assert (again.answer, again.complete) == (ended.answer, False), "without room for the end it is not known"
-    [cut] = crowd.generate(ended.prompt, details=True, max_new_tokens=3)
-    assert not cut.complete
-    assert len(cut.tokens) == 3
-    [whole] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens))
-    assert whole.complete
-
-
-@pytest.mark.slow
 def test_answers_arrive_by_batch_and_do_not_depend_on_its_size(crowd: Crowd, detailed: list[Answer]) -> None:
     found = answers(crowd, QUESTIONS, options_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
     assert isinstance(found, Iterator)
@@ -112,13 +100,6 @@ def test_answers_arrive_by_batch_and_do_not_depend_on_its_size(crowd: Crowd, det
     assert first.confidence == pytest.approx(detailed[0].confidence, abs=1e-4)
     assert [answer.answer for answer in found] == [answer.answer for answer in detailed[1:]]
     assert crowd.generate([], details=True) == []
-
-
-def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(crowd: Crowd) -> None:
-    limit = crowd.model.config.max_position_embeddings
-    with pytest.raises(DataError, match=rf"a prompt has \d+ tokens, and the base reads {limit}") as caught:
-        next(answers(crowd, [*QUESTIONS, "Ann has 3 pens. " * limit], options_of(crowd), batch_size=1))
-    assert caught.value.where == "prompt 5 (counted from 0)"
 
 
 # Stop strings
@@ -143,12 +124,6 @@ def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
         assert answer.complete or answer.answer == whole.answer
     assert [answer.answer for answer in found] == crowd.generate(QUESTIONS, stop_strings=stop, **SHORT)
     assert any(a.answer != whole.answer for a, whole in zip(found, detailed, strict=True))
-
-
-def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
-    [answer] = crowd.generate(QUESTIONS[0], details=True, stop_strings="\n", **SHORT)
-    assert 0 < len(answer.tokens) < 12, "the rest of the line was generated for nothing"
-    assert answer.complete
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [5], {"role": "user", "content": "a"}])

@@ -12,10 +12,8 @@ from ci_llm.base.load import load_base
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.pretrained import open_base
-from ci_llm.crowd.scoring import Scores, judged_by, score
-from ci_llm.data.encoder import Encoder
+from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.lora.layer import LoraSettings
 from tests.support.crowds import disturbed_crowd
 from tools.testbed.tiny import base, batch
@@ -62,34 +60,6 @@ def test_a_base_that_was_opened_answers_as_the_plain_model_does() -> None:
     crowd = disturbed_crowd()
     with crowd.without_agents():
         assert crowd.generate(prompt, max_new_tokens=12) == [wanted]
-
-
-SHORT = Chat((Message("user", "What is it?"), Message("assistant", "a bird")))
-LONG = Chat((Message("user", "What is it?"), Message("assistant", "It is a bird that a box of Leo has in the day")))
-TURNS = Chat((*SHORT.messages, *SHORT.messages))
-PLAIN = Completion(None, "Ann has 5 pens. Leo goes home.")
-MARKED = Chat((Message("user", "How many?"), Message("assistant", "2*3=6\n6+1=7\n7 and 7 and 7 and 7 and 7\n#### 7")))
-
-
-@pytest.mark.fast_cases(4)
-@pytest.mark.parametrize(
-    ("rows", "judge"),
-    [
-        ([SHORT], "exact_match"),
-        ([MARKED], "exact_match"),
-        ([LONG], "nll"),
-        ([TURNS], "nll"),
-        ([PLAIN], "nll"),
-        ([SHORT, SHORT, LONG], "exact_match"),
-        ([SHORT, LONG, LONG], "nll"),
-        ([SHORT, SHORT, TURNS], "exact_match"),
-        ([SHORT, PLAIN], "nll"),
-    ],
-)
-def test_rows_decide_how_they_are_scored(rows: list[Any], judge: str) -> None:
-    tokenizer = load_base("embedded").tokenizer
-    encoder = Encoder(tokenizer)
-    assert judged_by([encoder.encode(row) for row in rows], Prompter(tokenizer)) == judge
 
 
 def test_the_gain_in_nll_is_the_difference_of_the_nlls() -> None:

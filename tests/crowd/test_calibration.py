@@ -24,7 +24,6 @@ from ci_llm.crowd.answers import (
     fit_temperature,
     learn,
     learn_temperature,
-    learn_weights,
     signals,
 )
 from ci_llm.crowd.asking import Answer, prompter_of
@@ -33,7 +32,7 @@ from ci_llm.crowd.pretrained import weights_fingerprint
 from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
-from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tests.support.crowds import disturbed_crowd, save_crowd
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
 SHORT: Any = {"max_new_tokens": 24}
@@ -80,21 +79,6 @@ def test_the_logistic_fit_is_at_its_optimum() -> None:
     for step in ((1e-3, 0, 0), (-1e-3, 0, 0), (0, 1e-3, 0), (0, -1e-3, 0), (0, 0, 1e-3), (0, 0, -1e-3)):
         a, b, c = step
         assert loss((found.coefficients[0] + a, found.coefficients[1] + b), found.intercept + c) > best
-
-
-def test_fitted_weights_have_the_greatest_likelihood() -> None:
-    log_probs = torch.rand(2, 500, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log()
-    log_probs[0] += 0.3  # the first agent predicts better
-    weights = learn_weights(log_probs, concentration=1e-6)
-    assert sum(weights) == pytest.approx(1)
-
-    def nats(first: float) -> float:
-        mixed = first * log_probs[0].exp() + (1 - first) * log_probs[1].exp()
-        return -float(mixed.log().sum())
-
-    assert weights[0] > 0.5
-    assert nats(weights[0]) <= min(nats(weights[0] + 0.01), nats(weights[0] - 0.01))
-    assert learn_weights(log_probs, concentration=1e9) == pytest.approx((0.5, 0.5), abs=1e-5)
 
 
 def test_the_fitted_temperature_has_the_lowest_nll() -> None:
@@ -148,30 +132,6 @@ def test_a_calibration_fitted_on_targets_lowers_their_nll(crowd: Crowd) -> None:
 
 
 # How it is used
-
-
-@pytest.mark.slow
-def test_answers_carry_the_probability_that_they_are_right(
-    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert {answer.probability_right for answer in plain} == {None}
-    made = calibration_of(plain)
-    monkeypatch.setattr(crowd, "calibration", made)
-    found = crowd.generate(QUESTIONS, details=True, **SHORT)
-    assert [a.answer for a in found] == [a.answer for a in plain], "a calibration changes no answer"
-    for answer in found:
-        assert answer.probability_right == pytest.approx(made.right(signals(answer.tokens)))
-        assert (answer.agents_asked, answer.abstained) == (K, False)
-    [other] = crowd.generate(QUESTIONS[0], details=True, aggregator="logit", **SHORT)
-    assert other.probability_right is None, "it was fitted on answers of another aggregator"
-    least = sorted(answer.probability_right or 0 for answer in found)
-    limit = (least[2] + least[3]) / 2  # without the agents' own rows, the products round otherwise
-    some = crowd.generate(QUESTIONS, abstain_below=limit, **SHORT)
-    assert [text == "" for text in some] == [(answer.probability_right or 0) < limit for answer in found]
-    assert sum(text == "" for text in some) == 3
-    with crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT) as stream:
-        assert list(stream) == []
-        assert stream.result.abstained
 
 
 # How it is kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
-from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.crowd import distilling
 from ci_llm.crowd.distilling import distil
@@ -102,28 +100,3 @@ def test_distilling_leaves_base_and_generators_unchanged_and_repeats_exactly(
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name)
     assert crowd.num_agents == K
     crowd.detach()
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--merge", "svd", "--steps", "3"], "only a distillation takes this"),
-        (["--merge", "distilled", "--rank", "3"], "a distillation does not take this"),
-        (["--merge", "distilled", "--soft", "2", "--steps", "0"], "--steps must be at least 1; --soft is a share"),
-        (["--merge", "distilled", "--prompts", "nowhere.txt"], "there is no such file"),
-        (["--merge", "distilld"], "there is no merge 'distilld'"),
-    ],
-)
-def test_a_bad_call_is_refused_before_anything_is_loaded(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "x"), *words]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_a_crowd_without_a_run_has_no_rows_to_distil_on(
-    saved: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_crowd(disturbed_crowd(), tmp_path / "crowd")
-    assert main(["export", str(folder), "--to", str(tmp_path / "x"), "--merge", "distilled"]) == 2
-    assert "no run trained these agents" in capsys.readouterr().err

@@ -24,18 +24,16 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.crowd import exporting
-from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merging import merge_of
 from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import ModelError
 from ci_llm.lora.layer import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
 from tests.evaluation.trials import train
-from tests.report.folders import leave_status
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.tiny import base
@@ -209,29 +207,6 @@ def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path,
     assert not list((tmp_path / "whole").glob("adapter*"))
 
 
-def test_a_card_names_ranks_and_bases() -> None:
-    card = crowd_card(CardFacts("Qwen/Qwen2.5-0.5B", [8, 20], trained=" for 5 optimizer steps on `openai/gsm8k`"))
-    assert "base_model: Qwen/Qwen2.5-0.5B" in card
-    assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
-    assert "--lora-modules $(for k in {0..1}; do echo agent$k=$PWD/agent$k; done)" in card
-    assert "base = AutoModelForCausalLM.from_pretrained" in card
-    whole = crowd_card(CardFacts("user/vision", [8], opened_with="AutoModelForImageTextToText"))
-    assert 'base = AutoModelForImageTextToText.from_pretrained("user/vision")' in whole
-    local = crowd_card(CardFacts("/data/my models/base", [8]))
-    assert "base_model:" not in local
-    assert "BASE=base   # its folder on your machine" in local
-    assert "/data" not in local
-    head = crowd_card(CardFacts("/data/my models/base", [8], num_labels=2, classes=("no", "yes")))
-    assert 'base = "base"  # its folder on your machine' in head
-    assert "from_pretrained(base, num_labels=2)  # no, yes" in head
-    assert [public_name(name) for name in ("/a/b.jsonl", "a/b.jsonl", "user/name", "embedded")] == [
-        "b.jsonl",
-        "b.jsonl",
-        "user/name",
-        "embedded",
-    ]
-
-
 @pytest.mark.slow
 def test_the_snippets_of_a_card_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in (("all", []), ("svd", ["--merge", "svd"]), ("whole", ["--merge", "svd", "--into-base"])):
@@ -312,16 +287,6 @@ def test_a_damaged_checkpoint_is_one_message_and_not_a_wrong_call(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_checkpoint_and_a_missing_path_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").mkdir()
-    leave_status(tmp_path / "run", "running", 3)
-    for name, message in (("run", "no checkpoint is committed yet"), ("gone", "there is no such folder")):
-        code, _, err = export(capsys, tmp_path / name, "--to", tmp_path / "out")
-        assert (code, message in err, "damaged" in err) == (2, True, False)
-
-
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ci_llm.core import durable
 
@@ -360,21 +325,6 @@ def test_a_crowd_opens_from_the_hubs_cache(
     assert torch.equal(opened.agents.weights, crowd.agents.weights)
     assert main(["generate", "someone/stories", "Ann has 3 pens.", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == crowd.generate("Ann has 3 pens.", max_new_tokens=3)[0] + "\n"
-
-
-def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where no run has left a ci_llm_output
-    with pytest.raises(BadInput) as caught:
-        Crowd.from_pretrained("someone/nothing")
-    assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in str(caught.value)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(BadInput, match=r"there is no such folder\n  where: runs/nothing\n.*ls runs"):
-        Crowd.from_pretrained("runs/nothing")
-    for path in (Path("someone/nothing"), "ci_llm_output/final_checkpoint", "run"):
-        with pytest.raises(BadInput, match="there is no checkpoint at this path: it does not exist"):
-            Crowd.from_pretrained(path)
 
 
 @pytest.mark.slow

@@ -23,10 +23,8 @@ from ci_llm.crowd.choosing import choose
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.decoding import Chosen, Decoding, Generated, Request, generate_key
 from ci_llm.crowd.generation import Wanted, generate_each
-from ci_llm.data.columns import find_form
 from ci_llm.data.encoder import Encoder
-from ci_llm.data.prompts import Prompter, form_of, last_answer
-from ci_llm.data.rows import Completion, Rows
+from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import LoraSettings
@@ -241,21 +239,6 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(
     assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / draws).sqrt() + 1e-9).all()
 
 
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
-        ({"top_k": 0}, "top_k must be at least 1"),
-        ({"max_new_tokens": 0, "aggregator": "median"}, "max_new_tokens must be .*; aggregator must be"),
-    ],
-)
-def test_values_out_of_range_are_refused_together(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Decoding(**choices)
-
-
 TEMPLATES = {
     "built in": None,
     "chatml": templates.CHATML,
@@ -278,33 +261,6 @@ def test_a_prompt_has_the_tokens_before_the_answer_in_training(template: str | N
     assert prompter.question(prompter.ids("Which of them?")).strip() == "Which of them?", "no words of the template"
     ends = {tokenizer.convert_ids_to_tokens(end) for end in prompter.ends}
     assert ends == ({"</s>", "<|im_end|>"} if "im_end" in (template or "") else {"</s>"})
-
-
-def test_a_prompt_keeps_the_think_block_that_its_template_opens() -> None:
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    tokenizer = templates.byte_tokenizer(templates.CHATML.replace(templates.PROMPT, prompt))
-    ids = Prompter(tokenizer).ids("q")
-    assert tokenizer.decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
-
-
-def test_plain_text_is_continued() -> None:
-    tokenizer = templates.byte_tokenizer(templates.CHATML)
-    prompter = Prompter(tokenizer, "text")
-    trained = Encoder(tokenizer).encode(Completion("Once ", "upon"))
-    assert prompter.ids("Once ") == trained.input_ids[: last_answer(trained).start].tolist()
-    assert tokenizer.decode(prompter.ids([{"role": "user", "content": "q"}])).startswith("<|im_start|>user")
-    assert prompter.text([*prompter.ids("<s>é!"), tokenizer.eos_token_id]) == "é!"
-
-
-def test_the_form_of_prompts_is_read_off_the_rows() -> None:
-    chats, texts = (
-        [{"question": "q", "answer": "a"}],
-        [{"prompt": "p", "completion": ""}, {"prompt": "p", "completion": "c"}],
-    )
-    for raw, form in ((chats, "chat"), (texts, "text")):
-        found = find_form(list(raw[0]))
-        assert found is not None
-        assert form_of(Rows(raw, found, "here")) == form
 
 
 def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> None:

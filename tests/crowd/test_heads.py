@@ -250,10 +250,6 @@ def test_heads_follow_their_agents_into_another_crowd_and_precision() -> None:
     assert [*crowd.heads] == ["agent0"]
 
 
-def test_heads_do_not_change_the_prediction_of_next_tokens() -> None:
-    assert crowd_of(CLASSES).choose_route() is None
-
-
 # ------------------------------------------------------------------------------------------ files and questions
 
 
@@ -334,20 +330,6 @@ def test_rewards_are_of_answers(tmp_path: Path) -> None:
         crowd.score("4")
     with pytest.raises(BadInput, match="2 prompts and 1 answers"):
         crowd.score(["2?", "3?"], ["4"])
-
-
-def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> None:
-    """Transformers pools the token before it."""
-    crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
-    crowd.model.config.pad_token_id = crowd.prompter.tokenizer.eos_token_id  # type: ignore[union-attr]
-    ids = torch.tensor([crowd.prompter.row("2 + 2?\n", "4").input_ids]).long()  # type: ignore[union-attr]
-    assert int(ids[0, -1]) == crowd.model.config.pad_token_id
-    [found] = crowd.score("2 + 2?\n", "4")
-    for k, score in enumerate(found.scores):
-        plain = crowd[k](input_ids=ids.expand(2, -1)).logits
-        assert score == pytest.approx(float(plain[0, 0]), abs=1e-5)
-    crowd.model.config.pad_token_id = 0
-    assert crowd.score("2 + 2?\n", "4")[0].scores != pytest.approx(found.scores)
 
 
 @pytest.mark.slow

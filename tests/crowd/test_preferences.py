@@ -409,27 +409,6 @@ def own_loss(e: Evidence) -> Tensor:
 own_loss.needs = Needs()  # type: ignore[attr-defined]
 
 
-def rated_by_a_head(e: Evidence) -> Tensor:
-    assert e.labels is not None
-    return (e.outputs[..., 0] - e.labels.double()) ** 2
-
-
-rated_by_a_head.needs = Needs("rated", head=True)  # type: ignore[attr-defined]
-
-
-def test_rated_rows_can_be_learned_by_a_head() -> None:
-    base = load_base("embedded")
-    crowd = Crowd(base.model, LoraSettings(num_agents=K, rank=RANK, outputs=1), "embedded", base.pad_id)
-    config = Config(objective=f"{__name__}:rated_by_a_head")
-    objective = Preferences(objective_of(config.objective, [config]), crowd)
-    assert objective.metric_names == ("rewards/chosen", "rewards/rejected")
-    rows = [unit_of([example([5, 6], [7])], good) for good in (True, False, True)]
-    loss = objective(crowd(pack(rows, range(3))), pack(rows, range(3)), 0)
-    assert loss.metrics is not None
-    assert loss.metrics[0, :, 1].tolist() == [2, 1]
-    assert loss.metrics[:, 0, 0].tolist() == pytest.approx((2 * loss.metrics[:, 1, 0]).tolist())  # the rows are equal
-
-
 def refused() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "dpo", {"loss_type": ["nca_pair"]}, "no loss_type nca_pair"
     yield "dpo", {"label_smoothing": 0.1}, "label_smoothing 0.1 does nothing"

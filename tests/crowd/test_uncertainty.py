@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import TokenUncertainty, agreement, decompose, of_text, token_uncertainty
+from ci_llm.crowd.answers import agreement, decompose, token_uncertainty
 
 
 def test_equal_agents_have_no_disagreement() -> None:
@@ -38,17 +38,6 @@ def test_a_token_has_its_probability_in_the_distribution_it_was_chosen_from() ->
         assert found[0].tolist() == [float(crowd[0, 1]), float(crowd[1, 0])]
     assert found[0, 0].exp().item() != pytest.approx(0.8), "the mean of logits is another distribution"
     assert found[1, 0].item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8))), "of the mean, always"
-
-
-def test_a_texts_probability_is_a_product_and_its_other_numbers_are_means() -> None:
-    whole = of_text([TokenUncertainty(0.5, 0.4, 0.3, 0.1), TokenUncertainty(0.125, 0.8, 0.3, 0.5)])
-    assert whole.confidence == pytest.approx(0.0625)
-    assert whole.log_probability == pytest.approx(math.log(0.0625))
-    assert whole.probability_per_token == pytest.approx(0.25)
-    assert (whole.entropy, whole.expected_entropy, whole.disagreement) == pytest.approx((0.6, 0.3, 0.3))
-    assert of_text([]).confidence == 1
-    impossible = of_text([TokenUncertainty(0.0, 0.0, 0.0, 0.0)])
-    assert (impossible.confidence, impossible.log_probability) == (0, -math.inf)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ci_llm.distributed import processes as process_group
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import DataError, LaunchError, ModelError, PeerLost
+from ci_llm.errors import LaunchError, ModelError, PeerLost
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
 from tools.testbed.forkserver import free_port
 
@@ -133,20 +133,6 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_suggested_command_starts_all_requested_processes(tmp_path: Path) -> None:
-    """On a machine without GPUs each process would otherwise believe that it is alone."""
-    with Child(SCRIPTS / "accelerate", "launch", "--num_processes=2", "--main_process_port=0", WORLD, tmp_path) as lone:
-        run_all([lone])
-    (one,) = told(tmp_path, 1)
-    line = one["notes"][0].splitlines()[-1]
-    assert "accelerate launch --multi_gpu --num_processes=2 " in line
-    (tmp_path / "main was here").unlink()
-    with Child("sh", "-c", line) as pasted:
-        run_all([pasted])
-    assert_one_world_of_two(tmp_path, "torchrun")
-
-
-@pytest.mark.slow
 def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     with Child(sys.executable, WORLD, tmp_path / "first", "wait") as first:
@@ -163,20 +149,6 @@ def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> N
 
 
 # In this process
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_error_in_main_first_is_raised_on_every_process(index: int) -> None:
-    told: list[str] = []
-    one: Any = SimpleNamespace(is_main_process=index == 0, wait_for_everyone=lambda: told.append("wait"))
-
-    def refuse() -> None:
-        told.append("block")
-        raise DataError("nothing is left")
-
-    with pytest.raises(DataError), Processes.main_process_first(one):
-        refuse()
-    assert told == (["block", "wait"] if index == 0 else ["wait", "block"])
 
 
 @pytest.mark.usefixtures("_own_world")

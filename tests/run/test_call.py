@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -182,23 +181,6 @@ def test_a_result_has_tables_of_its_scores_and_of_its_history(plain: Path) -> No
     }
     table = again._repr_html_()  # there is no report
     assert f"{nll['crowd']:.4g}" in table
-
-
-@pytest.mark.slow
-def test_the_curves_of_a_result_are_those_of_its_history(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = ci_llm.train(KEYS, output_dir=plain)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(ci_llm.CiLlmError, match="pip install matplotlib"):
-            again.plot()
-    pytest.importorskip("matplotlib", reason="there is no matplotlib; pip install matplotlib").use("agg")
-    axes = again.plot()
-    trained, held_out = (line.get_xydata().tolist() for line in axes.get_lines())
-    assert trained == [[step, loss] for step, loss in again.history["train/task_loss"].items()]
-    assert [point for point in held_out if point[0] in (2, 4)] == [
-        [step, loss] for step, loss in again.history["eval/crowd/nll"].dropna().items()
-    ]
-    assert axes.get_ylabel() == "nats per token"
 
 
 @pytest.mark.slow

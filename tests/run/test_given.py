@@ -304,33 +304,6 @@ def test_models_that_cannot_be_trained_on_are_refused_and_nothing_is_made(kind: 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda: {"model": loaded()[0]}, r"go together: model= is a LlamaForCausalLM, tokenizer= a NoneType"),
-        (lambda: {"tokenizer": loaded()[1]}, "go together: model= is a NoneType"),
-        (lambda: {"model": "embedded", "tokenizer": loaded()[1]}, "go together: model= is a NoneType"),
-        (lambda: {"model": loaded()[0], "tokenizer": "embedded"}, "tokenizer= a str"),
-        (
-            lambda: dict(zip(("model", "tokenizer"), loaded(), strict=True)) | {"model_dtype": "bf16"},
-            "model_dtype cannot be set beside a model that is loaded",
-        ),
-        (
-            lambda: dict(zip(("model", "tokenizer"), loaded(), strict=True)) | {"base_sharding": "layers"},
-            "base_sharding cannot be set beside",
-        ),
-        (lambda: {"model": "embedded", "model_name": "embedded"}, "model"),
-        (lambda: {"dataset_name": "a.jsonl"}, "dataset"),
-    ],
-)
-def test_arguments_that_do_not_go_together_are_refused(
-    arguments: Callable[[], dict[str, Any]], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ci_llm.CiLlmError, match=message):
-        ci_llm.train(dataset=ROWS, output_dir=tmp_path / "run", **{**SHORT, **arguments()})
-    assert not (tmp_path / "run").exists()
-
-
 # What a call shows
 
 

@@ -6,14 +6,13 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.core.run_status import RunStatus, read_status
-from ci_llm.run.step.step_metrics import FIRST, LOOKS, RECENT, Learning
+from ci_llm.core.run_status import read_status
+from ci_llm.run.step.step_metrics import FIRST, RECENT, Learning
 
 #: Losses, then gradient norms, of the agents in every step of real runs on the embedded base.
 CURVES: dict[str, list[list[float]]] = json.loads((Path(__file__).parents[1] / "fixtures/curves.json").read_text())
@@ -63,14 +62,6 @@ def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
     assert accused <= 1
 
 
-def test_rows_that_are_learned_give_no_gradient_and_no_warning() -> None:
-    learning = Learning(NAMES, 100)
-    for _ in range(LOOKS + 1):
-        learning.count([1e-4])
-        learning.look([0.0])
-    assert learning.warning() is None
-
-
 def test_a_nonfinite_loss_is_not_counted() -> None:
     learning = Learning(NAMES, 100)
     for _ in range(RECENT + FIRST):
@@ -90,17 +81,6 @@ def test_a_later_attempt_compares_with_the_beginning_of_the_run() -> None:
     for _ in range(RECENT):
         learning.count([0.5])
     assert learning.warning() is None
-
-
-def test_status_keeps_what_a_later_attempt_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunStatus(tmp_path, 1)
-    run.update(warning="nothing is learned", first_loss=1.5)
-    run.finish("completed")
-    found = read_status(tmp_path)
-    assert (found.warning, found.first_loss) == ("nothing is learned", 1.5)
-    assert main(["status", str(tmp_path)]) == 0
-    assert "warning: nothing is learned\n" in capsys.readouterr().out
-    assert replace(found, warning=None, first_loss=None).exit_code == 0
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,19 +71,6 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
 
 
-def test_a_run_called_from_python_suggests_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suggestions after a call were command lines with `--config /dev/null`."""
-    monkeypatch.chdir(ROOT)
-    command = partial(command_line, replace(LAUNCH, called_at=1.0))
-    own, toy = Config(model_name="there/base", dataset_name="there/rows"), Config()
-    longer, data = (line[11:].split("   ")[0] for line in next_steps(own, command)[-2:])
-    assert longer == "the same call of ci_llm.train with max_train_steps=..."
-    assert data == "the same call of ci_llm.train with dataset_name='my.jsonl', experiment_name='mine'"
-    [line] = [line for line in next_steps(toy, command) if line.startswith("own data")]
-    made = f"ci_llm.train(config={PRESET!r}, dataset_name='my.jsonl', experiment_name='mine')"
-    assert line.removeprefix("own data   ").startswith(made)
-
-
 LAUNCH = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
 
 
@@ -109,13 +95,3 @@ def test_the_suggested_longer_run_trains_further(
     log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
     [longer] = [line for line in caplog.messages if line.startswith("longer")]
     assert longer.endswith(f" {keys}   continues from here")
-
-
-def test_adapters_without_finite_scores_are_named_and_not_offered(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    record = evaluation(2, 8, 0.0, 20)
-    record["nll"]["agents"] = [float("nan"), 1.0]
-    log_next_steps(Config(), LAUNCH, record, {})
-    [said] = caplog.records
-    assert said.levelname == "WARNING"
-    assert said.getMessage().startswith("the scores of agent0 are not finite: these adapters cannot be used")

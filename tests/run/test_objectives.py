@@ -162,23 +162,6 @@ def test_an_older_run_keeps_whole_rows_and_sharing_prompts_is_not_a_bitwise_resu
     assert "exactness: bitwise" in train(4)
 
 
-def test_results_of_a_run_say_how_pairs_are_ranked(undisturbed: dict[str, Path]) -> None:
-    record = json.loads((undisturbed["dpo"] / "run/evaluation.json").read_text())
-    ranked = record["preferences"]
-    assert ranked["n"] == 4  # eval_samples of a cell
-    assert len(ranked["accuracies"]["agents"]) == 2
-    assert record["nll"]["crowd"] < record["base"]["nll"]
-    ranked = json.loads((undisturbed["reward"] / "run/evaluation.json").read_text())
-    assert ranked["measured_by"] == "heads"
-    assert ranked["preferences"]["accuracies"]["crowd"] == ranked["exact_match"]["crowd"]
-    assert "base" not in ranked
-    classes = json.loads((undisturbed["classification"] / "run/evaluation.json").read_text())["classes"]
-    assert {"accuracy", "f1", "calibration_error"} <= {*classes}
-    meta = json.loads((undisturbed["classification"] / "run/final_checkpoint/ci_llm_meta_config.json").read_text())
-    assert meta["head"] == {"reads": "texts", "num_labels": 2, "id2label": {"0": "even", "1": "odd"}}
-    assert "auroc" in json.loads((undisturbed["kto"] / "run/evaluation.json").read_text())["preferences"]
-
-
 def test_a_resume_recognises_the_start_that_agents_are_compared_with(
     trials: Trials,
     data: Mapping[str, dict[str, Any]],

@@ -18,8 +18,6 @@ from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 
-#: 12 steps of 4 rows: epochs of 2, 5, 3 and 5 steps, with short last steps of one micro-batch or with one row.
-NAMES: Final = ("few", "many", "ordered", "again")
 CELL: Final = Cell(accumulation=2)
 
 
@@ -111,34 +109,6 @@ def test_on_another_number_of_processes_the_steps_keep_their_rows(
     )
 
 
-def test_results_say_which_rows_are_whose(mixed: Path, entries: list[str]) -> None:
-    log = (mixed / "run/training.log").read_text()
-    for said in (
-        "7 rows of question + answer",
-        "few:",
-        "many, again:",
-        "batch     4 rows per step of each agent",
-        "12 steps, 6, 2.47, 4, 2.47 epochs",
-        "max_train_samples 17",
-    ):
-        assert said in log, said
-    evaluation = json.loads((mixed / "run/evaluation.json").read_text())
-    assert [each["agents"] for each in evaluation["sets"]] == [[0], [1, 3], [2]]
-    assert [each["n"] for each in evaluation["sets"]] == [3, 4, 4]
-    assert evaluation["teacher_forced"]["n"] == 11
-    assert [Path(name).name for name in evaluation["task"].split(",")] == ["one", "two", "embedded"]
-    own = evaluation["nll"]["agents"]
-    assert own == [evaluation["sets"][number]["nll"]["agents"][k] for k, number in enumerate((0, 1, 2, 1))]
-    assert len({*own}) == 4
-    metrics = [json.loads(line) for line in (mixed / "run/metrics.jsonl").read_text().splitlines()]
-    last = next(line for line in reversed(metrics) if "train/agent0/epoch" in line)
-    assert [round(last[f"train/agent{k}/epoch"], 2) for k in range(4)] == [6, 2.47, 4, 2.47]
-    assert last["epoch"] == last["train/agent1/epoch"]
-    meta = json.loads((mixed / "run/final_checkpoint/ci_llm_meta_config.json").read_text())
-    assert [agent["max_train_samples"] for agent in meta["agents"]] == [17, 17, 12, 17]
-    assert meta["agents"][3]["data_seed"] == 9
-
-
 def test_a_resume_with_other_rows_for_an_agent_is_refused(trials: Trials, mixed: Path, entries: list[str]) -> None:
     for there, here, said in (
         ("data_seed: 9", "data_seed: 8", "data_seed was [42, 42, 3, 9], is [42, 42, 3, 8]"),
@@ -153,13 +123,3 @@ def test_a_resume_with_other_rows_for_an_agent_is_refused(trials: Trials, mixed:
         assert other != entries
         assert trials.train(CELL, mixed, max_train_steps=13, **keys(*other)) == [2]
         assert said in (mixed / "log").read_text()
-
-
-def test_a_common_eval_dataset_scores_all_agents(trials: Trials, entries: list[str], tmp_path: Path) -> None:
-    common = write(tmp_path / "common", 300, 4, range(10, 14))
-    folder = complete(
-        trials, CELL, *entries[:2], eval_dataset_name=common, max_train_steps=2, generation_eval_samples=0
-    )
-    evaluation = json.loads((folder / "run/evaluation.json").read_text())
-    assert "sets" not in evaluation
-    assert evaluation["n"] == 4

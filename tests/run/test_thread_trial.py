@@ -100,13 +100,6 @@ def test_the_fastest_number_is_taken(trial: Any, seconds: dict[int, float], take
     assert line.startswith(f"{taken} of {max(seconds)} cores, by a trial of one layer (")
 
 
-@pytest.mark.parametrize("place", range(6))
-def test_what_disturbs_a_pass_decides_nothing(trial: Any, place: int) -> None:
-    """The first pass is slow by itself; the machine may do something else in any."""
-    _, _, threads = trial({1: 1.0, 2: 1.3}, {0: 9.0, place: 5.0, place + 1: 2.0})
-    assert threads == 1
-
-
 def test_another_start_takes_the_same_without_a_trial(trial: Any, cache: Path) -> None:
     trial({1: 1.0, 2: 1.3})
     again, line, threads = trial({1: 1.3, 2: 1.0})
@@ -152,15 +145,6 @@ def test_a_request_to_stop_ends_the_trial(on: str, at: int, cache: Path) -> None
     processes, interrupts = alone(2, peers=gathered), Asked()
     line = choose_threads(lambda: tried.append(torch.get_num_threads()), LIKE, processes, interrupts)  # type: ignore[arg-type]
     assert (len(tried), line, torch.get_num_threads(), cache.exists()) == (at, None, 3, False)
-
-
-def test_a_trial_without_memory_changes_nothing(cache: Path) -> None:
-    def fail() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    torch.set_num_threads(3)
-    assert choose_threads(fail, LIKE, alone(2), CALM) is None
-    assert (torch.get_num_threads(), cache.exists()) == (3, False)
 
 
 @pytest.fixture

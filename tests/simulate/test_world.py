@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import campaign
-from ci_llm.checkpoints.policy import SavePolicy, best_interval_s
+from ci_llm.checkpoints.policy import SavePolicy
 from tools.simulate import model
-from tools.simulate.model import Cluster, Planned, moments
+from tools.simulate.model import Cluster, Planned
 from tools.simulate.study import line
 from tools.simulate.world import UNPAID, simulate, steps_until_due
 
@@ -41,16 +38,6 @@ def test_goodput_is_that_of_dalys_model() -> None:
         assert found.goodput == pytest.approx(expected, abs=0.02), (interval_s, stall_s, restart_s)
 
 
-@pytest.mark.slow
-def test_the_best_interval_is_that_of_young_and_daly() -> None:
-    cluster = Cluster(**BARE, job_mtbf=1800.0, work=2e5, stall=4.0, restart=5.0)
-    best_s = best_interval_s(4.0, 1800.0)
-    assert best_s == pytest.approx(math.sqrt(2 * 4.0 * 1800.0), rel=0.05)  # Young, CACM 17(9), 1974: first order
-    found = {factor: line(cluster.but(save_interval=best_s * factor), "").goodput for factor in (0.25, 1.0, 4.0)}
-    assert found[1.0] > max(found[0.25], found[4.0]) + 0.02
-    assert line(cluster, "").goodput == pytest.approx(found[1.0], abs=0.01)  # `auto` finds it from what it measures
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     step=st.integers(0, 500),
@@ -70,19 +57,6 @@ def test_jumping_to_the_next_save_leaves_none_out(
     if told < 10_000:
         after_s = elapsed_s + told * step_s
         assert policy.due(step + told, newest=None, elapsed_s=after_s) or after_s == pytest.approx(every_s)
-
-
-@pytest.mark.parametrize("kind", ["exponential", "weibull", "correlated"])
-def test_failures_come_as_often_as_told(kind: str) -> None:
-    cluster = Cluster(nodes=50, node_mtbf=50_000.0, failures=kind)
-    found = list(islice(moments(cluster, np.random.default_rng(0)), 4000))
-    assert found == sorted(found)
-    assert found[-1] / len(found) == pytest.approx(1000.0, rel=0.08)
-    gaps = np.diff(found)
-    if kind == "correlated":
-        assert np.median(gaps) < 0.5 * 1000 * math.log(2)  # many soon after another
-    else:
-        assert np.median(gaps) == pytest.approx(1000 * math.log(2), rel=0.12)  # of many nodes: as good as exponential
 
 
 @pytest.mark.slow

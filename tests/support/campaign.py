@@ -34,10 +34,11 @@ def sampled_cases(everything: Sequence[tuple[Any, ...]], sample: Collection[tupl
     return [case if case in sample else pytest.param(*case, marks=pytest.mark.campaign) for case in everything]
 
 
-def drawn(everything: Iterable[T], count: int, seed: int = 0) -> list[Any]:
-    """As `sampled`, with a sample of `count` that is drawn by a seed; another seed covers other values."""
+def drawn(everything: Iterable[Any], count: int, seed: int = 0) -> list[Any]:
+    """As `sampled` or `sampled_cases`, of a sample of `count` that is drawn by a seed; another seed covers others."""
     cases = list(everything)
-    return sampled(cases, random.Random(seed).sample(cases, count))
+    sample = random.Random(seed).sample(cases, count)
+    return sampled_cases(cases, sample) if isinstance(cases[0], tuple) else sampled(cases, sample)
 
 
 def first_fast(cases: Sequence[Any], count: int = 1) -> list[Any]:
