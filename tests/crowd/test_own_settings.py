@@ -17,14 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
-from ci_llm.errors import ForeignCheckpoint
 from ci_llm.lora.layer import LoraSettings
 from tests.support.campaign import sampled
-from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,18 +115,6 @@ def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", sampled(["gpt2", "qwen2", "gpt_neox", "gemma3"], ["qwen2", "gpt_neox"]))
-def test_the_same_holds_in_other_families(family: str, dtype: torch.dtype) -> None:
-    """Families with biases, with layers that are not nn.Linear, and with attention windows."""
-    model = base(family, dtype)
-    for own in ({"rank": 3, "seed": 1}, {"rank": 4, "dropout": 0.2, "seed": 2}):
-        (alone,) = train(model, [own])
-        others = [{"rank": 8, "seed": 3}, {"rank": 3, "alpha": 3, "seed": 4}, {"rank": 3, "dropout": 0.1, "seed": 5}]
-        assert not alone.differs_from(train(model, [*others, own])[3])
-
-
-@pytest.mark.slow
 def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
     """Products of one to three rows take other kernels than those of K times as many."""
     model = base("bloom", torch.float32)
@@ -152,39 +137,7 @@ def test_a_nonfinite_agent_changes_no_bit_of_another(sick: int) -> None:
     assert found[sick].tensors["loss 0"].isnan()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_same_bits_on_the_embedded_base(dtype: torch.dtype) -> None:
-    model = load_base("embedded").model.to(dtype)
-    packed = [batch((31, 57, 44)), batch((101, 7)), batch((64,))]
-    for own in (SMALL, DROPPING):
-        (alone,) = train(model, [own], packed=packed)
-        for name in ("seven of its kind", "other layers"):
-            place, entries = COMPANY[name](own)
-            assert not alone.differs_from(train(model, entries, packed=packed)[place]), name
-
-
 # Equal to PEFT
-
-
-@pytest.mark.slow
-def test_three_optimizer_steps_equal_peft_for_agents_of_every_kind() -> None:
-    model = base()
-    entries = [SMALL, LARGE, ATTENTION, MLP]
-    found = train(model, entries)
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
-    for k, settings in enumerate(crowd.agents.each):
-        twin = exported_twin(model, crowd, k)
-        trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-        rate = 1e-2 / settings.rank
-        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=rate)
-        for step in range(STEPS):
-            rows = batch((8 + step, 15, 22 - 2 * step))
-            optimizer.zero_grad()
-            (peft_loss(twin, rows) * rows.num_targets).backward()
-            torch.nn.utils.clip_grad_norm_(trained, 0.5 * settings.rank)
-            optimizer.step()
-        assert_weights_equal(found[k].tensors, twin, crowd, k, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -220,16 +173,6 @@ def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) ->
 
 
 # The storage
-
-
-def test_padding_belongs_to_no_agent() -> None:
-    crowd = Crowd(base(), LoraSettings(agents=(SMALL, LARGE)), "toy")
-    agents = crowd.agents
-    assert agents.sizes[0] < agents.sizes[1] == agents.weights.shape[1]
-    assert [row.shape for row in agents.rows] == [(agents.sizes[0],), (agents.sizes[1],)]
-    assert sum(p.numel() for p in crowd.parameters() if p.requires_grad) == sum(agents.sizes)
-    with pytest.raises(ForeignCheckpoint, match="tensors differ in name or shape"):
-        agents.load_agent(0, agents.agent_tensors(1), "here")
 
 
 def test_an_agent_with_its_own_seed_starts_as_the_first_agent_of_that_seed() -> None:

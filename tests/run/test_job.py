@@ -11,12 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
@@ -26,11 +25,9 @@ from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
-from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import BadInput
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import job, loop
 from ci_llm.run.end.mirroring import RunMirror
@@ -90,18 +87,6 @@ def test_a_completed_run_leaves_the_documented_files(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_evaluation_shows_the_same_question_with_its_answer(finished: Path) -> None:
-    lines = (finished / "training.log").read_text().splitlines()
-    shown = [number for number, line in enumerate(lines) if " question  " in f" {line}"]
-    asked = {lines[number].partition("question  ")[2] for number in shown}
-    assert len(shown) == 2, "after step 4, and at the end"
-    assert len(asked) == 1
-    before = [line for line in lines[: shown[0]] if "generate  " not in line]  # a slow machine says how far it is
-    assert "evaluate  step 4, on 8 rows: " in before[-1]
-    assert "of 3 agents alone" in lines[shown[0] + 2]
-
-
-@pytest.mark.slow
 def test_the_evaluation_at_the_end_is_the_last_point_in_tensorboard(finished: Path) -> None:
     events = EventAccumulator(str(finished / "tensorboard"))
     events.Reload()
@@ -138,18 +123,6 @@ def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
     trainable = sum(t.numel() * 4 for adapter in adapters for t in adapter.values())
     tokenizer = sum(p.stat().st_size for p in (folder / "tokenizer").iterdir())
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) - tokenizer < 5 * trainable
-
-
-@pytest.mark.slow
-def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
-    folder = finished / "final_checkpoint" / "agent2"
-    name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert Path(name) == BASE_FOLDER
-    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    before = base(input_ids=ids).logits
-    agent = peft.PeftModel.from_pretrained(base, folder)
-    assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -320,16 +293,6 @@ def test_the_log_says_how_exact_a_run_with_other_settings_is(
 
 
 @pytest.mark.slow
-def test_going_back_moves_newer_checkpoints_away(run: Path) -> None:
-    assert train(run, "restart_from=4", "max_train_steps=5") == 0
-    assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
-    assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-    assert steps[-1] == 5
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
@@ -347,18 +310,6 @@ def test_a_run_that_begins_at_its_last_step_is_refused_before_any_evaluation(
     assert "max_train_steps=12 trains on" in told.err
     assert "evaluate  " not in told.out
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_run_begins_from_the_final_checkpoint_of_another(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (f"resume_from_checkpoint={finished / 'final_checkpoint'}", "max_train_steps=8")
-    assert train(tmp_path / "run", *words) == 0
-    assert f"step 6 of 8, verified, from {finished / 'final_checkpoint'}" in capsys.readouterr().out
-    assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint_step_8", "final_checkpoint"]
-    assert train(tmp_path / "run", *words) == 0
-    assert "complete at step 8" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -421,26 +372,6 @@ def test_an_overwritten_run_is_moved_aside_and_the_new_one_uses_nothing_of_it(
     assert steps[0] == 2
     assert train(run, *words) == 0
     assert "complete at step 5" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_resume_with_another_base_is_refused_by_name(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-    base.model.norm.weight.data.mul_(1.5)
-    base.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(tmp_path / "other")
-    assert train(run, f"model_name={tmp_path / 'other'}", "max_train_steps=8") == 2
-    assert f"model_name was 'embedded', is '{tmp_path / 'other'}'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: Path) -> None:
-    ours, theirs = (Crowd.from_pretrained(folder) for folder in (finished, finished / "final_checkpoint"))
-    assert torch.equal(ours.agents.weights, theirs.agents.weights)
-    with pytest.raises(BadInput, match="there is no checkpoint at this path"):
-        Crowd.from_pretrained(tmp_path)
 
 
 @pytest.mark.slow
