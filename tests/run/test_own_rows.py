@@ -18,6 +18,7 @@ from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 
+#: 12 steps of 4 rows: epochs of 2, 5, 3 and 5 steps, with short last steps of one micro-batch or with one row.
 CELL: Final = Cell(accumulation=2)
 
 
