@@ -6,14 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import campaign, checkpoint_stall, crowd_answers, families, harness, step
+from benchmarks import campaign, checkpoint_stall, harness, step
 from benchmarks.harness import Cost, cpu_ratios, median_cost, take_turns
-from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.scoring import score
-from ci_llm.lora.layer import LoraSettings
 from tools.testbed.events import DEADLINE_S
 
 
@@ -41,24 +37,6 @@ def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.M
     assert len(measured.floor) == 1
 
 
-def test_scores_of_the_benchmark_equal_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (harness, step):
-        monkeypatch.setattr(module, "VOCABULARY", 500)
-    ours = Crowd(step.random_base("tiny"), LoraSettings(num_agents=2, rank=2, alpha=4), "random").eval()
-    batches = harness.batches(None, 2, 2)
-    wanted = score(ours, batches, "probability")
-    assert wanted is not None
-    found = crowd_answers.scored(ours, batches)
-    assert [sum(each["right"]) for each in found] == wanted.right.sum(1).tolist()
-    assert torch.allclose(torch.tensor([each["nll"] for each in found], dtype=torch.float64), wanted.nll)
-    assert found[0]["tokens"] == wanted.tokens.tolist()
-    assert all(0 <= each["ece"] <= 1 for each in found)
-    *agents, one, both = crowd_answers.scored(ours, batches, [[1], [1, 0]])
-    assert agents == found[:2]
-    assert one["nll"] == pytest.approx(found[1]["nll"])
-    assert both["nll"] == pytest.approx(found[2]["nll"])
-
-
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["ours", "ours_at_once", "ours_plain", "torch_save", "accelerate_adapters"])
 def test_a_save_of_every_kind_is_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,22 +52,6 @@ def test_a_save_of_every_kind_is_measured(name: str, tmp_path: Path, monkeypatch
     assert len(training.tensors) == 224
     assert state < cost.nbytes < state + 200_000
     assert 0 < cost.stall_s <= cost.durable_s + training.joined_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind", "detail"),
-    [
-        *((family, "equal", "padded") for family in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")),
-        ("openai-gpt", "equal", "padded"),  # it takes no cache
-        ("moshi", "refused", "Moshi's cache forgets"),
-    ],
-)
-def test_families_that_differ_are_equal_or_refused(family: str, kind: str, detail: str) -> None:
-    """The rows are longer than what the first four choose to attend to (`index_topk`), unlike those of a trial."""
-    assert families.SIZE["index_topk"] < min(map(len, families.PROMPTS)) + families.NEW_TOKENS
-    found = families.compare_family(family)
-    assert (found.kind, found.detail[: len(detail)]) == (kind, detail), found
 
 
 @pytest.mark.slow

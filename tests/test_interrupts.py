@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import multiprocessing
 import os
@@ -113,18 +112,6 @@ def test_a_forwarder_gets_the_name_of_each_signal_and_nothing_is_announced() -> 
     assert lines == []
 
 
-def test_a_program_may_ignore_signals_that_can_be_caught() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    try:
-        interrupts_module.ignore(["SIGUSR2"])
-        send(signal.SIGUSR2)
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
-        with pytest.raises(ConfigError, match="SIGKILL"):
-            interrupts_module.ignore(["SIGKILL"])
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
 def test_termination_that_is_held_back_arrives_afterwards(interrupts: Interrupts) -> None:
     here, before = threading.get_ident(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with contextlib.suppress(ZeroDivisionError), interrupts_module.termination_blocked():
@@ -148,12 +135,6 @@ def test_sending_a_signal_to_a_process_that_is_gone_returns_false() -> None:
 def test_a_signal_that_cannot_be_caught_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Interrupts(stop=[name])
-
-
-def test_a_signal_has_a_number_or_does_not_exist() -> None:
-    assert interrupts_module.signal_number("SIGKILL") == 9
-    with pytest.raises(ConfigError, match="SIGNONE"):
-        interrupts_module.signal_number("SIGNONE")
 
 
 def test_a_signal_with_two_meanings_is_refused() -> None:
@@ -243,11 +224,6 @@ def test_the_announcement_says_what_the_run_will_do() -> None:
         send(signal.SIGUSR1)
         assert heard.wait(DEADLINE_S)
     assert lines == ["SIGTERM: saving step 37", "SIGUSR1: saving after this step, then continuing"]
-
-
-def test_without_a_place_of_its_own_an_announcement_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    Interrupts().announce_stop("walltime")
-    assert capfd.readouterr().err == "walltime: saving\n"
 
 
 # At once: the main thread is in one C call that no signal ends, and comes out when the test says so
@@ -357,23 +333,6 @@ def test_a_signal_that_the_main_thread_does_not_take_is_sent_again(
     one._abort()
     assert (sent, one._own_sigints) == ([signal.SIGINT] * 2, 2)
     assert exit_codes.empty()
-
-
-@pytest.mark.slow
-def test_a_signal_is_announced_during_one_matmul_of_torch() -> None:
-    source = """
-import torch
-from ci_llm.interrupts import Interrupts
-with Interrupts(announce=lambda line: print("announced", inside)):
-    matrix, inside = torch.ones(6000, 6000, dtype=torch.float64), True
-    print("inside")
-    matrix @ matrix
-    inside = False
-"""
-    with Child.python(source) as child:
-        child.read_until("inside")
-        child.signal(signal.SIGTERM)
-        assert child.read_until("announced") == "announced True"
 
 
 # Children
@@ -509,12 +468,6 @@ def test_a_trainer_whose_launcher_ends_before_it_asks_to_be_notified_stops(
     monkeypatch.setattr(interrupts_module, "notify_of_parent_death", asked.append)
     interrupts_module.die_with_parent("SIGUSR2")
     assert (asked, interrupts.stop_reason) == (["SIGUSR2"], "signal:SIGUSR2")
-
-
-def test_an_unknown_attribute_of_a_process_is_an_error() -> None:
-    with pytest.raises(OSError, match="prctl") as refused:
-        interrupts_module.set_process_attribute(-1, 0)
-    assert refused.value.errno == errno.EINVAL
 
 
 def test_a_trainer_gets_a_signal_at_the_end_of_its_launcher() -> None:

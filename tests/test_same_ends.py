@@ -52,21 +52,6 @@ def test_trees_are_told_apart_by_one_bit(tmp_path: Path, capsys: pytest.CaptureF
     assert "does not have, and is not given: adam_beta1, " in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"waits": "pass"}, "was complete before it was killed"),
-        ({"resumes": False, "waits": "signal.pause() if not resumes else None"}, "began anew"),
-        ({"weight": "unknown"}, r"ended with \[1\](.|\n)*NameError"),
-    ],
-)
-def test_a_run_that_does_not_show_it_fails(own: dict[str, str], message: str, tmp_path: Path) -> None:
-    tree = checkout(tmp_path / "tree", **own)  # type: ignore[arg-type]
-    with pytest.raises(RunFailedError, match=message):
-        compare(tree, tree, {"cell": Cell({"seed": 7})}, tmp_path)
-
-
 def test_a_tensor_that_one_run_lacks_counts(tmp_path: Path) -> None:
     for name, tensors in {"one": ["a", "b"], "other": ["b", "c"]}.items():
         folder = tmp_path / name / "final_checkpoint/agent0"

@@ -65,13 +65,3 @@ def test_a_base_from_the_hub_is_found_in_its_cache(
     (cache / "models--some--base" / "refs" / "main").write_text("0123")
     (base / "config.json").write_text("{}")
     assert files._count_parameters("some/base") == NUMBERS
-
-
-@pytest.mark.parametrize("name", ["some/base.gguf", "/a/base.gguf", "a/b/c"])
-def test_a_file_of_another_kind_is_not_judged(name: str) -> None:
-    assert files._count_parameters(name) == 0
-
-
-def test_a_file_that_is_none_is_left_to_the_loading(base: Path) -> None:
-    (base / "model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert files._count_parameters(str(base)) == 2_000_000

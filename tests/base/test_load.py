@@ -85,12 +85,6 @@ def test_adapters_that_are_given_as_the_base_are_named(inside: str, tmp_path: Pa
     assert f"init_from={tmp_path}" in str(caught.value.hint)
 
 
-def test_the_name_of_a_folder_is_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters name their base, and `models/phi` would be read elsewhere as a repository of the hub."""
-    monkeypatch.chdir(folder.parent)
-    assert load_base(folder.name).name == str(folder)
-
-
 def test_a_base_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """Transformers makes an empty one of these families, which reads every text as nothing."""
     config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8, bos_token_id=0, eos_token_id=0)

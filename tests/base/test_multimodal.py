@@ -29,6 +29,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.lora.layer import LoraSettings
+from tests.support.campaign import drawn
 from tools.testbed.tiny import batch
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", drawn(FAMILIES, 2))
 def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: str, tmp_path: Path) -> None:
     folder = tmp_path / "base"
     torch.manual_seed(0)

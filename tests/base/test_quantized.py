@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from ci_llm.base import quantized
 from ci_llm.base.load import fingerprint_of, load_base
-from ci_llm.base.quantized import QuantizedLinear, stored_bytes
+from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.base.targets import Layers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
-from ci_llm.errors import CiLlmError, ConfigError, ModelError
+from ci_llm.errors import ConfigError, ModelError
 from ci_llm.lora.layer import LoraSettings
 from tests.support.peft_twins import peft_loss, with_weights_of
 from tools.testbed.tiny import FAMILIES, batch
@@ -134,47 +133,6 @@ def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder:
     assert found.isfinite().all()
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_makes_each_weight_dense_once_per_pass_for_all_agents(
-    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crowd = crowd_on(folder, kind)
-    made: list[QuantizedLinear] = []
-    dequantize = QuantizedLinear.dequantize
-
-    def counted(self: QuantizedLinear, dtype: torch.dtype) -> torch.Tensor:
-        made.append(self)
-        return dequantize(self, dtype)
-
-    monkeypatch.setattr(QuantizedLinear, "dequantize", counted)
-    layers = len(crowd.agents.layers)
-    crowd.agents.begin_step(0)
-    loss = crowd(batch()).loss
-    assert len(made) == layers
-    loss.backward()
-    assert layers < len(made) <= 2 * layers  # the first layer's input needs no gradient
-
-
-@pytest.mark.parametrize(("kind", "ratio"), [("nf4", 7.0), ("int8", 3.5)])
-def test_layers_take_a_seventh_of_their_bytes_in_4_bits(folder: Path, kind: Any, ratio: float) -> None:
-    """Counted over the living tensors of the layers: numbers and scales."""
-    model = crowd_on(folder, kind).model
-    found = dense = predicted = 0
-    for layer in model.modules():
-        if isinstance(layer, QuantizedLinear):
-            found += layer.stored.nbytes
-            if kind == "nf4":
-                state = layer.stored.quant_state
-                found += state.absmax.nbytes + state.state2.absmax.nbytes
-            else:
-                found += layer.scale.nbytes
-            dense += layer.in_features * layer.out_features * 4
-            predicted += stored_bytes(kind, layer.out_features, layer.in_features)
-    assert dense / found >= ratio
-    assert found == predicted
-
-
 @pytest.mark.slow
 def test_the_fingerprint_is_that_of_the_checkpoint_and_the_way_it_is_stored(folder: Path) -> None:
     prints = {kind: load_base(str(folder), "fp32", "cpu", kind).fingerprint for kind in (None, *KINDS)}
@@ -230,32 +188,12 @@ def test_a_base_with_weights_of_another_library_is_refused() -> None:
         Crowd(model, SETTINGS, "toy")
 
 
-def test_a_base_quantised_by_another_method_is_refused() -> None:
-    model = toy("llama", torch.float32)
-    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(ModelError, match="quantised by gptq"):
-        Crowd(model, SETTINGS, "toy")
-
-
 @pytest.mark.parametrize("places", [{"": "disk"}, {"a": "cpu", "b": 0}, {"a": 0, "b": "disk"}])
 def test_an_offloaded_base_is_refused(places: dict[str, Any]) -> None:
     model = toy("llama", torch.float32)
     model.hf_device_map = places
     with pytest.raises(ModelError, match="loaded for each pass"):
         Crowd(model, SETTINGS, "toy")
-
-
-def test_a_base_without_numbers_is_refused() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(toy("llama").config)
-    with pytest.raises(CiLlmError, match="loaded for each pass"):
-        Crowd(model, SETTINGS, "toy")
-
-
-def test_a_missing_bitsandbytes_is_named_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"pip install 'ci-llm\[quantization\]'"):
-        load_base(str(folder), "fp32", "cpu", "nf4")
 
 
 def test_a_quantised_base_with_agents_has_the_fingerprint_that_it_was_loaded_with(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -44,11 +43,6 @@ def test_typed_json_restores_values_and_types(value: object) -> None:
     text = dump_json(value)
     assert repr(load_json(text)) == repr(value)
     parse_json(text)
-
-
-def test_plain_json_stays_plain() -> None:
-    value = {"a": [1, 2.5, None, True], "b": {"c": "ü"}}
-    assert json.loads(dump_json(value)) == value
 
 
 def test_no_file_ever_holds_nan_or_infinity() -> None:

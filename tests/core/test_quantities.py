@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from ci_llm.core.quantities import count, countdown, describe_losses, duration, short, size
+from ci_llm.core.quantities import count, countdown, duration, size
 
 
 @pytest.mark.parametrize(
@@ -49,28 +47,5 @@ def test_sizes_are_decimal(nbytes: float, told: str) -> None:
     assert size(nbytes) == told
 
 
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [(0.5, "0.5"), (719, "719"), (999.6, "1k"), (12_400, "12.4k"), (999_600, "1M"), (1.2e6, "1.2M"), (8.03e9, "8.03B")],
-)
-def test_numbers_have_three_digits(number: float, told: str) -> None:
-    assert short(number) == told
-
-
 def test_one_of_a_thing_has_no_s() -> None:
     assert [count(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-
-
-@pytest.mark.parametrize(
-    ("losses", "told"),
-    [
-        ([], ""),
-        ([1.5], "loss 1.5"),
-        ([1.0, math.nan, 3.0], "loss 2 (1 nan 3)"),
-        ([math.nan] * 2, "loss nan (nan nan)"),
-        ([float(k) for k in range(9)], "loss 4 (0 to 8, 9 agents)"),
-        ([math.inf, *map(float, range(9))], "loss 4 (0 to 8, 10 agents, 1 not finite)"),
-    ],
-)
-def test_losses_are_listed_or_there_is_their_range(losses: list[float], told: str) -> None:
-    assert describe_losses(losses) == told

@@ -40,11 +40,6 @@ def test_no_experiment_may_have_one(name: str) -> None:
     assert load_config(None, [f"experiment_name={suggested}"]).experiment_name == suggested
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "status", "attempt_2", "my.attempts", "lr0.01"])
-def test_other_names_are_free(name: str) -> None:
-    assert load_config(None, [f"experiment_name={name}"]).experiment_name == name
-
-
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -68,13 +63,6 @@ def test_a_record_that_is_not_of_this_program_is_one_error(
     assert (refusal.value.where, refusal.value.hint) == (str(path), "move it away")
     path.write_text('{"text": "a"}')
     assert parsed(path, upper, "this is not a note") == "A"
-
-
-def test_a_missing_file_is_left_to_the_caller_and_an_unreadable_one_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        parsed(tmp_path / "none.json", Path.read_text, "this is not a note")
-    with pytest.raises(BadInput, match="it cannot be read: Is a directory"):
-        parsed(tmp_path, Path.read_text, "this is not a note")
 
 
 def test_the_record_of_an_attempts_beginning_is_read_or_empty(tmp_path: Path) -> None:

@@ -213,11 +213,6 @@ def test_a_missing_or_damaged_status_is_refused(tmp_path: Path, spoil: Callable[
     assert caught.value.where == str(tmp_path / "status.json")
 
 
-def test_a_newer_version_may_say_more(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text(json.dumps({**asdict(RUNNING), "mood": "good"}))
-    assert read_status(tmp_path, now=NOW) == RUNNING
-
-
 # Failures
 
 
@@ -250,9 +245,3 @@ def test_a_failure_that_cannot_be_read_is_a_failure(tmp_path: Path) -> None:
     assert str(path) in found.message
     leave(tmp_path, RUNNING)
     assert read_status(tmp_path, now=NOW + 100).reason == "unreadable"
-
-
-def test_failures_of_another_attempt_do_not_count(tmp_path: Path) -> None:
-    write_failure(tmp_path, 1, 0, failure("out_of_memory", NOW - 900))
-    leave(tmp_path, replace(RUNNING, status="interrupted", reason="signal:SIGTERM"))
-    assert read_status(tmp_path, now=NOW).status == "interrupted"

@@ -10,10 +10,10 @@ import torch
 
 from ci_llm import Crowd
 from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
-from ci_llm.crowd.answers import final_answer, of_text
+from ci_llm.crowd.answers import final_answer
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.generation import elect, read_texts
+from ci_llm.crowd.generation import read_texts
 from ci_llm.embedded import rows
 from tests.support.crowds import K, disturbed_crowd
 
@@ -55,13 +55,6 @@ def test_learned_weights_mix_and_a_temperature_sharpens() -> None:
     assert Learned((0.0, 1.0)).only([True, False]).weights == (1.0,)
 
 
-def test_a_confident_agent_weighs_more() -> None:
-    entropies = [-(p * math.log(p) + (1 - p) * math.log(1 - p)) for p in (0.9, 0.5)]
-    weights = [math.exp(-2 * h) for h in entropies]
-    wanted = (weights[0] * 0.9 + weights[1] * 0.5) / sum(weights)
-    assert aggregate(PER_AGENT, "confidence")[0].exp().item() == pytest.approx(wanted)
-
-
 @pytest.mark.parametrize(
     ("name", "answers", "probabilities", "wins"),
     [
@@ -86,27 +79,6 @@ def test_a_vote_on_answers_known_by_hand(
     vote = find_vote(name)
     assert vote is not None
     assert vote.winner(answers, [math.log(each) + rest for each in probabilities]) == wins
-
-
-@pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
-def test_a_vote_on_texts_with_probability_zero(name: str) -> None:
-    vote = find_vote(name)
-    assert vote is not None
-    assert vote.winner(["", "3", "5"], [-1.0, -math.inf, -800.0]) == 2
-    assert vote.winner(["", "3", "3"], [-1.0, -math.inf, -math.inf]) == 1
-
-
-def test_four_aggregators_vote_and_self_consistency_draws_samples() -> None:
-    assert [name for name in AGGREGATORS if find_vote(name)] == [
-        "majority",
-        "rerank",
-        "self_consistency",
-        "weighted_vote",
-    ]
-    drawn = find_vote("self_consistency")
-    assert drawn is not None
-    assert drawn.samples == 4
-    assert drawn.temperature < 1
 
 
 @torch.no_grad()
@@ -139,19 +111,6 @@ def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
 
 
 @pytest.mark.slow
-def test_a_vote_elects_the_more_probable_of_long_texts(crowd: Crowd) -> None:
-    prompter = prompter_of(crowd)
-    prompt, reference = prompter.ids(QUESTIONS[0]), prompter.tokenizer(rows("test")[0]["answer"])["input_ids"]
-    noise = torch.randint(0, 200, (400,), generator=torch.Generator().manual_seed(0)).tolist()
-    texts = [noise, [*reference, *noise[: -len(reference)]]]
-    less, more = (of_text(tokens) for tokens in read_texts(crowd, prompt, texts, "probability"))
-    assert less.confidence == more.confidence == 0
-    assert less.log_probability < more.log_probability
-    winner, _ = elect(crowd, prompt, texts, "rerank", lambda each: ["1"] * len(each))
-    assert winner == texts[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
 def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> None:
     prompter, vote = prompter_of(crowd), find_vote(name)
@@ -176,21 +135,3 @@ def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> N
     assert any(len({*answer.agents}) > 1 for answer in found), "the agents differ, so there is something to elect"
     stream = crowd.stream(QUESTIONS[0], aggregator=name, **SHORT)
     assert "".join(stream) == found[0].answer == stream.result.answer
-
-
-@pytest.mark.slow
-def test_texts_of_self_consistency_do_not_depend_on_other_prompts(crowd: Crowd) -> None:
-    prompter = prompter_of(crowd)
-    prompts = [prompter.ids(question) for question in QUESTIONS]
-    decoding = Decoding(24, prompter.ends, "self_consistency", seed=3)
-    found = crowd.generate_ids(prompts, decoding, include_agents=True)
-    assert len(found.voters) == K * 4
-    assert {len(voter) for voter in found.voters} == {len(prompts)}
-    texts = {tuple(voter[0]) for voter in found.voters}
-    assert len(texts) > K, "the agents draw, and not all of them the same"
-    alone = crowd.generate_ids(prompts[2:3], decoding, numbers=[2])
-    assert [voter[0] for voter in alone.voters] == [voter[2] for voter in found.voters]
-    other = crowd.generate_ids(prompts, Decoding(24, prompter.ends, "self_consistency", seed=4))
-    assert other.voters != found.voters
-    greedy = crowd.generate_ids(prompts, Decoding(24, prompter.ends), include_agents=True)
-    assert found.agents == greedy.agents, "beside what they draw, the agents' own texts stay greedy"

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.crowd.answers import AnswerStyle, final_answer, majority, style_of
+from ci_llm.crowd.answers import AnswerStyle, final_answer, majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.scoring import AnswerScores, Questions, merge_records, paired_gain, score_answers
+from ci_llm.crowd.scoring import AnswerScores, Questions, paired_gain, score_answers
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
-from ci_llm.report.scores import BY_OWN_ROWS
-from ci_llm.run.end.result import score_table
 from tests.support.crowds import K, disturbed_crowd
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
@@ -71,26 +69,6 @@ def test_final_answer(text: str, style: AnswerStyle, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("references", "style"),
-    [
-        (["a\n#### 1", "#### 2"], "marked"),
-        (["a\n#### 1", "2"], "number"),
-        (
-            ["The answer is 1,234.", "$5", "50 %", "-5", "-$1,234.50", "x = .5", "+3", "=42", "Answer:42", "US$5"],
-            "number",
-        ),
-        # A number that is only the last part of the answer: 1/4 would be as right as 3/4.
-        *((["7", text], "text") for text in ("3/4", "2024-05-06", "9:30", "1e3", "1e-3", "2^10", "2*3", "10-3!")),
-        *((["7", text], "text") for text in ("1,2", "1.234,50", "v1.2.3", "x-5", "B52", "$3-$5", "2+3", "Answer:9:30")),
-        (["The answer is 1.", "Paris"], "text"),
-        (["in 1990 in Paris"], "text"),
-    ],
-)
-def test_style_is_read_off_all_references(references: list[str], style: AnswerStyle) -> None:
-    assert style_of(references) == style
-
-
-@pytest.mark.parametrize(
     ("answers", "crowd", "winner"),
     [
         (["1", "2", "2"], "1", "2"),  # a majority needs no crowd
@@ -118,15 +96,6 @@ def test_record_pairs_the_gains_over_rows() -> None:
     assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
 
 
-def test_the_best_agent_is_chosen_on_the_rows_that_the_gains_are_over() -> None:
-    """An agent trained on fewer and easier rows is not better: all agents answer all rows."""
-    right = torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]).bool()
-    sets = [AnswerScores(right[:, :1]), AnswerScores(right[:, 1:])]
-    exact = AnswerScores.of_sets(sets, of_agent=[0, 1]).record()["exact_match"]
-    assert exact["agents"] == [1.0, pytest.approx(2 / 3)]
-    assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25), "over the second, which has two of four"
-
-
 @pytest.mark.parametrize(
     ("difference", "interval"),
     [
@@ -141,61 +110,6 @@ def test_an_interval_is_given_only_where_the_rows_define_one(difference: list[fl
     gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
     assert gain["value"] == pytest.approx(sum(difference) / len(difference))
     assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
-
-
-@pytest.mark.parametrize(
-    ("trained_on", "interval", "words"),
-    [
-        ("none", 0.1, "over 9 held-out rows; data set mine"),
-        ("all", None, "over 9 rows that were trained on: none was held out; data set mine"),
-        ("some", None, "over 9 rows, some of them trained on; data set mine"),
-    ],
-)
-def test_the_table_names_its_rows_and_shows_only_intervals_that_exist(
-    trained_on: Any, interval: float | None, words: str
-) -> None:
-    gain = {"value": 0.0, "interval95": interval}
-    exact = {"agents": [0.5, 0.5], "crowd": 0.5, "crowd_minus_mean": gain, "crowd_minus_best": gain}
-    record = {
-        "task": "mine",
-        "n": 9,
-        "rows_trained_on": trained_on,
-        "measured_by": "teacher_forcing",
-        "exact_match": exact,
-    }
-    lines = score_table({**record, "nll": {"agents": [1.0, 1.0], "crowd": 1.0}}, "run").splitlines()
-    assert lines[-1].endswith(words)
-    assert ("±" in lines[-2]) is (interval is not None)
-    assert "nan" not in " ".join(lines)
-
-
-def test_the_table_says_by_which_rows_agents_with_data_of_their_own_are_scored() -> None:
-    """The table showed a mean of 0.725, a crowd of 0.550, and yet a gain over the mean of +0.163."""
-    gain = {"value": 0.163, "interval95": None}
-    exact = {"agents": [0.45, 1.0], "crowd": 0.55, "crowd_minus_mean": gain, "crowd_minus_best": gain}
-    record = {"n": 9, "rows_trained_on": "none", "measured_by": "generation", "exact_match": exact, "sets": [{}, {}]}
-    nll = {"agents": [1.0, 1.0], "crowd": 1.0}
-    table = score_table({**record, "task": "mine", "names": ["easy", "rev"], "nll": nll}, "run")
-    assert "agents, mean" not in table
-    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["easy", "rev", "crowd"]
-    assert table.endswith(BY_OWN_ROWS)
-
-
-def test_the_table_of_one_agent_has_one_line() -> None:
-    record = {"task": "mine", "n": 9, "rows_trained_on": "none", "measured_by": "teacher_forcing"}
-    exact, nll = {"agents": [0.5], "crowd": 0.5}, {"agents": [1.0], "crowd": 1.0}
-    _, agent, last = score_table({**record, "exact_match": exact, "nll": nll}, "run").splitlines()
-    assert agent.split() == ["agent0", "0.500", "1.0000"]
-    assert last.endswith("over 9 held-out rows; data set mine")
-
-
-def test_an_evaluation_names_what_was_measured_and_how() -> None:
-    forced = {"task": "t", "n": 9, "aggregator": "logit", "exact_match": {"crowd": 0.1}, "nll": {"crowd": 2.0}}
-    assert merge_records(forced, None) == {**forced, "measured_by": "teacher_forcing"}
-    record = merge_records(forced, AnswerScores(torch.ones(4, 5, dtype=torch.bool)))
-    assert (record["n"], record["exact_match"]["vote"], record["measured_by"]) == (5, 1.0, "generation")
-    assert record["teacher_forced"] == {"n": 9, "exact_match": {"crowd": 0.1}}
-    assert (record["task"], record["aggregator"], record["nll"]) == ("t", "logit", {"crowd": 2.0})
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +183,3 @@ def test_only_rows_with_a_question_and_a_complete_answer_are_used(crowd: Crowd, 
     assert test.answers[-1] == "d"
     assert prompter.text(test.prompts[-1]) == "a\nbc\n"
     assert len(Questions.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
-
-
-def test_questions_are_spread_over_the_rows(crowd: Crowd, prompter: Prompter) -> None:
-    rows = list(examples(prompter, 10))
-    found = Questions.of(rows, prompter, crowd, 4, max_seq_length=256).prompts
-    assert found == [rows[i].input_ids[: len(ids)].tolist() for i, ids in zip((0, 2, 5, 7), found, strict=True)]
-    assert len(Questions.of(rows, prompter, crowd, 99, max_seq_length=256)) == 10
-    assert len(Questions.of(rows, prompter, crowd, 0, max_seq_length=256)) == 0
-    both = [range(7), range(7, 10)]
-    assert Questions.of(rows, prompter, crowd, 2, max_seq_length=256, sets=both).rows == [0, 3, 7, 8], "two of each set"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.lora.passes import Head
-from tests.support.campaign import first_fast
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 from tools.testbed.events import DEADLINE_S
 
@@ -94,29 +92,6 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
 
 
 @pytest.mark.slow
-def test_an_answer_is_the_sum_of_its_tokens(detailed: list[Answer]) -> None:
-    for answer in detailed:
-        probabilities = [token.probability for token in answer.tokens]
-        assert answer.confidence == pytest.approx(math.prod(probabilities))
-        assert 0 < answer.confidence < answer.probability_per_token < 1
-        assert 0 < answer.disagreement < math.log(K)
-        assert answer.entropy == pytest.approx(answer.expected_entropy + answer.disagreement, abs=1e-6)
-        assert answer.agreement in [k / K for k in range(K + 1)]
-
-
-@pytest.mark.slow
-def test_a_truncated_answer_is_marked_as_truncated(crowd: Crowd, detailed: list[Answer]) -> None:
-    ended = next(answer for answer in detailed if answer.complete)
-    [again] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens) - 1)
-    assert (again.answer, again.complete) == (ended.answer, False), "without room for the end it is not known"
-    [cut] = crowd.generate(ended.prompt, details=True, max_new_tokens=3)
-    assert not cut.complete
-    assert len(cut.tokens) == 3
-    [whole] = crowd.generate(ended.prompt, details=True, max_new_tokens=len(ended.tokens))
-    assert whole.complete
-
-
-@pytest.mark.slow
 def test_answers_arrive_by_batch_and_do_not_depend_on_its_size(crowd: Crowd, detailed: list[Answer]) -> None:
     found = answers(crowd, QUESTIONS, options_of(crowd, seed=0, **SHORT), batch_size=2, include_agents=False)
     assert isinstance(found, Iterator)
@@ -127,25 +102,11 @@ def test_answers_arrive_by_batch_and_do_not_depend_on_its_size(crowd: Crowd, det
     assert crowd.generate([], details=True) == []
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_any_is_answered(crowd: Crowd) -> None:
-    limit = crowd.model.config.max_position_embeddings
-    with pytest.raises(DataError, match=rf"a prompt has \d+ tokens, and the base reads {limit}") as caught:
-        next(answers(crowd, [*QUESTIONS, "Ann has 3 pens. " * limit], options_of(crowd), batch_size=1))
-    assert caught.value.where == "prompt 5 (counted from 0)"
-
-
-def test_a_crowd_without_a_tokenizer_says_so(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "prompter", None)
-    for ask in (crowd.generate, crowd.stream):
-        with pytest.raises(ModelError, match="no tokenizer"):
-            ask("hello")
-
-
 # Stop strings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", first_fast(["####", ["\n"], ["=1", "=2", "0\n"], ["no such text"]]))
+@pytest.mark.parametrize("stop", ["####", ["=1", "=2", "0\n"]])
 def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
     crowd: Crowd, detailed: list[Answer], stop: Any
 ) -> None:
@@ -162,41 +123,13 @@ def test_a_stop_string_cuts_the_answer_of_the_crowd_and_of_every_agent(
         assert answer.tokens == pytest.approx(whole.tokens[: len(answer.tokens)]) or answer.answer == whole.answer
         assert answer.complete or answer.answer == whole.answer
     assert [answer.answer for answer in found] == crowd.generate(QUESTIONS, stop_strings=stop, **SHORT)
-    assert any(a.answer != whole.answer for a, whole in zip(found, detailed, strict=True)) is (
-        "no such text" not in stop
-    )
-
-
-def test_a_text_ends_where_its_stop_string_is_complete(crowd: Crowd) -> None:
-    [answer] = crowd.generate(QUESTIONS[0], details=True, stop_strings="\n", **SHORT)
-    assert 0 < len(answer.tokens) < 12, "the rest of the line was generated for nothing"
-    assert answer.complete
+    assert any(a.answer != whole.answer for a, whole in zip(found, detailed, strict=True))
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [5], {"role": "user", "content": "a"}])
 def test_a_value_that_is_not_a_prompt_is_refused(crowd: Crowd, prompts: Any) -> None:
     with pytest.raises(BadInput, match="a prompt is neither text nor a chat"):
         crowd.generate(prompts)
-
-
-def test_sampling_settings_without_sampling_are_reported(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
-    options_of(crowd, temperature=5.0, top_k=50)
-    assert caplog.messages == ["temperature, top_k without effect: tokens are drawn only with do_sample=True"]
-    caplog.clear()
-    options_of(crowd, temperature=5.0, do_sample=True)
-    options_of(crowd, temperature=1, top_p=1.0, top_k=1)
-    assert caplog.messages == []
-
-
-def test_an_empty_stop_string_is_refused(crowd: Crowd) -> None:
-    with pytest.raises(BadInput, match="a stop string is empty"):
-        crowd.generate("hello", stop_strings=["a", ""])
-
-
-@pytest.mark.slow
-def test_none_means_no_stop_string_as_in_transformers(crowd: Crowd) -> None:
-    assert crowd.generate(QUESTIONS[0], stop_strings=None, **SHORT) == crowd.generate(QUESTIONS[0], **SHORT)
-    assert crowd.stream(QUESTIONS[0], stop_strings=None, **SHORT).result.answer
 
 
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +157,7 @@ def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "choices", first_fast([{}, {"stop_strings": ["####"]}, {"stop_strings": "=2"}, {"do_sample": True, "seed": 5}])
-)
+@pytest.mark.parametrize("choices", [{"stop_strings": ["####"]}, {"do_sample": True, "seed": 5}])
 def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, Any]) -> None:
     for question in QUESTIONS[:3]:
         stream = crowd.stream(question, **SHORT, **choices)
@@ -238,18 +169,6 @@ def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, 
         assert list(stream) == [], "it is at its end"
     assert stream.result.confidence > 0
     assert (stream.result.agents, stream.result.agreement) == ((), None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("enabled", [False, True])
-def test_a_stream_computes_in_the_callers_autocast(crowd: Crowd, enabled: bool) -> None:
-    found: list[torch.dtype] = []
-    layer = crowd.model.model.layers[0].self_attn.q_proj
-    note = layer.register_forward_hook(lambda *given: found.append(given[-1].dtype))
-    with note, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        [whole] = crowd.generate(QUESTIONS[0], max_new_tokens=3)
-        assert crowd.stream(QUESTIONS[0], max_new_tokens=3).result.answer == whole
-    assert {*found} == {torch.bfloat16 if enabled else torch.float32}
 
 
 class Held:

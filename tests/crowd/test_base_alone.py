@@ -12,10 +12,8 @@ from ci_llm.base.load import load_base
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.pretrained import open_base
-from ci_llm.crowd.scoring import AnswerScores, Scores, base_record, best_agent, judged_by, score
-from ci_llm.data.encoder import Encoder
+from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.lora.layer import LoraSettings
 from tests.support.crowds import disturbed_crowd
 from tools.testbed.tiny import base, batch
@@ -64,38 +62,6 @@ def test_a_base_that_was_opened_answers_as_the_plain_model_does() -> None:
         assert crowd.generate(prompt, max_new_tokens=12) == [wanted]
 
 
-SHORT = Chat((Message("user", "What is it?"), Message("assistant", "a bird")))
-LONG = Chat((Message("user", "What is it?"), Message("assistant", "It is a bird that a box of Leo has in the day")))
-TURNS = Chat((*SHORT.messages, *SHORT.messages))
-PLAIN = Completion(None, "Ann has 5 pens. Leo goes home.")
-MARKED = Chat((Message("user", "How many?"), Message("assistant", "2*3=6\n6+1=7\n7 and 7 and 7 and 7 and 7\n#### 7")))
-
-
-@pytest.mark.fast_cases(4)
-@pytest.mark.parametrize(
-    ("rows", "judge"),
-    [
-        ([SHORT], "exact_match"),
-        ([MARKED], "exact_match"),
-        ([LONG], "nll"),
-        ([TURNS], "nll"),
-        ([PLAIN], "nll"),
-        ([SHORT, SHORT, LONG], "exact_match"),
-        ([SHORT, LONG, LONG], "nll"),
-        ([SHORT, SHORT, TURNS], "exact_match"),
-        ([SHORT, PLAIN], "nll"),
-    ],
-)
-def test_rows_decide_how_they_are_scored(rows: list[Any], judge: str) -> None:
-    tokenizer = load_base("embedded").tokenizer
-    encoder = Encoder(tokenizer)
-    assert judged_by([encoder.encode(row) for row in rows], Prompter(tokenizer)) == judge
-
-
-def of_rows(right: list[list[int]], nll: list[list[float]], tokens: list[int]) -> Scores:
-    return Scores(torch.tensor(right, dtype=torch.bool), torch.tensor(nll, dtype=torch.float64), torch.tensor(tokens))
-
-
 def test_the_gain_in_nll_is_the_difference_of_the_nlls() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 9, (40,), generator=generator)
@@ -111,20 +77,3 @@ def test_the_gain_in_nll_is_the_difference_of_the_nlls() -> None:
     assert gain["interval95"] == pytest.approx(0.0, abs=1e-12)
     nll[0, 3] = float("nan")
     assert Scores(scores.right, nll, tokens).nll_gain("mean")["interval95"] is None
-
-
-def test_the_best_agent_is_named_with_the_rows_where_it_beats_the_next() -> None:
-    scores = of_rows([[0, 0, 0, 0], [1, 1, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]], [[1.0] * 4] * 4, [1] * 4)
-    assert best_agent(scores, None, "exact_match") == {"agent": 1, "next": 2, "rows_better": 2, "rows_worse": 1}
-    answers = AnswerScores(torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool))
-    assert best_agent(scores, answers, "exact_match") == {"agent": 0, "next": 2, "rows_better": 2, "rows_worse": 0}
-    nats = of_rows([[0, 0]] * 3, [[4.0, 1.0], [1.0, 2.0], [0.0, 0.0]], [1, 1])
-    assert best_agent(nats, None, "nll") == {"agent": 1, "next": 0, "rows_better": 1, "rows_worse": 1}
-
-
-def test_the_base_of_agents_with_rows_of_their_own_is_scored_by_all_rows() -> None:
-    part = of_rows([[1], [0]], [[2.0], [9.0]], [2]), of_rows([[0], [0]], [[4.0], [9.0]], [1])
-    scores = Scores.of_sets(part, (0, 1))
-    assert base_record(scores, None) == {"exact_match": 0.5, "nll": 2.0}
-    answers = AnswerScores(torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool))
-    assert base_record(scores, answers) == {"exact_match": 0.75, "nll": 2.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,13 +20,10 @@ from ci_llm.crowd.answers import (
     TEMPERATURES,
     Calibration,
     Logistic,
-    TokenUncertainty,
     fit,
     fit_temperature,
     learn,
     learn_temperature,
-    learn_weights,
-    nats_by_temperature,
     signals,
 )
 from ci_llm.crowd.asking import Answer, prompter_of
@@ -36,8 +32,7 @@ from ci_llm.crowd.pretrained import weights_fingerprint
 from ci_llm.crowd.scoring import score, targets_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
-from ci_llm.errors import BadInput
-from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tests.support.crowds import disturbed_crowd, save_crowd
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
 SHORT: Any = {"max_new_tokens": 24}
@@ -86,28 +81,6 @@ def test_the_logistic_fit_is_at_its_optimum() -> None:
         assert loss((found.coefficients[0] + a, found.coefficients[1] + b), found.intercept + c) > best
 
 
-@pytest.mark.parametrize(("right", "low", "high"), [([True] * 20, 0.9, 1), ([False] * 20, 0, 0.1)])
-def test_a_fit_exists_when_all_answers_are_alike(right: list[bool], low: float, high: float) -> None:
-    found = Logistic.fit([[float(n), 7.0] for n in range(20)], right)
-    assert all(low < found([n, 7.0]) < high for n in (0.0, 19.0))
-    assert 0 <= found([-1e9, 7.0]) <= 1, "a signal far from all that were seen overflows nothing"
-
-
-def test_fitted_weights_have_the_greatest_likelihood() -> None:
-    log_probs = torch.rand(2, 500, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log()
-    log_probs[0] += 0.3  # the first agent predicts better
-    weights = learn_weights(log_probs, concentration=1e-6)
-    assert sum(weights) == pytest.approx(1)
-
-    def nats(first: float) -> float:
-        mixed = first * log_probs[0].exp() + (1 - first) * log_probs[1].exp()
-        return -float(mixed.log().sum())
-
-    assert weights[0] > 0.5
-    assert nats(weights[0]) <= min(nats(weights[0] + 0.01), nats(weights[0] - 0.01))
-    assert learn_weights(log_probs, concentration=1e9) == pytest.approx((0.5, 0.5), abs=1e-5)
-
-
 def test_the_fitted_temperature_has_the_lowest_nll() -> None:
     nats = [(math.log(t) - math.log(0.77)) ** 2 for t in TEMPERATURES]
     assert learn_temperature(nats) == pytest.approx(0.77, rel=1e-6)
@@ -128,15 +101,6 @@ def test_the_fitted_temperature_of_classes_has_the_lowest_nll(wanted: float) -> 
 
     assert nats(found) < min(nats(1.001 * found), nats(found / 1.001))
     assert fit_temperature(log_probs[:9], log_probs[:9].argmax(-1)) == pytest.approx(1 / 16), "all are right"
-
-
-def test_the_nats_at_each_temperature_are_those_of_the_softened_mixture() -> None:
-    generator = torch.Generator().manual_seed(3)
-    mixture = (4 * torch.randn(6, 11, generator=generator, dtype=torch.float64)).log_softmax(-1)
-    mixture[2, 5] = -math.inf  # a token that no agent gives any probability
-    wanted = torch.randint(5, (6,), generator=generator)
-    soft = [(mixture / t).log_softmax(-1)[range(6), wanted] for t in TEMPERATURES]
-    assert nats_by_temperature(mixture, wanted) == pytest.approx([-float(each.sum()) for each in soft], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -167,59 +131,10 @@ def test_a_calibration_fitted_on_targets_lowers_their_nll(crowd: Crowd) -> None:
     assert nats(found) < nats(None)
 
 
-def test_signals_are_the_numbers_of_the_tokens() -> None:
-    tokens = [TokenUncertainty(0.5, 0.4, 0.3, 0.1), TokenUncertainty(0.25, 0.8, 0.3, 0.5)]
-    assert signals(tokens) == pytest.approx([math.log(0.125), math.log(0.125) / 2, math.log(0.25), 0.6, 0.3])
-    assert signals([]) == [0, 0, 0, 0, 0]
-    assert math.isfinite(signals([TokenUncertainty(0.0, 0.0, 0.0, 0.0)])[0])
-
-
 # How it is used
 
 
-@pytest.mark.slow
-def test_answers_carry_the_probability_that_they_are_right(
-    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert {answer.probability_right for answer in plain} == {None}
-    made = calibration_of(plain)
-    monkeypatch.setattr(crowd, "calibration", made)
-    found = crowd.generate(QUESTIONS, details=True, **SHORT)
-    assert [a.answer for a in found] == [a.answer for a in plain], "a calibration changes no answer"
-    for answer in found:
-        assert answer.probability_right == pytest.approx(made.right(signals(answer.tokens)))
-        assert (answer.agents_asked, answer.abstained) == (K, False)
-    [other] = crowd.generate(QUESTIONS[0], details=True, aggregator="logit", **SHORT)
-    assert other.probability_right is None, "it was fitted on answers of another aggregator"
-    least = sorted(answer.probability_right or 0 for answer in found)
-    limit = (least[2] + least[3]) / 2  # without the agents' own rows, the products round otherwise
-    some = crowd.generate(QUESTIONS, abstain_below=limit, **SHORT)
-    assert [text == "" for text in some] == [(answer.probability_right or 0) < limit for answer in found]
-    assert sum(text == "" for text in some) == 3
-    with crowd.stream(QUESTIONS[0], abstain_below=1.0, **SHORT) as stream:
-        assert list(stream) == []
-        assert stream.result.abstained
-
-
-@pytest.mark.slow
-def test_requests_that_need_a_calibration_are_refused_without_one(
-    crowd: Crowd, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(BadInput, match="this crowd has no calibration"):
-        crowd.generate("hello", abstain_below=0.5)
-    with pytest.raises(BadInput, match="abstain_below must be a probability"):
-        crowd.generate("hello", abstain_below=1.5)
-    monkeypatch.setattr(crowd, "calibration", calibration_of(plain))
-    with pytest.raises(BadInput, match="the calibration is of aggregator probability and not logit"):
-        crowd.generate("hello", abstain_below=0.5, aggregator="logit")
-
-
 # How it is kept
-
-
-def test_a_calibration_survives_json(plain: list[Answer]) -> None:
-    made = calibration_of(plain)
-    assert Calibration.of(json.loads(json.dumps(made.record()))) == made
 
 
 @pytest.mark.slow

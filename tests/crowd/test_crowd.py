@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 
-import ci_llm
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.errors import BadInput, ModelError
 from tests.support.crowds import K, disturbed_crowd
 
 PROMPTS = ["Ann has 7 pens. Ann breaks 6. How many pens are left?", "Ben has 2 cups. How many cups are there?"]
@@ -103,46 +100,6 @@ def test_a_batch_of_tensors_is_continued_as_its_texts(crowd: Crowd, left: bool) 
     assert any(texts)
 
 
-def test_temperature_0_takes_the_most_probable_token(crowd: Crowd) -> None:
-    greedy = crowd.generate(PROMPTS, max_new_tokens=6)
-    assert crowd.generate(PROMPTS, max_new_tokens=6, temperature=0) == greedy
-    assert crowd.generate(PROMPTS, max_new_tokens=6, temperature=0.0, do_sample=True, top_p=0.5, seed=1) == greedy
-    with pytest.raises(BadInput, match="temperature must be above 0"):
-        crowd.generate(PROMPTS, temperature=-1)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda crowd: crowd.log_probs(PROMPTS, ["1"]), "2 prompts and 1 answers"),
-        (lambda crowd: crowd.log_probs(PROMPTS), "2 prompts and 0 answers"),
-        (lambda crowd: crowd.log_probs(torch.ones(1, 4).long(), ["1"]), "its answers in labels"),
-        (lambda crowd: crowd.log_probs(torch.ones(4).long()), r"input_ids \[N, L\]"),
-        (lambda crowd: crowd.generate(torch.ones(1, 4)), r"input_ids \[N, L\]"),
-        (
-            lambda crowd: crowd.generate({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)}),
-            "N, L",
-        ),
-        (lambda crowd: crowd.disagreement({"input_ids": ONES, "attention_mask": 0 * ONES}), "has no token"),
-        (lambda crowd: crowd.generate({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}), "a batch is input_ids"),
-        (lambda crowd: crowd.disagreement(PROMPTS, ANSWERS, batch_size=0), "batch_size must be at least 1"),
-        (lambda crowd: crowd.generate(ONES, details=True), "only token ids come back"),
-        (lambda crowd: crowd.generate(ONES, stop_strings="x"), "only token ids come back"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(crowd: Crowd, call: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        call(crowd)
-
-
-ONES = torch.ones(1, 4, dtype=torch.long)
-
-
-def test_no_rows_give_no_numbers(crowd: Crowd) -> None:
-    assert crowd.log_probs([], []).shape == (K + 1, 0)
-    assert crowd.disagreement([], []).shape == (0,)
-
-
 def test_an_agent_is_a_plain_peft_model_that_answers_alone(crowd: Crowd, tmp_path: Path) -> None:
     assert crowd.prompter is not None
     ids = torch.tensor([crowd.prompter.ids(PROMPTS[0])])
@@ -180,17 +137,3 @@ def test_agents_are_counted_from_both_ends(crowd: Crowd) -> None:
     for number in (K, -K - 1):
         with pytest.raises(IndexError, match=f"there is no agent {number}: there are {K}"):
             crowd[number]
-
-
-def test_an_agent_on_a_quantised_base_is_refused(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantised = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    monkeypatch.setattr(crowd.model.config, "quantization_config", quantised, raising=False)
-    with pytest.raises(ModelError, match="quantised base cannot be shared"):
-        crowd[0]
-
-
-def test_a_crowd_of_plain_text_scores_continuations() -> None:
-    crowd = disturbed_crowd("text")
-    longer, shorter = crowd.log_probs(["Ann has", "Ann has"], [" 7 pens", " 7"]).T
-    assert bool((longer < shorter).all())
-    assert ci_llm.Crowd is Crowd

@@ -15,15 +15,15 @@ from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
 from ci_llm.crowd.aggregators import aggregate, probability
 from ci_llm.crowd.choosing import choose
-from ci_llm.crowd.columns import BLOCK, Columns, whole_blocks
+from ci_llm.crowd.columns import Columns
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request
 from ci_llm.embedded import BASE_FOLDER, rows
-from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.errors import ModelError
 from ci_llm.lora.layer import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
-from tests.support.campaign import size
+from tests.support.campaign import sampled, size
 from tests.support.crowds import bits_in_company, disturbed_crowd, save_crowd
 from tests.support.peft_twins import assert_writes_as_peft
 from tools.testbed.tiny import base, batch, example
@@ -90,7 +90,10 @@ def reference(crowd: Crowd, who: int | None, prompt: Sequence[int], how: str = "
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "gpt_neox", "gpt2", "granite", "cohere"],
+    sampled(
+        ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "gpt_neox", "gpt2", "granite", "cohere"],
+        ("qwen3", "gemma2", "gpt2", "cohere"),
+    ),
 )
 def test_crowd_agents_and_base_write_the_texts_of_full_passes(family: str) -> None:
     crowd = moved(crowd_of(base(family, torch.float32)))
@@ -153,22 +156,6 @@ def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path) ->
     assert crowd.prompter is not None
     prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(12, 200)]]
     assert_writes_as_peft(crowd, BASE_FOLDER, folder, prompts, 24)
-
-
-@pytest.mark.slow
-def test_layers_without_adapters_keep_a_cache_for_each_agent() -> None:
-    crowd = moved(crowd_of(base("llama", torch.float32, layers=4), layers="upper_half"))
-    requests = mixed(PROMPTS[:5])
-    decoder = Decoder(crowd, len(requests), reuse=False)
-    decoder.admit([each for each in requests if each.who is CROWD])
-    decoder.step()
-    shape = crowd.model.config
-    column = 2 * shape.num_key_value_heads * shape.head_dim * 4
-    assert decoder.nbytes == sum(map(whole_blocks, map(len, PROMPTS[:5]))) * column * 4 * K
-    written(crowd, again := mixed(PROMPTS[:5]), slots=7)
-    for request in again:
-        found = request.tokens, [each.log_probability for each in request.chosen]
-        assert found == reference(crowd, request.who, request.prompt)
 
 
 def bits(requests: Sequence[Request]) -> list[Any]:
@@ -323,43 +310,6 @@ def test_a_text_that_is_dropped_frees_its_slot_and_the_others_continue(llama: Cr
     assert (requests[1].tokens, requests[1].finish) == (wanted[1].tokens, "length")
     assert requests[2].tokens == wanted[2].tokens[: len(requests[2].tokens)]
     assert requests[3].tokens == []
-
-
-def test_memory_is_that_of_the_columns_in_use(llama: Crowd) -> None:
-    shape = llama.model.config
-    column = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
-    decoder = Decoder(llama, slots=2, reuse=False)
-    request = Request(PROMPTS[1], Decoding(max_new_tokens=100))
-    decoder.admit([request])
-    for _ in range(3):
-        decoder.step()
-        assert decoder.nbytes == K * BLOCK * column, "13 of 16 columns, and no more for the tokens that may follow"
-    decoder.release(request)
-    assert decoder.nbytes == 0
-
-
-def test_a_request_that_cannot_be_served_is_refused(llama: Crowd) -> None:
-    decoder = Decoder(llama, slots=2)
-    cases: list[tuple[Request, str]] = [
-        (Request([], GREEDY), "a prompt is empty"),
-        (Request([5] * 128, GREEDY), "a prompt has 128 tokens, and the base reads 128"),
-        (Request([5], GREEDY, who=K), f"there is no agent {K}"),
-        (Request([5], Decoding(aggregator="majority")), "decides between whole answers"),
-    ]
-    for request, message in cases:
-        with pytest.raises((BadInput, DataError), match=message):
-            decoder.admit([Request([5], GREEDY), request])
-        assert decoder.free == 2
-    with pytest.raises(BadInput, match="3 requests for 2 free slots"):
-        decoder.admit([Request([5], GREEDY) for _ in range(3)])
-    with pytest.raises(BadInput, match="at least 1 slot"):
-        Decoder(llama, slots=0)
-
-
-def test_a_text_ends_at_the_last_position_of_the_base(llama: Crowd) -> None:
-    requests = [Request([5] * 126, GREEDY), Request([6, 7], GREEDY)]
-    written(llama, requests)
-    assert [(len(request.tokens), request.finish) for request in requests] == [(2, "length"), (12, "length")]
 
 
 def test_a_step_that_fails_can_be_repeated(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -13,15 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
-from ci_llm.cli.main import main
 from ci_llm.config import load_config
 from ci_llm.crowd import distilling
 from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.merging import Adapter, Distillation
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
-from ci_llm.data.encoder import Example
-from ci_llm.embedded import BASE_FOLDER, rows
-from ci_llm.errors import BadInput
+from ci_llm.embedded import BASE_FOLDER
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 
 CONFIG = load_config(None, ["dataset_name=embedded", "max_train_samples=4", "batch_size=4", "max_new_tokens_eval=64"])
@@ -94,27 +89,6 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_the_training_prompts(
-    saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
-) -> None:
-    _, _, [whole] = learned
-    assert len(whole.student) == len(whole.control) > CONFIG.max_train_samples
-    crowd = disturbed_crowd()
-    assert crowd.prompter is not None
-    known = {row["question"] for split in ("train", "validation", "test") for row in rows(split)}
-    for one, other in zip(whole.student[4:], whole.control[4:], strict=True):
-        prompt = one.input_ids[~one.supervised].tolist()
-        assert prompt == other.input_ids[~other.supervised].tolist(), "both answer the same prompts"
-        assert one.input_ids[-1] in crowd.prompter.ends, "an answer that was cut teaches nothing"
-        question = crowd.prompter.text(prompt).strip()
-        assert not any(each in question for each in known)
-        [answer] = crowd.generate(question.removesuffix("\n"), max_new_tokens=64, details=True)
-        if crowd.prompter.ids(question.removesuffix("\n")) == prompt:
-            assert crowd.prompter.text(one.input_ids[one.supervised].tolist()) == answer.answer
-            assert crowd.prompter.text(other.input_ids[other.supervised].tolist()) == answer.agents[1]
-
-
-@pytest.mark.slow
 def test_distilling_leaves_base_and_generators_unchanged_and_repeats_exactly(
     saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
 ) -> None:
@@ -126,43 +100,3 @@ def test_distilling_leaves_base_and_generators_unchanged_and_repeats_exactly(
     crowd = Crowd(saved.base.model, saved.settings, saved.base.name)
     assert crowd.num_agents == K
     crowd.detach()
-
-
-def test_an_agent_that_does_not_exist_is_refused_as_a_start(saved: Pretrained) -> None:
-    with pytest.raises(BadInput, match="there is no agent 7"):
-        distil(saved, CONFIG, Distillation(start=7))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--merge", "svd", "--steps", "3"], "only a distillation takes this"),
-        (["--merge", "distilled", "--rank", "3"], "a distillation does not take this"),
-        (["--merge", "distilled", "--steps", "0"], "--steps: must be at least 1"),
-        (["--merge", "distilled", "--soft", "0.5"], "the crowd's distributions alone are learned"),
-        (["--merge", "distilled", "--prompts", "nowhere.txt"], "there is no such file"),
-        (["--merge", "distilld"], "there is no merge 'distilld'"),
-    ],
-)
-def test_a_bad_call_is_refused_before_anything_is_loaded(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "x"), *words]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_a_crowd_without_a_run_has_no_rows_to_distil_on(
-    saved: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = save_crowd(disturbed_crowd(), tmp_path / "crowd")
-    assert main(["export", str(folder), "--to", str(tmp_path / "x"), "--merge", "distilled"]) == 2
-    assert "no run trained these agents" in capsys.readouterr().err
-
-
-def test_a_row_that_was_cut_does_not_say_how_answers_end() -> None:
-    def row(*ids: int) -> Example:
-        return Example(np.array(ids, np.int32), np.arange(len(ids)) > 0)
-
-    cut, whole, odd = row(5, 6, 7, 8), row(5, 6, 2), row(5, 3)
-    assert distilling._end([cut, whole, odd, whole], max_seq_length=4) == 2
-    assert distilling._end([cut], max_seq_length=4) == 8

@@ -24,18 +24,16 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.crowd import exporting
-from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merging import merge_of
 from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import ModelError
 from ci_llm.lora.layer import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
 from tests.evaluation.trials import train
-from tests.report.folders import leave_status
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.tiny import base
@@ -209,43 +207,6 @@ def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path,
     assert not list((tmp_path / "whole").glob("adapter*"))
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(
-    "words", [[], ["--agent", "1"], ["--merge", "svd"], ["--merge", "cat", "--into-base"]], ids=str
-)
-def test_a_card_names_no_path_of_this_machine(words: list[str], source: Path, tmp_path: Path) -> None:
-    assert main(["export", str(source), "--to", str(tmp_path / "out"), *words]) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    for path in (tmp_path, source.parent, BASE_FOLDER.parent, Path.home()):
-        assert str(path) not in card
-    assert "embedded" in card
-    assert card.count("```") % 2 == 0
-    assert not list(tmp_path.glob(".*")), "no draft is left"
-
-
-def test_a_card_names_ranks_and_bases() -> None:
-    card = crowd_card(CardFacts("Qwen/Qwen2.5-0.5B", [8, 20], trained=" for 5 optimizer steps on `openai/gsm8k`"))
-    assert "base_model: Qwen/Qwen2.5-0.5B" in card
-    assert "--max-lora-rank 32" in card, "of the ranks that vLLM takes, the first that fits"
-    assert "--lora-modules $(for k in {0..1}; do echo agent$k=$PWD/agent$k; done)" in card
-    assert "base = AutoModelForCausalLM.from_pretrained" in card
-    whole = crowd_card(CardFacts("user/vision", [8], opened_with="AutoModelForImageTextToText"))
-    assert 'base = AutoModelForImageTextToText.from_pretrained("user/vision")' in whole
-    local = crowd_card(CardFacts("/data/my models/base", [8]))
-    assert "base_model:" not in local
-    assert "BASE=base   # its folder on your machine" in local
-    assert "/data" not in local
-    head = crowd_card(CardFacts("/data/my models/base", [8], num_labels=2, classes=("no", "yes")))
-    assert 'base = "base"  # its folder on your machine' in head
-    assert "from_pretrained(base, num_labels=2)  # no, yes" in head
-    assert [public_name(name) for name in ("/a/b.jsonl", "a/b.jsonl", "user/name", "embedded")] == [
-        "b.jsonl",
-        "b.jsonl",
-        "user/name",
-        "embedded",
-    ]
-
-
 @pytest.mark.slow
 def test_the_snippets_of_a_card_run(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in (("all", []), ("svd", ["--merge", "svd"]), ("whole", ["--merge", "svd", "--into-base"])):
@@ -326,27 +287,6 @@ def test_a_damaged_checkpoint_is_one_message_and_not_a_wrong_call(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_checkpoint_and_a_missing_path_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").mkdir()
-    leave_status(tmp_path / "run", "running", 3)
-    for name, message in (("run", "and has no checkpoint"), ("gone", "there is no such folder")):
-        code, _, err = export(capsys, tmp_path / name, "--to", tmp_path / "out")
-        assert (code, message in err, "damaged" in err) == (2, True, False)
-
-
-def test_a_run_inside_another_runs_folder_is_not_taken_for_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("run", "checkpoint_step_2"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
-    assert "there is no run in this run: it holds 2" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
-    leave_status(tmp_path / "run", "running", 3)
-    assert "and has no checkpoint" in export(capsys, tmp_path / "run", "--to", tmp_path / "out")[2]
-
-
 def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ci_llm.core import durable
 
@@ -356,26 +296,6 @@ def test_a_full_disk_leaves_nothing_behind(source: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(durable.DISK, "write", full)
     assert main(["export", str(source), "--to", str(tmp_path / "out"), "--merge", "svd"]) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_agents_with_a_common_start_can_be_exported_as_their_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_base("embedded")
-    alike = Crowd(loaded.model, LoraSettings(2, rank=2, initialize_adapters_rand=False), loaded.name)
-    with torch.no_grad():
-        alike.agents.weights.add_(torch.randn(alike.agents.weights.shape) * 0.01)
-    alike.save_pretrained(tmp_path / "crowd")
-    assert Crowd.from_pretrained(tmp_path / "crowd", device="cpu").common_start
-    code, out, _ = export(capsys, tmp_path / "crowd", "--to", tmp_path / "out", "--merge", "mean", "--json")
-    told = json.loads(out)
-    assert (code, told["exported"], told["ranks"], told["scores"]) == (0, "mean", [2], None)
-    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config["lora_alpha"] == config["r"], "the scale of the agents is in the weights"
-    for name, mean in ((n, alike.agents.agent_tensors(0)[n] + alike.agents.agent_tensors(1)[n]) for n in tensors):
-        torch.testing.assert_close(tensors[name], mean / 2 * alike.agents.each[0].scaling ** 0.5, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture
@@ -405,21 +325,6 @@ def test_a_crowd_opens_from_the_hubs_cache(
     assert torch.equal(opened.agents.weights, crowd.agents.weights)
     assert main(["generate", "someone/stories", "Ann has 3 pens.", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == crowd.generate("Ann has 3 pens.", max_new_tokens=3)[0] + "\n"
-
-
-def test_a_hub_id_without_a_network_is_one_message_and_a_path_is_never_looked_up(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where no run has left a ci_llm_output
-    with pytest.raises(BadInput) as caught:
-        Crowd.from_pretrained("someone/nothing")
-    assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in str(caught.value)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(BadInput, match=r"there is no such folder\n  where: runs/nothing\n.*ls runs"):
-        Crowd.from_pretrained("runs/nothing")
-    for path in (Path("someone/nothing"), "ci_llm_output/final_checkpoint", "run"):
-        with pytest.raises(BadInput, match="there is no checkpoint at this path: it does not exist"):
-            Crowd.from_pretrained(path)
 
 
 @pytest.mark.slow
@@ -467,23 +372,3 @@ def plain_nll(model: Any, run: Path) -> float:
         picked = log_probs.gather(-1, ids[1:, None])[learned[1:]]
         total, count = total - float(picked.double().sum()), count + len(picked)
     return total / count
-
-
-def test_a_distillation_that_loses_to_its_control_says_so() -> None:
-    nll = {"agent0": 1.0, "crowd": 0.9, "distilled": 0.95, "own labels": 0.94}
-    lost = "distilled is not better than its control, own labels"
-    assert "exact match       nll" in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
-    for objective, title in (("classification", "accuracy  nats per row"), ("regression", "  squared error")):
-        told = exporting.Comparison(9, "none", dict.fromkeys(nll, 0.125), nll, objective).table()
-        assert title in told
-        assert ("0.125" in told) == (objective == "classification"), "a number is neither right nor wrong"
-        assert "9 rows of the run's evaluation: scored by heads" in told
-    assert lost in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll).table()
-    assert lost not in exporting.Comparison(9, "none", dict.fromkeys(nll, 0.5), nll | {"own labels": 0.96}).table()
-
-
-def test_dtype_sets_the_dtype_of_a_merged_base(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(source), "--agent", "1", "--dtype", "bf16", "--to", str(tmp_path / "x")]) == 2
-    assert "only a merged base has a dtype of its own" in capsys.readouterr().err

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
 
 from ci_llm import Crowd
@@ -24,16 +22,15 @@ from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.choosing import choose
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.decoding import Chosen, Decoding, Generated, Request, generate_key
-from ci_llm.crowd.generation import Wanted, generate_each, generate_ids
-from ci_llm.data.columns import find_form
+from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.data.encoder import Encoder
-from ci_llm.data.prompts import Prompter, form_of, last_answer, prompts_of
-from ci_llm.data.rows import Completion, Rows
+from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import LoraSettings
 from tests.data import test_encoder as templates
 from tests.lora.test_adapters import K, crowd_of, peft_twin
+from tests.support.campaign import drawn
 from tools.testbed.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
@@ -65,7 +62,7 @@ def llama() -> Crowd:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bert"])
+@pytest.mark.parametrize("family", drawn([name for name in FAMILIES if name != "bert"], 6, seed=2))
 def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
     """Prompts of different length, padded in one batch, beside each of them alone."""
     crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
@@ -111,18 +108,6 @@ def test_an_error_of_the_base_in_generation_is_one_message(
         llama.generate_ids(PROMPTS[:1], GREEDY)
 
 
-@pytest.mark.parametrize("aggregator", ["probability", "majority"])
-def test_an_empty_list_of_prompts_gives_no_texts(llama: Crowd, aggregator: str) -> None:
-    assert llama.generate_ids([], Decoding(max_new_tokens=12, aggregator=aggregator), include_agents=True).crowd == []
-
-
-@pytest.mark.slow
-def test_the_mean_of_logits_gives_other_texts(llama: Crowd) -> None:
-    found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, aggregator="logit")).crowd
-    assert found == [reference_ids(llama, list(range(K)), prompt, "logit") for prompt in PROMPTS]
-    assert found != llama.generate_ids(PROMPTS, GREEDY).crowd
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_one_agent_alone_generates_what_plain_peft_generates(family: str) -> None:
@@ -156,33 +141,6 @@ def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
     assert llama.model.generation_config is own
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest factor of a product, with every repetition of an expanded one.
-
-    Whether such a factor is copied depends on the processor: oneDNN does so in bf16, where the processor has it.
-    """
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
-            self.bytes = max(self.bytes, *(factor.nbytes for factor in args))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_vocabulary_is_multiplied_once_for_all_rows(dtype: torch.dtype) -> None:
-    shape = FAMILIES["llama"]()
-    shape.vocab_size, shape.num_hidden_layers = 49_152, 1
-    crowd = crowd_of(AutoModelForCausalLM.from_config(shape, dtype=dtype)).eval()
-    crowd.padding_invariant = True  # else it is measured first
-    with Largest() as found:
-        generate_ids(crowd, PROMPTS, Decoding(max_new_tokens=2), include_agents=True)
-    assert found.bytes == shape.vocab_size * shape.hidden_size * dtype.itemsize
-    assert not crowd.detach().get_output_embeddings()._forward_pre_hooks
-
-
 def test_a_text_stops_at_its_end_token_and_the_others_continue(llama: Crowd) -> None:
     free = llama.generate_ids(PROMPTS, GREEDY, include_agents=True)
     end = free.crowd[0][3]
@@ -197,17 +155,6 @@ def flattened(numbers: Any) -> list[list[float]]:
     """The probabilities of each text."""
     (agents, crowd) = numbers
     return [[token.probability for token in text] for lines in (*agents, crowd) for text in lines]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba", "llama"])
-def test_texts_of_a_batch_of_transformers_end_one_by_one(family: str) -> None:
-    crowd = crowd_of(base(family)).eval()
-    crowd.decodes = False
-    free = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
-    found = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True, is_over=lambda text: len(text) > text[0] % 5)
-    assert found.agents == [[text[: 1 + text[0] % 5] for text in lines] for lines in free.agents]
-    assert found.crowd == [text[: 1 + text[0] % 5] for text in free.crowd]
 
 
 def test_a_request_to_stop_ends_all_texts_at_the_next_token(llama: Crowd) -> None:
@@ -292,21 +239,6 @@ def test_tokens_are_drawn_from_the_aggregated_distribution(
     assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / draws).sqrt() + 1e-9).all()
 
 
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
-        ({"top_k": 0}, "top_k must be at least 1"),
-        ({"max_new_tokens": 0, "aggregator": "median"}, "max_new_tokens must be .*; aggregator must be"),
-    ],
-)
-def test_values_out_of_range_are_refused_together(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Decoding(**choices)
-
-
 TEMPLATES = {
     "built in": None,
     "chatml": templates.CHATML,
@@ -331,44 +263,6 @@ def test_a_prompt_has_the_tokens_before_the_answer_in_training(template: str | N
     assert ends == ({"</s>", "<|im_end|>"} if "im_end" in (template or "") else {"</s>"})
 
 
-def test_a_prompt_keeps_the_think_block_that_its_template_opens() -> None:
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    tokenizer = templates.byte_tokenizer(templates.CHATML.replace(templates.PROMPT, prompt))
-    ids = Prompter(tokenizer).ids("q")
-    assert tokenizer.decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
-
-
-def test_plain_text_is_continued() -> None:
-    tokenizer = templates.byte_tokenizer(templates.CHATML)
-    prompter = Prompter(tokenizer, "text")
-    trained = Encoder(tokenizer).encode(Completion("Once ", "upon"))
-    assert prompter.ids("Once ") == trained.input_ids[: last_answer(trained).start].tolist()
-    assert tokenizer.decode(prompter.ids([{"role": "user", "content": "q"}])).startswith("<|im_start|>user")
-    assert prompter.text([*prompter.ids("<s>é!"), tokenizer.eos_token_id]) == "é!"
-
-
-def test_the_form_of_prompts_is_read_off_the_rows() -> None:
-    chats, texts = (
-        [{"question": "q", "answer": "a"}],
-        [{"prompt": "p", "completion": ""}, {"prompt": "p", "completion": "c"}],
-    )
-    for raw, form in ((chats, "chat"), (texts, "text")):
-        found = find_form(list(raw[0]))
-        assert found is not None
-        assert form_of(Rows(raw, found, "here")) == form
-
-
-def test_one_prompt_and_many_are_accepted() -> None:
-    turn = {"role": "user", "content": "q"}
-    assert prompts_of("q") == ["q"]
-    assert prompts_of(["q", "r"]) == ["q", "r"]
-    assert prompts_of([turn]) == [[turn]]
-    assert prompts_of([[turn], "r"]) == [[turn], "r"]
-    assert prompts_of([]) == []
-    assert prompts_of(iter(["q", "r"])) == ["q", "r"]
-    assert prompts_of(iter([turn])) == [[turn]]
-
-
 def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> None:
     shown = (
         "{% for m in messages %}<{{ m.role }}>{% if m.thought %}({{ m.thought }}){% endif %}"
@@ -383,23 +277,6 @@ def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> N
         {"role": "tool", "content": [{"type": "text", "text": "5"}]},
     ]
     assert Prompter(tokenizer).text(Prompter(tokenizer).ids(chat)) == "<user>q<assistant>(hm)add:3;<tool>5<assistant>"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([{"role": "user"}], "neither text nor a chat"),
-        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "nothing to answer"),
-        ([{"role": "nobody", "content": "q"}], "chat template cannot be used"),
-    ],
-)
-def test_an_invalid_prompt_is_refused(prompt: Any, message: str) -> None:
-    strict = (
-        "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}" + templates.TURN
-    )
-    tokenizer = templates.byte_tokenizer(strict + "{% endfor %}" + templates.PROMPT)
-    with pytest.raises(DataError, match=message):
-        Prompter(tokenizer).ids(prompt)
 
 
 @pytest.fixture(scope="module")
@@ -441,13 +318,6 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_integer_is_accepted_as_a_temperature(checkpoint: Path) -> None:
-    crowd = Crowd.from_pretrained(checkpoint, device="cpu")
-    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 3}
-    assert crowd.generate(QUESTIONS, temperature=1, top_p=1, **how) == crowd.generate(QUESTIONS, **how)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"aggregator": "majority"}, {"aggregator": "self_consistency", "seed": 3}])
 def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) -> None:
     """There are as many slots as prompts, or fewer, so that prompts wait for a slot that becomes free."""
@@ -466,16 +336,6 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
         numbers = [flattened((each.agents_tokens, each.tokens)) for each in (ours, theirs)]
         for mine, wanted in zip(*numbers, strict=True):
             assert mine == pytest.approx(wanted, abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by_decoder", [True, False])
-def test_one_agent_that_votes_alone_writes_its_own_text(llama: Crowd, by_decoder: bool) -> None:
-    llama.decodes = by_decoder
-    voted = llama.generate_ids(PROMPTS, replace(GREEDY, aggregator="majority"), agent=2)
-    llama.decodes = None
-    assert voted.crowd == llama.generate_ids(PROMPTS, GREEDY, agent=2).crowd
-    assert voted.crowd != llama.generate_ids(PROMPTS, GREEDY, agent=0).crowd
 
 
 def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

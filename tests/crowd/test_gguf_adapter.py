@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.cli.main import main
-from ci_llm.crowd.card import CardFacts, adapter_card, crowd_card
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.gguf_adapter import require_convertible, write_gguf_adapter
 from ci_llm.crowd.given_path import META
@@ -130,37 +129,6 @@ def test_on_the_file_s_own_tensors_it_gives_the_probabilities_of_peft(
     assert (log_probabilities(agent) - without).abs().max() > 0.1, "else nothing is shown"
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("architecture", SETTINGS)
-def test_llama_cpp_itself_gives_the_probabilities_of_peft(architecture: str, tmp_path: Path) -> None:
-    """On a base in fp32: with quantised weights llama.cpp rounds activations to 8 bits, with an adapter or without."""
-    llama_cpp = pytest.importorskip("xllamacpp", reason="there is no llama.cpp; pip install xllamacpp")
-    run = saved_crowd(tmp_path, architecture, Kind.F32)
-    for form in ("peft", "gguf"):
-        words = ["export", str(run), "--agent", "1", "--no-score", "--format", form, "--to", str(tmp_path / form)]
-        assert main(words) == 0
-    name = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    expected = log_probabilities(peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval())[0]
-    settings = llama_cpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = (
-        str(tmp_path / "base.gguf"),
-        256,
-        1,
-        False,
-    )
-    settings.cache_type_k = settings.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
-    settings.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it computes in fp16
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-    settings.lora_adapters = [llama_cpp.CommonAdapterLoraInfo(str(tmp_path / "gguf" / "adapter.gguf"), 1.0)]
-    server = llama_cpp.Server(settings)
-    for length in (1, 9, IDS.shape[1]):
-        asked = {"prompt": IDS[0, :length].tolist(), "max_tokens": 1, "logprobs": 40, "cache_prompt": False}
-        (choice,) = server.handle_completions(asked)["choices"]
-        for token in choice["logprobs"]["content"][0]["top_logprobs"]:
-            assert token["logprob"] == pytest.approx(expected[length - 1, token["id"]].item(), abs=1e-3)
-
-
 @pytest.mark.slow
 def test_an_export_names_its_base_for_both_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, to = saved_crowd(tmp_path, "llama"), tmp_path / "llama"
@@ -174,23 +142,6 @@ def test_an_export_names_its_base_for_both_programs(tmp_path: Path, capsys: pyte
     assert str(tmp_path) not in card
     assert "convert_hf_to_gguf" not in said + card
     assert sorted(path.name for path in to.iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
-
-
-@pytest.mark.slow
-def test_an_export_on_a_base_folder_says_how_to_make_its_gguf_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_base("embedded")
-    crowd = Crowd(loaded.model, LoraSettings(2, rank=2), loaded.name, loaded.pad_id)
-    crowd.prompter = Prompter(loaded.tokenizer)
-    crowd.save_pretrained(tmp_path / "crowd")
-    words = ["export", str(tmp_path / "crowd"), "--merge", "svd", "--format", "gguf", "--to", str(tmp_path / "to")]
-    assert main(words) == 0
-    making = (
-        f"BASE={loaded.name}; python llama.cpp/convert_hf_to_gguf.py $BASE --outfile {tmp_path / 'to' / 'base.gguf'}"
-    )
-    assert making in capsys.readouterr().out
-    assert "convert_hf_to_gguf.py $BASE --outfile base.gguf" in (tmp_path / "to" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -226,8 +177,3 @@ def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tensor for model\.layers\.0\.self_attn\.rotary"):
         write_gguf_adapter(tmp_path / "one.gguf", Adapter({"lora_alpha": 1, "r": 2}, tensors), config)
     assert not (tmp_path / "one.gguf").exists()
-
-
-def test_cards_name_the_command() -> None:
-    for card in (crowd_card(CardFacts("user/base", [8])), adapter_card(CardFacts("user/base", [8]), "", "")):
-        assert "`ci-llm export` with `--format gguf`" in card

@@ -25,10 +25,11 @@ from ci_llm.data.rows import Completion, Pair
 from ci_llm.data.units import Unit, label_of, unit_of
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ForeignCheckpoint, ModelError
-from ci_llm.lora.heads import SCORE, require_class
+from ci_llm.lora.heads import SCORE
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
+from tests.support.campaign import sampled, sampled_cases
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -106,16 +107,19 @@ def compare(crowd: Crowd, objective: Any, units: Sequence[Unit], model: Any, los
     assert not torch.equal(head_moved, crowd.agents.agent_tensors(0)[SCORE])
 
 
+REWARDS: Final = (
+    (torch.float32, None, None),
+    (torch.float32, 0.3, (0.5, 0.0, 2.0, -1.0)),
+    (torch.float64, 0.3, None),
+    (torch.float64, None, (0.5, 0.0, 2.0, -1.0)),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize(
     ("dtype", "center", "margins"),
-    [
-        (torch.float32, None, None),
-        (torch.float32, 0.3, (0.5, 0.0, 2.0, -1.0)),
-        (torch.float64, 0.3, None),
-        (torch.float64, None, (0.5, 0.0, 2.0, -1.0)),
-    ],
+    sampled_cases(REWARDS, REWARDS[1:3]),
     ids=str,
 )
 def test_rewards_are_learned_as_by_trl(
@@ -166,7 +170,7 @@ def test_rewards_are_learned_as_by_trl(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_norms")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64], [torch.float64]), ids=str)
 @pytest.mark.parametrize(("name", "labels"), [("classification", (0, 2, 1, 2)), ("regression", (0.5, -2, 1, 3.25))])
 def test_labels_are_learned_as_by_transformers(name: str, labels: tuple[float, ...], dtype: torch.dtype) -> None:
     from peft import get_peft_model
@@ -244,10 +248,6 @@ def test_heads_follow_their_agents_into_another_crowd_and_precision() -> None:
     crowd.keep_agents(settings, [1], ["agent1"])
     torch.testing.assert_close(crowd.eval()(batch).values[0], wide[1], rtol=0, atol=1e-12)
     assert [*crowd.heads] == ["agent0"]
-
-
-def test_heads_do_not_change_the_prediction_of_next_tokens() -> None:
-    assert crowd_of(CLASSES).choose_route() is None
 
 
 # ------------------------------------------------------------------------------------------ files and questions
@@ -332,20 +332,6 @@ def test_rewards_are_of_answers(tmp_path: Path) -> None:
         crowd.score(["2?", "3?"], ["4"])
 
 
-def test_the_end_of_a_row_that_is_the_pad_token_is_left_out(tmp_path: Path) -> None:
-    """Transformers pools the token before it."""
-    crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
-    crowd.model.config.pad_token_id = crowd.prompter.tokenizer.eos_token_id  # type: ignore[union-attr]
-    ids = torch.tensor([crowd.prompter.row("2 + 2?\n", "4").input_ids]).long()  # type: ignore[union-attr]
-    assert int(ids[0, -1]) == crowd.model.config.pad_token_id
-    [found] = crowd.score("2 + 2?\n", "4")
-    for k, score in enumerate(found.scores):
-        plain = crowd[k](input_ids=ids.expand(2, -1)).logits
-        assert score == pytest.approx(float(plain[0, 0]), abs=1e-5)
-    crowd.model.config.pad_token_id = 0
-    assert crowd.score("2 + 2?\n", "4")[0].scores != pytest.approx(found.scores)
-
-
 @pytest.mark.slow
 def test_agents_start_from_adapters_with_heads_and_without(tmp_path: Path) -> None:
     donor = saved(tmp_path / "crowd")
@@ -372,12 +358,3 @@ def test_a_crowd_with_heads_refuses_to_write_and_one_without_refuses_to_score(tm
     base = load_base("embedded")
     with pytest.raises(ModelError, match="no heads"):
         Crowd(base.model, LoraSettings(num_agents=1), "embedded").score("2 + 2?")
-
-
-def test_a_family_without_a_class_for_sequences_is_named() -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = GraniteForCausalLM(GraniteConfig(vocab_size=16, num_key_value_heads=1, **small))
-    with pytest.raises(ModelError, match="granite has no class for sequence classification"):
-        require_class(model)

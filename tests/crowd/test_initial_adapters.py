@@ -92,30 +92,6 @@ def test_adapters_that_are_not_plain_lora_are_refused(changes: Any, message: str
         load_initial_adapters(crowd(), tmp_path)
 
 
-def test_an_adapter_that_comes_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    """PEFT adds embeddings and head by itself after `resize_token_embeddings`."""
-    save_adapter(base(), tmp_path).save_pretrained(tmp_path, save_embedding_layers=True)
-    with pytest.raises(ModelError, match=r"also has base_model\.model\.lm_head\.weight and 1 more") as caught:
-        load_initial_adapters(crowd(), tmp_path)
-    assert "its vocabulary was changed" in str(caught.value)
-
-
-def test_settings_of_an_older_peft_are_accepted(tmp_path: Path) -> None:
-    save_adapter(base(), tmp_path)
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    assert "every agent" in load_initial_adapters(crowd(), tmp_path)
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_settings_that_cannot_be_read_are_named(text: str | None, tmp_path: Path) -> None:
-    save_adapter(base(), tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.unlink() if text is None else file.write_text(text)
-    with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        load_initial_adapters(crowd(), tmp_path)
-
-
 def trained(made: Crowd, diversity: str = "none") -> Crowd:
     """After three steps."""
     objective = Objective(diversity, 0.5)
@@ -151,39 +127,11 @@ def test_agents_with_equal_starts_and_their_own_masks_are_accepted(masks: str, t
     assert not torch.equal(one, other)
 
 
-@pytest.mark.slow
-def test_equal_adapters_are_refused_even_if_there_are_enough(tmp_path: Path) -> None:
-    for k, seed in enumerate((1, 2, 1)):
-        save_adapter(base(), tmp_path / f"agent{k}", seed=seed)
-    made = crowd(agents=3)
-    load_initial_adapters(made, tmp_path)
-    with pytest.raises(ModelError, match="2 of 3 agents begin with the same weights"):
-        require_distinct_agents(made, f"init_from: {tmp_path}")
-    alone = crowd(agents=1)
-    load_initial_adapters(alone, tmp_path / "agent0")
-    require_distinct_agents(alone, "here")
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no adapter here"):
-        load_initial_adapters(crowd(), tmp_path)
-
-
 def test_the_folder_of_a_run_is_refused_with_the_place_of_its_adapters(tmp_path: Path) -> None:
     save_adapter(base(), tmp_path / "final_checkpoint" / "agent0")
     with pytest.raises(ModelError, match="there is no adapter here") as caught:
         load_initial_adapters(crowd(), tmp_path)
     assert caught.value.hint == f"this is the folder of a run: give {tmp_path / 'final_checkpoint'}"
-
-
-def test_adapters_of_a_run_that_stopped_its_first_agent_are_read(tmp_path: Path) -> None:
-    for k in (1, 10):
-        save_adapter(base(), tmp_path / f"agent{k}", seed=k)
-    (tmp_path / "ci_llm_meta_config.json").write_text('{"num_agents": 2, "folders": ["agent1", "agent10"]}')
-    made, alone = crowd(), crowd(agents=1)
-    load_initial_adapters(made, tmp_path)
-    load_initial_adapters(alone, tmp_path / "agent10")
-    assert torch.equal(made.agents.weights[1], alone.agents.weights[0])
 
 
 def test_auto_takes_the_shape_of_the_adapters(tmp_path: Path) -> None:
@@ -203,19 +151,3 @@ def test_auto_takes_the_shape_of_the_adapters(tmp_path: Path) -> None:
         assert "every agent" in load_initial_adapters(made, tmp_path / "one")
         (tmp_path / "kept.yaml").write_text(config.dump())
         assert load_config(tmp_path / "kept.yaml") == config, "as it was chosen"
-
-
-def test_only_what_was_typed_disagrees_with_the_adapters(tmp_path: Path) -> None:
-    for k in range(2):
-        save_adapter(base(), tmp_path / f"agent{k}", seed=k, r=8, lora_alpha=16, use_rslora=True)
-    typed = Config(model_name="own/base", init_from=str(tmp_path), num_agents=2, use_rslora=False, lora_alpha=32)
-    assert (typed.lora_rank, typed.lora_alpha, typed.use_rslora) == (8, 32, False)
-    with pytest.raises(ModelError, match="lora_alpha is 16 there and 32 here; use_rslora is True there and False here"):
-        load_initial_adapters(Crowd(base(), lora_settings(typed), "toy"), tmp_path)
-    shipped = load_config(Path("configs.yaml"), [f"init_from={tmp_path}", "model_name=own/base", "num_agents=2"])
-    assert (
-        "every" not in load_initial_adapters(Crowd(base(), lora_settings(shipped), "toy"), tmp_path).partition(":")[0]
-    )
-    save_adapter(base(), tmp_path / "agent1", r=4)
-    other = Config(model_name="own/base", init_from=str(tmp_path))
-    assert (other.lora_rank, other.lora_target_modules) == (16, "all-linear"), "adapters of two shapes say nothing"

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.core.scores import figures
 from ci_llm.crowd.judging import Classes, Numbers, Ranking, calibration_error, macro_f1
 
 
@@ -79,12 +78,6 @@ def test_a_temperature_changes_how_sure_the_crowd_is_and_nothing_else() -> None:
     assert Classes.joined([sharper, sharper]).temperature == 0.5
 
 
-def test_parts_are_joined_in_order() -> None:
-    found, own = Classes.joined([classes(), classes()]), classes()
-    assert found.labels.tolist() == [*own.labels.tolist()] * 2
-    assert found.everyone.shape == (3, 6, 2)
-
-
 def test_a_figure_that_is_not_defined_is_left_out() -> None:
     found = Classes(probabilities(0.9, 0.8)[None], torch.tensor([1, 1]))
     assert "auroc" not in found.figures
@@ -93,50 +86,7 @@ def test_a_figure_that_is_not_defined_is_left_out() -> None:
     assert math.isnan(calibration_error([], []))
 
 
-def test_f1_counts_classes_that_are_only_predicted() -> None:
-    assert macro_f1(torch.tensor([2, 1]), torch.tensor([1, 1])) == pytest.approx((2 / 3 + 0) / 2)
-
-
 def test_predictions_fall_into_their_bins_of_the_calibration_error() -> None:
     # Two rows of 0.95, one of them right, and one of 0.65, which is right.
     error = calibration_error([0.95, 0.95, 0.65], [True, False, True])
     assert error == pytest.approx((abs(1 - 1.9) + abs(1 - 0.65)) / 3)
-
-
-def test_numbers() -> None:
-    values = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
-    found = Numbers(values, torch.tensor([1.0, 2.0], dtype=torch.float64))
-    assert found.figures["mse"] == pytest.approx([0.5, 0.5, 0.25])
-    assert found.figures["mae"] == pytest.approx([0.5, 0.5, 0.5])
-    assert found.figures["r2"] == pytest.approx([-1, -1, 0])
-    record = {"numbers": found.record(), "nll": {"agents": [1]}}
-    assert figures(record, "mse")["crowd"] == pytest.approx(0.25)
-    assert figures(record, "nll") == {"agents": [1]}
-    same = Numbers(values, torch.tensor([2.0, 2.0], dtype=torch.float64))
-    assert "r2" not in same.figures
-
-
-def test_pairs_and_ratings() -> None:
-    rewards = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[3.0, 1.0], [2.0, 2.0]]], dtype=torch.float64)
-    pairs = Ranking(rewards, torch.zeros(2, dtype=torch.bool))
-    assert pairs.figures == {"accuracies": [0.5, 0.5, 0.5], "margins": [-0.5, 1, 0.25]}  # a tie is wrong
-    assert pairs.metrics(["near", "far"])["eval/far/rewards/margins"] == 1
-    assert pairs.record()["accuracies"]["crowd_minus_mean"] == {"value": 0, "interval95": None}
-    rated = Ranking(rewards[:, 0, :, None], torch.tensor([True, False]))
-    assert rated.figures == {"auroc": [1, 1, 1], "margins": [1, 2, 1.5]}
-    assert str(rated) == "AUROC of the ratings: crowd 1.000; agents 1.000, 1.000"
-
-
-def test_figures_are_found_by_the_names_of_metrics() -> None:
-    record = {"preferences": {"accuracies": {"crowd": 1}}, "classes": {"f1": {"crowd": 2}}}
-    assert figures(record, "rewards/accuracies") == {"crowd": 1}
-    assert figures(record, "f1") == {"crowd": 2}
-    with pytest.raises(KeyError):
-        figures(record, "mse")
-
-
-def test_a_figure_that_is_not_defined_is_said_to_be_so() -> None:
-    rewards = torch.arange(6, dtype=torch.float64).view(2, 3, 1)
-    assert str(Ranking(rewards, torch.ones(3).bool())) == "AUROC of the ratings: not defined on these rows"
-    assert str(Ranking(rewards[:, :0], torch.ones(0).bool())) == "AUROC of the ratings: not defined on these rows"
-    assert "crowd 1.000" in str(Ranking(rewards, torch.tensor([False, True, True])))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
-from ci_llm.base.load import fingerprint_of
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.merging import ALIASES, METHODS, Adapter, merge_into_base, merge_of, merged, truncated
+from ci_llm.crowd.merging import METHODS, Adapter, merge_into_base, merge_of, merged
 from ci_llm.errors import BadInput
 from ci_llm.lora.layer import LoraSettings
 from tools.testbed.tiny import base
@@ -145,16 +142,6 @@ def test_every_merge_of_equal_agents_is_that_agent(name: str) -> None:
     assert_same(deltas(merged(model, agents, merge_of(name))), deltas(agents[0]), 1e-6)
 
 
-def test_the_base_is_without_agents_before_and_after() -> None:
-    model = base()
-    kinds, print_before = [type(m) for m in model.modules()], fingerprint_of(model)
-    agents = agents_on(model)
-    merged(model, agents, merge_of("cat"))
-    assert [type(m) for m in model.modules()] == kinds
-    assert fingerprint_of(model) == print_before
-    assert not any("lora" in name for name, _ in model.named_parameters())
-
-
 def test_a_crowd_gives_its_base_back_with_the_same_bits() -> None:
     model = base()
     ids = torch.arange(3, 20)[None]
@@ -165,19 +152,6 @@ def test_a_crowd_gives_its_base_back_with_the_same_bits() -> None:
         assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_a_base_taken_from_its_crowd_holds_no_hooks_and_recomputes_nothing() -> None:
-    model = base()
-    crowd = Crowd(model, LoraSettings(2, rank=2, target_modules=TARGETS), "toy")
-    crowd.gradient_checkpointing_enable()
-    agents = weakref.ref(crowd.agents)
-    assert model.model.gradient_checkpointing
-    crowd.detach()
-    assert not model.model.gradient_checkpointing
-    del crowd
-    gc.collect()
-    assert agents() is None
-
-
 def test_agents_are_merged_into_the_base() -> None:
     model = base()
     agents = agents_on(model)
@@ -185,53 +159,3 @@ def test_agents_are_merged_into_the_base() -> None:
     whole = merge_into_base(model, merged(model, agents, merge_of("cat")))
     for name, delta in mean_of(agents, [1 / K] * K).items():
         torch.testing.assert_close(whole.get_submodule(name).weight, weights[name] + delta, rtol=1e-12, atol=1e-12)
-
-
-def test_one_agent_alone_is_its_own_merge() -> None:
-    model = base()
-    agents = agents_on(model)[:1]
-    for name in METHODS:
-        assert_same(deltas(merged(model, agents, merge_of(name))), deltas(agents[0]), 1e-6)
-
-
-def test_a_layer_narrower_than_the_rank_is_filled_up() -> None:
-    a, b = torch.randn(12, 5, dtype=torch.float64), torch.randn(7, 12, dtype=torch.float64)
-    narrow_a, narrow_b = truncated(a, b, 9)
-    assert (narrow_a.shape, narrow_b.shape) == ((9, 5), (7, 9))
-    torch.testing.assert_close(narrow_b @ narrow_a, b @ a)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"name": "svt"}, "there is no merge 'svt'"),
-        ({"name": "cat", "rank": 4}, "svd cuts it"),
-        ({"name": "svd", "rank": 0}, "at least 1"),
-        ({"name": "svd", "weights": (1, -1, 1)}, "at least 0"),
-        ({"name": "svd", "weights": (0, 0, 0)}, "one above 0"),
-        ({"name": "svd", "weights": (1, float("nan"), 1)}, "at least 0"),
-        ({"name": "svd", "rank": 0, "weights": (0, 0, 0)}, "one above 0; --rank 0"),
-    ],
-    ids=str,
-)
-def test_wrong_names_ranks_and_weights_of_a_merge_are_refused(words: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        merge_of(**words)
-
-
-def test_merges_that_do_not_fit_the_agents_are_refused() -> None:
-    model = base()
-    agents = agents_on(model)
-    with pytest.raises(BadInput, match="2 weights for 3 agents"):
-        merged(model, agents, merge_of("cat", (1, 1)))
-    with pytest.raises(BadInput, match="rank 12 together"):
-        merged(model, agents, merge_of("svd", rank=13))
-
-
-def test_a_misspelt_merge_is_refused_with_the_right_name() -> None:
-    with pytest.raises(BadInput) as caught:
-        merge_of("distiled")
-    assert "did you mean distilled?" in str(caught.value)
-    with pytest.raises(BadInput, match="PEFT makes it of exported agents"):
-        merge_of("dare_linear")
-    assert {merge_of(alias).name for alias in ALIASES} == {*ALIASES.values()}

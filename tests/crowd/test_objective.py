@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -72,24 +70,6 @@ def test_sliced_wasserstein_equals_pot(rows: int) -> None:
     ]
     found = sliced_wasserstein(points, directions, ALL_AGENTS)
     assert found.item() == pytest.approx(sum(pairs) / 3, rel=1e-12)
-
-
-def test_sliced_wasserstein_in_one_dimension_has_a_closed_form() -> None:
-    """Equal point sets moved by c are |c|² apart; ranks are coupled, so the order of the rows does not matter."""
-    points = random(1, 7, 1)
-    shifted = torch.cat([points, points.flip(1) + 3.0])
-    found = sliced_wasserstein(shifted, torch.ones(1, 1, dtype=torch.float64), ALL_AGENTS[:2])
-    assert found.item() == pytest.approx(9.0, rel=1e-12)
-
-
-def test_directions_are_drawn_from_the_unit_sphere() -> None:
-    """Point sets that are |c| apart are |c|²/D apart in the mean over all directions, wherever c points."""
-    directions = unit_directions(6, 20_000, torch.Generator().manual_seed(3))
-    torch.testing.assert_close(directions.norm(dim=0), torch.ones(20_000, dtype=torch.float64))
-    points = random(1, 5, 6)
-    for axis in range(6):
-        moved = torch.cat([points, points + 3.0 * torch.eye(6, dtype=torch.float64)[axis]])
-        assert sliced_wasserstein(moved, directions, ALL_AGENTS[:2]).item() == pytest.approx(9.0 / 6, rel=0.05)
 
 
 def test_diversity_terms_pass_gradcheck() -> None:
@@ -162,12 +142,3 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     assert objective(output, packed, step=3).diversity.item() != loss.diversity.item()
     single = batch((9,))
     assert objective(output_of(crowd, single), single, step=2).diversity.item() == 0
-
-
-def test_aggregators() -> None:
-    probabilities = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.6, 0.3]], dtype=torch.float64).clamp(min=1e-12)
-    mixed = aggregate(probabilities.log(), "probability").exp()
-    assert mixed.tolist() == pytest.approx([0.3, 0.55, 0.15], abs=1e-9)
-    product = aggregate(probabilities.log(), "logit").exp()
-    wanted = torch.tensor([math.sqrt(0.05), math.sqrt(0.3), math.sqrt(0.3e-12)], dtype=torch.float64)
-    assert product.tolist() == pytest.approx((wanted / wanted.sum()).tolist(), rel=1e-9)

@@ -81,9 +81,8 @@ def cost(cell: Cell) -> float:
     return SECONDS[cell.dtype] * (cell.width / 128) ** 2 / (20 if cell.few else 1)
 
 
-#: Every two values meet, once among all that is not too dear, and once more among what is cheap.
-FIRST: Final = every_pair([cell for cell in CELLS if cost(cell) < 30])
-SAMPLE: Final = FIRST + every_pair([cell for cell in CELLS if cost(cell) < 0.5 and cell not in FIRST])
+#: Every two values meet among all that is cheap.
+SAMPLE: Final = every_pair([cell for cell in CELLS if cost(cell) < 2])
 
 
 @cache

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi
 
 from ci_llm.base.load import fingerprint_of
 from ci_llm.checkpoints.checkpoint import write_checkpoint
@@ -22,11 +21,10 @@ from ci_llm.config import Config, parse_config
 from ci_llm.config.parsing import kinds_of
 from ci_llm.config.schema import AllKeys
 from ci_llm.crowd import publishing
-from ci_llm.crowd.card import public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merging import merge_of
-from ci_llm.errors import BadInput, CheckpointError
+from ci_llm.errors import CheckpointError
 from ci_llm.run.end.result import push_result
 from tests.crowd.hub_server import TOKEN, HubServer
 from tests.report.folders import leave_status
@@ -126,20 +124,6 @@ def takes_path(key: str) -> bool:
     return any(getattr(mark, "func", None) is os.path.expanduser for mark in marks)
 
 
-@pytest.mark.parametrize(
-    ("name", "public"),
-    [
-        ("user/name", "user/name"),
-        ("/home/ann/rows.jsonl", "rows.jsonl"),
-        ("https://ann:pw@host/a/rows.jsonl?token=x#y", "rows.jsonl"),
-        ("https://ann:pw@host", "https"),
-        ("s3://bucket/prefix/", "prefix"),
-    ],
-)
-def test_a_public_name_holds_no_place(name: str, public: str) -> None:
-    assert public_name(name) == public
-
-
 @pytest.mark.slow
 def test_a_push_that_the_hub_refused_can_be_called_again(run: Path, hub: HubServer) -> None:
     hub.refuse = 409
@@ -154,14 +138,6 @@ def test_a_push_that_the_hub_refused_can_be_called_again(run: Path, hub: HubServ
 
 
 @pytest.mark.slow
-def test_a_merge_lies_beside_the_agents(run: Path, hub: HubServer) -> None:
-    publishing.publish(run, "hub:user/merged", merge=merge_of("svd"))
-    assert {"merged/adapter_config.json", "merged/adapter_model.safetensors", "merged/README.md"} <= {
-        *hub.files["user/merged"]
-    }
-
-
-@pytest.mark.slow
 def test_a_later_push_deletes_only_files_that_this_crowd_no_longer_has(run: Path, hub: HubServer) -> None:
     publishing.publish(run, "hub:user/twice", merge=merge_of("svd"))
     files = hub.files["user/twice"]
@@ -173,41 +149,6 @@ def test_a_later_push_deletes_only_files_that_this_crowd_no_longer_has(run: Path
     assert own.items() <= files.items()
     assert f"agent{K - 1}/adapter_model.safetensors" in files
     assert len(hub.commits) == 2, "what goes and what comes is one commit"
-
-
-@pytest.mark.slow
-def test_without_a_login_the_message_says_how_to_log_in(
-    run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_another")
-    with pytest.raises(BadInput, match="the hub refuses \\(401\\)") as refused:
-        publishing.publish(run, "hub:user/name")
-    assert "hf auth login" in str(refused.value)
-    assert "hf_another" not in str(refused.value)
-
-
-def test_a_checkpoint_without_a_card_and_another_place_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(BadInput, match="has no model card"):
-        publishing.publish(run.parent / "saved", "hub:user/name")
-    assert main(["push", str(run), "--to", "user/name"]) == 2
-    assert "--to hub:user/name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_an_interrupted_upload_is_reported(
-    kind: type[Exception], run: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub's library raises no exception of its own type for this."""
-
-    def broken_off(*_: Any, **__: Any) -> Any:
-        raise kind("LFS batch API returned errors")
-
-    monkeypatch.setattr(HfApi, "upload_folder", broken_off)
-    with pytest.raises(CheckpointError, match="does not take it: LFS batch API") as failed:
-        publishing.publish(run, "hub:user/broken")
-    assert failed.value.where == "hub:user/broken"
 
 
 def test_push_to_hub_never_fails_the_run(

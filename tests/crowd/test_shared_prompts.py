@@ -149,45 +149,6 @@ def test_a_branch_attends_to_its_prompt_and_to_itself(
         torch.testing.assert_close(found[row], wanted, rtol=0, atol=1e-12)
 
 
-def test_short_prompts_and_their_branches_are_one_row_where_little_is_computed_in_vain() -> None:
-    segments = Segments([0, *accumulate(LENGTHS)], BEFORE, fast=True)
-    assert segments.in_units(4).parts == [(30, 7, 18), (), (), ()]  # 340 + 12 tokens are long
-    assert segments.in_units(4).before == [0, 0, 0, 1]
-    in_vain = (30 + 7 + 18) ** 2 - (30 * 30 + 7 * 37 + 18 * 48)
-    assert segments.in_units(attention.MOST_IN_VAIN // in_vain).parts[0]
-    assert segments.in_units(attention.MOST_IN_VAIN // in_vain + 1).before == [*BEFORE]
-
-
-def test_fast_attention_takes_fewer_products_than_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd, batch, taken, explicit = crowd_of(torch.float32), pack(pairs(), range(5)), list[int](), attention._explicit
-    monkeypatch.setattr(attention, "_explicit", lambda *given: taken.append(1) or explicit(*given))
-    counts = []
-    for crowd.shares_prompts, parts in ((False, ()), (True, ()), (True, ("attention",))):
-        crowd.compute_fast(parts)
-        taken.clear()
-        with torch.no_grad():
-            crowd(batch)
-        counts.append(len(taken))
-    whole, shared, fast = counts
-    assert shared == 1.4 * whole  # 10 rows, of which 8 have a prompt in common with another one
-    assert fast == 0.6 * whole
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fast", "plain"), [("bfloat16", True, 512), ("bfloat16", False, 320), ("float32", True, 320)]
-)
-def test_long_rows_of_16_bits_take_plain_products(
-    dtype: str, fast: bool, plain: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fused = list[int]()
-    monkeypatch.setattr(attention, "_fused", lambda q, *_: fused.append(q.shape[2]) or torch.zeros_like(q))
-    lengths = (320, 321, 512, 513)
-    states = torch.zeros(1, 1, sum(lengths), 4, dtype=getattr(torch, dtype))
-    segments = Segments([0, *accumulate(lengths)], fast=fast)
-    packed_attention(torch.nn.Identity(), states, states, states, None, segments=segments)
-    assert fused == [length for length in lengths if length > plain]
-
-
 # ------------------------------------------------------------------------------------------- which bases do
 
 

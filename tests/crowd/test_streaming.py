@@ -79,24 +79,6 @@ def test_a_character_is_sent_with_its_last_byte() -> None:
     assert told == ["", "é", "é", "é", "é日", "é日b"]
 
 
-def test_bytes_that_are_not_a_character_are_sent_at_the_end_as_decoded() -> None:
-    for tokenizer in TOKENIZERS.values():
-        ids = tokenizer("ab日", add_special_tokens=False)["input_ids"][:-1]
-        pieces, _ = streamed(tokenizer, ids, [])
-        assert "".join(pieces) == tokenizer.decode(ids)
-        assert "\ufffd" in pieces[-1]
-
-
-def test_spaces_that_were_sent_are_never_taken_back() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.clean_up_tokenization_spaces = True
-    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
-    ids = tokenizer("He said , do n't go . Now", add_special_tokens=False)["input_ids"]
-    pieces, _ = streamed(tokenizer, ids, [])
-    assert tokenizer.decode(ids) == "He said, don't go. Now" == "".join(pieces)
-    assert len(pieces) > 2
-
-
 @pytest.mark.parametrize(
     ("text", "stops", "held"),
     [("abc#", ["##"], 1), ("abc##x", ["##"], 0), ("ab", ["bcd", "abcd"], 2), ("abc", [], 0), ("abcd", ["abcd"], 0)],

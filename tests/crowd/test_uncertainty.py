@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import TokenUncertainty, agreement, decompose, of_text, token_uncertainty
+from ci_llm.crowd.answers import agreement, decompose, token_uncertainty
 
 
 def test_equal_agents_have_no_disagreement() -> None:
@@ -29,13 +29,6 @@ def test_agents_that_are_certain_of_different_tokens_disagree_by_log_k() -> None
     assert mutual.item() == pytest.approx(math.log(4))
 
 
-def test_mutual_information_is_the_mean_divergence_from_the_crowd() -> None:
-    log_probs = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
-    crowd = aggregate(log_probs, "probability")
-    divergences = (log_probs.exp() * (log_probs - crowd)).sum(-1)  # [5, 3], KL(agent || crowd)
-    torch.testing.assert_close(decompose(log_probs)[2], divergences.mean(0))
-
-
 def test_a_token_has_its_probability_in_the_distribution_it_was_chosen_from() -> None:
     log_probs = torch.tensor([[[0.1, 0.9], [0.5, 0.5]], [[0.3, 0.7], [0.5, 0.5]]]).log()
     for how in ("probability", "logit"):
@@ -45,17 +38,6 @@ def test_a_token_has_its_probability_in_the_distribution_it_was_chosen_from() ->
         assert found[0].tolist() == [float(crowd[0, 1]), float(crowd[1, 0])]
     assert found[0, 0].exp().item() != pytest.approx(0.8), "the mean of logits is another distribution"
     assert found[1, 0].item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8))), "of the mean, always"
-
-
-def test_a_texts_probability_is_a_product_and_its_other_numbers_are_means() -> None:
-    whole = of_text([TokenUncertainty(0.5, 0.4, 0.3, 0.1), TokenUncertainty(0.125, 0.8, 0.3, 0.5)])
-    assert whole.confidence == pytest.approx(0.0625)
-    assert whole.log_probability == pytest.approx(math.log(0.0625))
-    assert whole.probability_per_token == pytest.approx(0.25)
-    assert (whole.entropy, whole.expected_entropy, whole.disagreement) == pytest.approx((0.6, 0.3, 0.3))
-    assert of_text([]).confidence == 1
-    impossible = of_text([TokenUncertainty(0.0, 0.0, 0.0, 0.0)])
-    assert (impossible.confidence, impossible.log_probability) == (0, -math.inf)
 
 
 @pytest.mark.parametrize(

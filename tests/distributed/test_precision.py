@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ci_llm.config import Config
-from ci_llm.distributed import precision
-from ci_llm.distributed.precision import Speed, chosen, require_known_device, slow_bf16, slowest, speed_of_bf16
+from ci_llm.distributed.precision import Speed, chosen, require_known_device, slowest, speed_of_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import LaunchError, ModelError
 
@@ -36,32 +35,6 @@ def test_a_processor_with_units_for_bf16_is_faster_with_it(cpu: pytest.MonkeyPat
 @pytest.mark.usefixtures("cpu")
 def test_a_processor_without_them_is_not() -> None:
     assert speed_of_bf16() == Speed(False, "this processor has neither AMX nor AVX512-BF16")
-
-
-@pytest.mark.parametrize(
-    ("keys", "faster"),
-    [
-        ({"mixed_precision": "bf16"}, "mixed_precision=no"),
-        ({"model_dtype": "bf16"}, "model_dtype=fp32"),
-        ({"mixed_precision": "bf16", "model_dtype": "bf16"}, "mixed_precision=no model_dtype=fp32"),
-        ({"mixed_precision": "no", "model_dtype": "fp32"}, None),
-        ({"mixed_precision": "auto", "model_dtype": "auto"}, None),
-    ],
-)
-def test_bf16_on_a_processor_without_units_for_it_is_told(
-    cpu: pytest.MonkeyPatch, keys: dict[str, str], faster: str | None
-) -> None:
-    told = slow_bf16(Config(**keys))
-    assert (told is None) == (faster is None)
-    if told is not None:
-        assert "about ten times as long" in told
-        assert "neither AMX nor AVX512-BF16" in told
-        assert told.endswith(f": {faster} is faster")
-    cpu.setattr(precision, "units", lambda: "aarch64 DEFAULT bf16 i8mm sve")
-    assert slow_bf16(Config(**keys)) is None, "ARM's units"
-    cpu.undo()
-    cpu.setattr(precision, "speed_of_bf16", lambda: FAST)
-    assert slow_bf16(Config(**keys)) is None
 
 
 @pytest.mark.parametrize("native", [True, False])

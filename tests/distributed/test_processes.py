@@ -24,8 +24,7 @@ from ci_llm.distributed import processes as process_group
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import DataError, LaunchError, ModelError, PeerLost
-from tests.support.accelerate_variables import cases
+from ci_llm.errors import LaunchError, ModelError, PeerLost
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
 from tools.testbed.forkserver import free_port
 
@@ -150,20 +149,6 @@ def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> N
 # In this process
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_error_in_main_first_is_raised_on_every_process(index: int) -> None:
-    told: list[str] = []
-    one: Any = SimpleNamespace(is_main_process=index == 0, wait_for_everyone=lambda: told.append("wait"))
-
-    def refuse() -> None:
-        told.append("block")
-        raise DataError("nothing is left")
-
-    with pytest.raises(DataError), Processes.main_process_first(one):
-        refuse()
-    assert told == (["block", "wait"] if index == 0 else ["wait", "block"])
-
-
 @pytest.mark.usefixtures("_own_world")
 class TestAlone:
     def test_a_single_process_communicates_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,35 +204,12 @@ class TestAlone:
             alone(**{key: "fp16"})
         assert caught.value.where == f"{key}: fp16"
 
-    def test_no_form_of_a_variable_of_accelerate_launch_is_an_error_of_accelerates_own(self) -> None:
-        """`gradient_accumulation_steps: auto` of DeepSpeed was one."""
-        before, passed = os.environ.copy(), 0
-        for name, value, row in cases():
-            if row.refused or not name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "MEGATRON_")):
-                continue
-            os.environ.update({**row.beside, name: value})
-            processes = alone()
-            assert processes.accelerator.gradient_accumulation_steps in (1, 4)
-            assert processes.num_processes == 1
-            processes.shutdown()
-            os.environ.clear()
-            os.environ.update(before)
-            passed += 1
-        assert passed > 200
-
     def test_an_accelerator_created_earlier_for_one_process_is_refused(self) -> None:
         Accelerator(cpu=True)
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15000"}
         launch = Launch("mpirun", 2, 0, 0, 2, None, here)
         with pytest.raises(LaunchError, match="2 processes were started, but Accelerate sees 1"):
             Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
-
-    def test_an_unknown_address_is_refused(self) -> None:
-        place = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "15000"}
-        launch = Launch("srun", 2, 0, 0, 1, None, place)
-        with pytest.raises(LaunchError, match="cannot meet") as caught:
-            Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
-        assert caught.value.where == "no-such-host.invalid:15000"
 
     def test_a_port_in_use(self) -> None:
         with socket.socket() as taken:
@@ -261,14 +223,6 @@ class TestAlone:
                 Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
         assert caught.value.where == f"127.0.0.1:{port}"
         assert caught.value.exit_code == 2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here; CUDA_VISIBLE_DEVICES= make test")
-def test_more_processes_than_gpus() -> None:
-    from ci_llm.distributed.processes import _check_gpus
-
-    with pytest.raises(LaunchError, match="4 processes on this machine, but 0 GPU"):
-        _check_gpus(Launch("torchrun", 4, 0, 0, 4, None, {}), on_cpu=False)
 
 
 @pytest.mark.parametrize("cards", [["GPU-1", "GPU-2"], ["GPU-1", "GPU-1"]])

@@ -45,8 +45,6 @@ SUPERVISOR = {
     "--config-path": "configs", "--config-name": "config", "--max-retries": "3", "--min-lr": "1e-10",
     "--min-batch-size": "1", "--train-script": "train.py", "--no-delete-wandb-runs": "",
 }  # fmt: skip
-#: For the columns of the text: a name that the program is not asked for.
-FILE = re.compile(r"^[\w./]+\.(py|sbatch|txt)$")
 
 
 def rows() -> list[tuple[list[str], str, str]]:
@@ -111,15 +109,6 @@ def test_the_supervisor_hears_the_documented_lines() -> None:
             evidence = Evidence()
             evidence.note(line)
             assert getattr(evidence, kind) == line
-
-
-def test_files_that_stand_in_place_of_others_are_here() -> None:
-    named = {name for _, _, here in rows() for name in re.findall(r"`([^`]+)`", here) if FILE.match(name)}
-    assert {"slurm/train.sbatch", "dry_run_sanity_check.py", "constraints.txt"} <= named
-    assert not [name for name in named if not (ROOT / name).is_file()]
-    not_here = [name for names, verdict, _ in rows() if verdict == "not" for name in names]
-    assert "env.yml" in not_here
-    assert not [name for name in not_here if (ROOT / name).exists()]
 
 
 def test_orbax_names_of_the_row_are_there() -> None:

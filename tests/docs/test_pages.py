@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from mkdocs.config.defaults import get_schema
-from mkdocs.utils.yaml import yaml_load
 
 from tests.support.markdown import ROOT
 
@@ -57,18 +55,6 @@ def test_every_page_is_in_the_menu() -> None:
     assert {*named} - pages == {"index.md", "slurm.md", "contributing.md"}, "these are made by a hook"
 
 
-def test_the_site_asks_for_nothing_from_outside() -> None:
-    settings = yaml_load((ROOT / "mkdocs.yml").read_text())
-    assert {*settings} <= {name for name, _ in get_schema()}
-    assert settings["theme"]["font"] is False, "fonts would come from another server"
-    assert "repo_url" not in settings, "numbers of stars would be asked for"
-
-
-def test_the_pages_say_ensemble_where_people_search_for_it() -> None:
-    for name in ("README.md", "docs/crowd.md", "docs/first_run.md", "mkdocs.yml"):
-        assert "ensemble" in (ROOT / name).read_text(encoding="utf-8").lower(), name
-
-
 def messages() -> str:
     """Every text that the program can print, with {} for what is filled in; one per line."""
     texts = []
@@ -92,35 +78,6 @@ def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> N
     assert len(symptoms) > 30
     known = messages()
     assert not [one for one in symptoms if one.removeprefix("warning: ") not in known]
-
-
-def counts_of_families() -> dict[str, str]:
-    """From the table of results: equal, refused, never tried."""
-    table = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("### Families of models")[2]
-    return {
-        told.split()[0].rstrip(":,"): number
-        for number, told in re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE)
-    }
-
-
-def test_a_family_that_was_never_tried_is_not_called_refused() -> None:
-    found = counts_of_families()
-    assert {*found} == {"equal", "refused", "never"}
-    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").partition("## Limits")[2].split())
-    assert f"toys of {found['equal']} " in said
-    assert f"{found['refused']} are refused at the start" in said
-    assert f"{found['never']} were never tried" in said
-    assert f"Of the {sum(map(int, found.values()))} families" in said
-
-
-def test_a_stall_stands_beside_the_slow_down_that_goes_with_it() -> None:
-    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| ours, `optimizers[^|]*\| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
-    stall, slower = (re.escape(each) for each in row)
-    for page in PAGES:
-        for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
-            if re.search(rf"\b{stall} ms", paragraph):
-                assert re.search(rf"\b{slower} ms", paragraph), (name_of(page), paragraph)
 
 
 #: What a run reads and sets of its Accelerator, and what users call it.

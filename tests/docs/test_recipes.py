@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ci_llm.embedded import BASE_FOLDER
 from tests.support import campaign
+from tests.support.campaign import drawn
 from tests.support.documented import NAMED_BASE, run, shorter
 from tests.support.markdown import ROOT, Block, blocks_of
 from tests.support.presets import KNOWN
@@ -101,7 +102,7 @@ def base(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads_as_they_were")
-@pytest.mark.parametrize("recipe", COOKBOOK, ids=name_of)
+@pytest.mark.parametrize("recipe", drawn(COOKBOOK, 14), ids=name_of)
 def test_a_recipe_runs(recipe: Recipe, base: str, stage: Path) -> None:
     torch.set_num_threads(1)
     for block in recipe.blocks:

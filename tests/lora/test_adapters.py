@@ -21,7 +21,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.layer import AgentGroup, LoraSettings, _FusedLinear, _LowRank
-from ci_llm.lora.passes import Passes, agrees_by_norm
+from tests.support.campaign import sampled
 from tests.support.peft_twins import peft_loss, with_weights_of
 from tools.testbed.tiny import base, batch
 
@@ -67,7 +67,7 @@ def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:
     return (off / norm) ** 0.5
 
 
-#: Families whose like is in `make check`.
+#: Families whose like is in `make test`.
 SPARE = {"qwen3", "gpt_neox", "phi", "gpt2", "mistral", "gemma3", "granite", "cohere", "gpt_oss", "phimoe"}
 PACKED = [
     "llama",
@@ -89,7 +89,7 @@ PACKED = [
 @pytest.mark.parametrize(
     ("family", "dtype", "route"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SPARE else [])
+        pytest.param(*case, marks=[pytest.mark.campaign] if case[0] in SPARE else [])
         for case in [
             *[(f, torch.float64, "packed") for f in PACKED],
             ("bloom", torch.float64, "padded"),
@@ -108,23 +108,8 @@ def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: s
     compare_with_peft(crowd, model, batch(), COARSE.get(family, 1e-6 if dtype == torch.float32 else 1e-12))
 
 
-def test_logits_agree_by_norm_but_for_a_wrong_mask_and_for_agents_mixed_up() -> None:
-    """One token may be far off by rounding; rows with a fifth of wrong tokens, or another agent's, are refused."""
-    torch.manual_seed(0)
-    base = torch.randn(1, 28, 97)
-    wanted = base + 0.05 * torch.randn(4, 28, 97)  # agents change a base little
-    one_off = wanted + 0.01 * torch.randn(4, 28, 97)
-    one_off[2, 5] += 0.3 * torch.randn(97)
-    wrong_mask = wanted.clone()
-    wrong_mask[:, -5:] = torch.randn(4, 5, 97)
-    assert agrees_by_norm(one_off, wanted, 0.1)
-    assert not agrees_by_norm(wrong_mask, wanted, 0.1)
-    assert not agrees_by_norm(one_off.roll(1, 0), wanted, 0.1)
-    assert not agrees_by_norm(wanted * float("nan"), wanted, 0.1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("family", sampled(["llama", "qwen2", "gpt_neox"], ["qwen2"]))
 def test_the_padded_route_equals_peft(family: str) -> None:
     model = base(family)
     crowd = crowd_of(copy.deepcopy(model))
@@ -464,25 +449,6 @@ def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
         Crowd(base("mamba"), LoraSettings(target_modules=("in_proj", "dt_proj")), "toy")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "told"),
-    [
-        ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
-        (("v_proj", "q_proj"), ["q_proj", "v_proj"]),
-        (r".*\.1\.mlp\..*_proj", ["down_proj", "gate_proj", "up_proj"]),
-        (r".*(1\.mlp\.up|0\.mlp\.down)_proj", ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj"]),
-    ],
-)
-def test_an_adapter_names_its_layers_in_a_list(wanted: Any, told: list[str]) -> None:
-    """Servers such as vLLM and SGLang read neither all-linear nor a pattern."""
-    model = base()
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, target_modules=wanted), "toy")
-    config = crowd.adapter_files()["agent0/adapter_config"]
-    assert config["target_modules"] == told
-    opened = peft.get_peft_model(model, peft.LoraConfig(**config))
-    assert {name for name, _ in peft.get_peft_model_state_dict(opened).items()} == set(crowd.agents.agent_tensors(0))
-
-
 def test_a_base_without_a_layer_for_agents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "linear_layers", lambda _: {})
     with pytest.raises(ModelError, match="no layer that could carry an adapter"):
@@ -495,42 +461,3 @@ def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.Mo
     crowd = Crowd(base("mamba"), LoraSettings(), "toy")
     with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
         crowd.choose_route()
-
-
-def test_a_base_may_read_dtype_and_shape_of_an_adapted_weight_only() -> None:
-    layer = next(iter(Crowd(base(), LoraSettings(), "toy").agents.layers.values()))
-    assert (layer.weight.dtype, layer.weight.shape) == (torch.float64, layer.base_layer.weight.shape)
-    for read in (lambda: layer.weight.T, lambda: torch.ones(1, 32) @ layer.weight, lambda: layer.weight[0]):
-        with pytest.raises(ModelError, match="itself, past the agents"):
-            read()
-
-
-def test_an_error_of_the_base_in_the_trial_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = Crowd(base(), LoraSettings(), "toy")
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("rope of a kind of its own")
-
-    monkeypatch.setattr(Passes, "_end_to_end", fail)
-    assert crowd.choose_route() == "KeyError: 'rope of a kind of its own'"
-    monkeypatch.setattr(crowd.model, "forward", fail)
-    with pytest.raises(ModelError, match="cannot read a short batch with agents on it") as caught:
-        crowd.choose_route()
-    assert caught.value.where == "model_name: toy"
-
-
-def test_out_of_memory_in_the_trial_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = Crowd(base(), LoraSettings(), "toy")
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(Passes, "_end_to_end", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        crowd.choose_route()
-
-
-def test_more_agents_than_any_memory_holds_is_one_message() -> None:
-    with pytest.raises(ModelError, match="1,000,000,000,000 agents do not fit into memory") as caught:
-        Crowd(base(), LoraSettings(num_agents=10**12), "toy")
-    assert "num_agents" in str(caught.value)

@@ -16,6 +16,7 @@ from ci_llm.data.batches import AgentBatches
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.kernels import PARTS, Rotation, SwiGlu, fast_chunk, is_fast, rotate
 from ci_llm.lora.layer import LoraSettings, _FusedLinear
+from tests.support.campaign import drawn
 from tests.support.crowds import bits_in_company
 from tools.testbed.tiny import base, batch
 
@@ -122,7 +123,7 @@ def test_the_fast_head_keeps_the_small_slope_of_a_sure_target_in_16_bits() -> No
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("family", "part"), FITTING)
+@pytest.mark.parametrize(("family", "part"), drawn(FITTING, 9))
 def test_a_family_learns_the_same_by_the_parts_that_fit_it(family: str, part: str) -> None:
     model = base(family, torch.float32)
     plain, fast = crowd_of(copy.deepcopy(model)), crowd_of(model, (part,))

@@ -16,9 +16,8 @@ import peft
 import psutil
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.step import Ours, SeparateRuns
 from ci_llm.base.load import load_base, opened_by
 from ci_llm.cli.main import main
 from ci_llm.config.load import load_config
@@ -138,11 +137,6 @@ def losses(folder: Path) -> list[float]:
     return [line["train/task_loss"] for line in lines if "train/task_loss" in line]
 
 
-def test_agents_learn(undisturbed: Path) -> None:
-    found = losses(undisturbed)
-    assert found[-1] < 0.6 * found[0]
-
-
 def test_killed_and_resumed_a_run_has_the_same_bits(runs: Runs, undisturbed: Path) -> None:
     runs.train("killed", Fate("SIGKILL", SAVED + 1, committed=SAVED))
     killed = runs.train("killed")
@@ -210,65 +204,11 @@ def test_gradients_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
         assert distance(own.grad, grad) < 2e-3, name  # rounding through 30 layers is .0004; a mask left out is .07
 
 
-def test_twenty_steps_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-    rows = encoded(tokenizer_of(crowd), "train", 8)
-    trainer = Ours(ours, agents=2)  # with the fast kernels
-    trainer.crowd.agents.pass_per_agent = True
-    runs = SeparateRuns(theirs, trainer.crowd)
-    found = []
-    for step in range(20):
-        batch = pack([rows[step % 8], rows[-1 - step % 8]], range(2))
-        found.append((trainer.step(batch), runs.step(batch)))
-    trainer.processes.shutdown()
-    for own, wanted in found:
-        assert own == pytest.approx(wanted, rel=1e-4)
-    assert found[-4][0] < 0.9 * found[0][0]  # the same rows: they learn
-
-
-def test_each_exported_agent_generates_in_plain_peft_what_it_does_here(
-    crowd: Crowd, undisturbed: Path, folder: Path
-) -> None:
-    lines = (ROWS / "test.jsonl").read_text(encoding="utf-8").splitlines()[:2]
-    questions = [QUESTION, *(json.loads(line)["question"] for line in lines)]
-    answers = crowd.generate(questions, max_new_tokens=12, details=True)
-    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "run/final_checkpoint/agent0")
-    for k in range(2):
-        adapter = undisturbed / f"run/final_checkpoint/agent{k}"
-        place = peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
-        assert place == str(folder)
-        plain = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-        model = peft.PeftModel.from_pretrained(plain, adapter).eval()
-        for question, answer in zip(questions, answers, strict=True):
-            chat = [{"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-            text = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-            assert tokenizer.decode(text, skip_special_tokens=True) == answer.agents[k]
-
-
 def test_agents_and_crowd_write_what_plain_peft_does(crowd: Crowd, undisturbed: Path, folder: Path) -> None:
     lines = (ROWS / "test.jsonl").read_text(encoding="utf-8").splitlines()[: size(3, 200)]
     assert crowd.prompter is not None
     prompts = [crowd.prompter.ids(json.loads(line)["question"]) for line in lines]
     assert_writes_as_peft(crowd, folder, undisturbed / "run/final_checkpoint", prompts, 8)
-
-
-def test_a_chat_has_the_tokens_of_its_template(crowd: Crowd) -> None:
-    tokenizer = tokenizer_of(crowd)
-    turns = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "1 + 1?"), ("assistant", "2\n")]
-    lines = (ROWS / "test.jsonl").read_text(encoding="utf-8").splitlines()[:30]
-    chats = [Chat(tuple(Message(*turn) for turn in turns)), *(as_chat(json.loads(line)) for line in lines)]
-    for chat in chats:
-        wanted = tokenizer.apply_chat_template([m.as_turn() for m in chat.messages], return_dict=True)["input_ids"]
-        assert Encoder(tokenizer).encode(chat).input_ids.tolist() == wanted
-
-
-def test_an_answer_ends_with_the_turn(crowd: Crowd) -> None:
-    assert tokenizer_of(crowd).eos_token == "<|im_end|>"
-    (answer,) = crowd.generate([QUESTION], max_new_tokens=64, details=True)
-    assert answer.complete
-    assert len(answer.tokens) < 64
-    assert "<|im_" not in answer.answer
 
 
 def nll(gguf: str, kind: Any) -> float:

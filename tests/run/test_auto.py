@@ -103,14 +103,6 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     assert load_config(tmp_path / "both.yaml").max_train_steps is None
 
 
-def test_heads_take_a_higher_rate_than_preferences_by_auto(own_base: Path) -> None:
-    pairs, heads = ("dpo", "kto", "orpo", "simpo"), ("reward", "classification", "regression")
-    found = {name: Config(model_name=str(own_base), objective=name).learning_rate for name in pairs + heads}
-    assert found == dict.fromkeys(pairs, 1e-5) | dict.fromkeys(heads, 1e-3)
-    by_rows = Config(model_name=str(own_base))
-    assert by_rows.with_objective("classification")["learning_rate"] == 1e-3
-
-
 def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
     """A later call with another base must resolve auto again and not inherit numbers of the embedded base."""
     given = Config(seed=3, learning_rate="auto")
@@ -149,17 +141,6 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
         "3 rows are held out for it, drawn by seed 42",
     ):
         assert line in told
-
-
-@pytest.mark.slow
-def test_auto_on_the_embedded_base_trains_the_same_bits_as_the_numbers(tmp_path: Path) -> None:
-    few = QUICK | {"max_train_steps": 2, "pass_per_agent": False, "num_workers": 0, "eval_steps": None}
-    auto = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "auto", **few).folder / "final_checkpoint"
-    given = NUMBERS | {"long_rows": "truncate"} | few
-    plain = ci_llm.train(ROOT / "configs.yaml", output_dir=tmp_path / "numbers", **given).folder / "final_checkpoint"
-    assert compare(load_checkpoint(auto), load_checkpoint(plain)).identical
-    changes = recorded(plain).diff(recorded(auto))
-    assert {change.key for change in changes} == {"output_dir", "long_rows"}
 
 
 @pytest.mark.slow

@@ -108,11 +108,6 @@ def test_null_begins_a_run_afresh_and_later_calls_take_its_own_newest_step(run: 
     assert run.resumes_from("resume_from_checkpoint=null") == "run/checkpoint_step_3"
 
 
-def test_latest_means_the_recorded_beginning_until_the_run_has_saved_a_step(source: Folder, run: Folder) -> None:
-    run.begin(from_path(source.path / "checkpoint_step_4"))
-    assert run.resumes_from() == "source/checkpoint_step_4"
-
-
 def test_before_anything_is_saved_the_value_given_last_counts(source: Folder, run: Folder) -> None:
     """A wrong path can still be corrected by the next call, because nothing was trained yet."""
     run.begin(from_path(source.path / "checkpoint_step_4"))
@@ -166,18 +161,6 @@ def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_alternati
     run.refusal("resume_from_checkpoint=null")
 
 
-def test_a_folder_without_a_record_resumes_as_before(source: Folder, run: Folder) -> None:
-    run.begin(saves=(2, 6))
-    (run.path / BEGINNING).unlink()
-    assert "a fresh start is wanted" in run.refusal("resume_from_checkpoint=null").what
-    assert run.resumes_from() == "run/checkpoint_step_6"
-    (run.path / BEGINNING).unlink()
-    words = from_path(source.path / "checkpoint_step_4")
-    assert run.resumes_from(words) == "source/checkpoint_step_4"
-    run.begin(words, saves=(7,))
-    assert run.resumes_from(words) == "run/checkpoint_step_7"
-
-
 def test_latest_resumes_where_the_record_is_damaged(run: Folder) -> None:
     run.begin(saves=(2, 6))
     record = read_beginning(run.path)
@@ -193,14 +176,6 @@ def test_calls_that_need_a_damaged_record_are_refused(words: list[str], run: Fol
     (run.path / BEGINNING).write_text("[]")
     with pytest.raises(CheckpointError, match="cannot be read"):
         run.begin(*words)
-
-
-def test_a_run_without_a_step_needs_its_record(run: Folder) -> None:
-    """Without the record nobody knows whether it began from another run's checkpoint."""
-    run.begin()
-    (run.path / BEGINNING).write_text("[]")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        run.begin()
 
 
 # Restart_from
@@ -231,15 +206,6 @@ def test_restart_from_a_path_begins_another_line(source: Folder, run: Folder) ->
     assert run.resumes_from(words) == "run/checkpoint_step_9"
     back = f"restart_from={run.path / 'superseded' / 'checkpoint_step_12'}"
     assert run.resumes_from(back) == "run/superseded/checkpoint_step_12"
-
-
-def test_restart_from_takes_a_run_to_the_path_that_was_refused(source: Folder, run: Folder) -> None:
-    run.begin(saves=(2,))
-    path = source.path / "checkpoint_step_4"
-    words = (from_path(path), f"restart_from={path}")
-    assert run.resumes_from(*words) == "source/checkpoint_step_4"
-    run.begin(*words, saves=(5,))
-    assert run.resumes_from(*words) == "run/checkpoint_step_5"
 
 
 def test_restart_from_a_step_that_is_not_there_is_refused(run: Folder) -> None:

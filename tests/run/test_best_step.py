@@ -14,11 +14,11 @@ import pytest
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.config import load_config
 from ci_llm.core.run_status import read_status
-from ci_llm.errors import CheckpointError, ConfigError
+from ci_llm.errors import CheckpointError
 from ci_llm.run.step.evaluation import result_of
 from ci_llm.run.step.state import Best, TrainState, Validation
+from tests.support.campaign import sampled
 from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -91,28 +91,6 @@ def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["early_stopping_patience=2", "eval_steps=null"], "eval_steps null makes none"),
-        (["load_best_model_at_end=true", "eval_steps=null"], "eval_steps null makes none"),
-        (["greater_is_better=true"], "of nll, less is better"),
-        (["metric_for_best_model=accuracy", "greater_is_better=false"], "of exact_match, more is better"),
-        (["metric_for_best_model=bleu"], "nll"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, words)
-
-
-def test_the_names_of_transformers_keys_are_understood() -> None:
-    config = load_config(None, ["metric_for_best_model=eval_loss", "greater_is_better=false"])
-    assert (config.metric_for_best_model, config.keeps_best) == ("nll", False)
-    assert load_config(None, ["metric_for_best_model=eval_accuracy"]).metric_for_best_model == "exact_match"
-    assert load_config(None, ["early_stopping_patience=1"]).keeps_best
-
-
 # Whole runs
 
 
@@ -149,16 +127,15 @@ def test_a_run_ends_with_its_patience_and_its_result_is_the_best_step(undisturbe
     assert (status.status, status.step, status.best_step) == ("completed", LAST, BEST)
 
 
-@pytest.mark.parametrize(
-    "fate",
-    [
-        Fate("SIGKILL", steps=5, committed=3),  # the best is behind, one evaluation without a better one is counted
-        pytest.param(Fate("SIGKILL", steps=2, micro_step=None), marks=pytest.mark.slow),  # before the best is known
-        pytest.param(Fate("SIGTERM", steps=4, micro_step=None), marks=pytest.mark.slow),  # counted by the next attempt
-        Fate("SIGKILL", steps=LAST, micro_step=None, committed=6),  # in the evaluation that ends it
-    ],
-    ids=str,
-)
+FATES = [
+    Fate("SIGKILL", steps=5, committed=3),  # the best is behind, one evaluation without a better one is counted
+    Fate("SIGKILL", steps=2, micro_step=None),  # before the best is known
+    Fate("SIGTERM", steps=4, micro_step=None),  # counted by the next attempt
+    Fate("SIGKILL", steps=LAST, micro_step=None, committed=6),  # in the evaluation that ends it
+]
+
+
+@pytest.mark.parametrize("fate", sampled(FATES, FATES[::3]), ids=str)
 def test_a_run_that_was_killed_finds_the_same_best_step_and_the_same_end(
     trials: Trials, undisturbed: Path, fate: Fate
 ) -> None:

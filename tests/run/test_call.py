@@ -8,19 +8,16 @@ import math
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nbformat
 import numpy as np
 import psutil
 import pytest
 import torch
-from nbclient import NotebookClient
 from transformers import EarlyStoppingCallback
 
 import ci_llm
@@ -37,8 +34,6 @@ from ci_llm.run.end import shutdown
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.step.callbacks import Callbacks, TrainerControl, TrainerState
 from ci_llm.run.step.evaluation import Evaluator
-from tools.testbed.events import DEADLINE_S
-from tools.testbed.forkserver import ForkServer
 
 KEYS: dict[str, Any] = {
     "num_agents": 2,
@@ -189,23 +184,6 @@ def test_a_result_has_tables_of_its_scores_and_of_its_history(plain: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_curves_of_a_result_are_those_of_its_history(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = ci_llm.train(KEYS, output_dir=plain)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(ci_llm.CiLlmError, match="pip install matplotlib"):
-            again.plot()
-    pytest.importorskip("matplotlib", reason="there is no matplotlib; pip install matplotlib").use("agg")
-    axes = again.plot()
-    trained, held_out = (line.get_xydata().tolist() for line in axes.get_lines())
-    assert trained == [[step, loss] for step, loss in again.history["train/task_loss"].items()]
-    assert [point for point in held_out if point[0] in (2, 4)] == [
-        [step, loss] for step, loss in again.history["eval/crowd/nll"].dropna().items()
-    ]
-    assert axes.get_ylabel() == "nats per token"
-
-
-@pytest.mark.slow
 def test_a_call_restores_signal_handlers_threads_and_generators(tmp_path: Path) -> None:
     def settings() -> list[Any]:
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
@@ -289,60 +267,6 @@ def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, mo
     assert result.metrics["nll"]["crowd"] == logged[-1]["eval/crowd/nll"]
 
 
-@pytest.mark.slow
-def test_an_error_of_a_callback_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
-    class Broken:
-        def on_step_end(self, *_: object, **__: object) -> None:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[Broken()])
-    assert read_status(tmp_path / "run").reason == "error:ZeroDivisionError"
-
-
-def two_runs(folder: str) -> int:
-    """On each of several processes: trains two runs in a row and writes their results."""
-    torch.set_num_threads(1)
-    for name in ("one", "other"):
-        result = ci_llm.train(KEYS, output_dir=Path(folder, name))
-        index = os.environ["RANK"]
-        told = {"status": result.status, "step": result.step, "nll": result.metrics["nll"]}
-        Path(folder, f"{name}_{index}.json").write_text(json.dumps(told))
-    return 0
-
-
-@pytest.mark.slow
-def test_every_process_of_a_launcher_gets_the_same_result_twice_in_a_row(server: ForkServer, tmp_path: Path) -> None:
-    codes = server.run(two_runs, tmp_path / "log", ranks=2, folder=str(tmp_path))
-    assert codes == [0, 0], (tmp_path / "log").read_text()
-    texts = [(tmp_path / f"{name}_{index}.json").read_text() for name in ("one", "other") for index in (0, 1)]
-    assert len({*texts}) == 1
-    assert json.loads(texts[0])["status"] == "completed"
-
-
-@pytest.mark.slow
-def test_in_a_notebook_the_stop_button_returns_a_result_and_the_next_cell_resumes(tmp_path: Path) -> None:
-    keys = {**KEYS, "output_dir": str(tmp_path / "run")}
-    cells = [
-        "import os, signal\nimport ci_llm\n"
-        "class Button:\n    def on_step_end(self, args, state, control):\n"
-        "        if state.global_step == 1:\n            os.kill(os.getpid(), signal.SIGINT)",  # as the button does
-        f"stopped = ci_llm.train({keys!r}, callbacks=[Button()])\nstopped.status, stopped.step",
-        f"ci_llm.train({keys!r}).status",
-    ]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    done = NotebookClient(book, timeout=DEADLINE_S, kernel_name="python3").execute()
-    results = [
-        output["data"]["text/plain"]
-        for cell in done.cells
-        for output in cell.outputs
-        if output["output_type"] == "execute_result"
-    ]
-    assert results == ["('interrupted', 1)", "'completed'"]
-    said = json.dumps(done)
-    assert "step 1 is saved; resume with: the same call of ci_llm.train" in said
-
-
 # Without a run
 
 
@@ -417,17 +341,3 @@ def test_a_callback_for_an_event_that_does_not_exist_is_refused() -> None:
 
     with pytest.raises(ci_llm.CiLlmError, match=r"has on_step_ends, which nothing calls\n.*\n.*on_step_end,"):
         Callbacks([Misspelt()])
-
-
-def test_a_class_in_place_of_a_callback_is_refused_by_name() -> None:
-    class Watch:
-        def on_step_end(self, *_: object) -> None:
-            raise AssertionError
-
-    with pytest.raises(ci_llm.CiLlmError, match=r"the callback Watch is a class\n.*\n.*callbacks=\[Watch\(\)\]"):
-        Callbacks([Watch])
-
-
-def test_a_control_refuses_unknown_attributes() -> None:
-    with pytest.raises(AttributeError):
-        TrainerControl().should_save = True  # type: ignore[attr-defined]

@@ -11,12 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
@@ -26,11 +25,9 @@ from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
-from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.errors import BadInput
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import job, loop
 from ci_llm.run.end.mirroring import RunMirror
@@ -90,18 +87,6 @@ def test_a_completed_run_leaves_the_documented_files(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_evaluation_shows_the_same_question_with_its_answer(finished: Path) -> None:
-    lines = (finished / "training.log").read_text().splitlines()
-    shown = [number for number, line in enumerate(lines) if " question  " in f" {line}"]
-    asked = {lines[number].partition("question  ")[2] for number in shown}
-    assert len(shown) == 2, "after step 4, and at the end"
-    assert len(asked) == 1
-    before = [line for line in lines[: shown[0]] if "generate  " not in line]  # a slow machine says how far it is
-    assert "evaluate  step 4, on 8 rows: " in before[-1]
-    assert "of 3 agents alone" in lines[shown[0] + 2]
-
-
-@pytest.mark.slow
 def test_the_evaluation_at_the_end_is_the_last_point_in_tensorboard(finished: Path) -> None:
     events = EventAccumulator(str(finished / "tensorboard"))
     events.Reload()
@@ -141,18 +126,6 @@ def test_a_checkpoint_holds_adapters_and_no_base(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plain_peft_opens_an_agent_on_the_embedded_base(finished: Path) -> None:
-    folder = finished / "final_checkpoint" / "agent2"
-    name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert Path(name) == BASE_FOLDER
-    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    before = base(input_ids=ids).logits
-    agent = peft.PeftModel.from_pretrained(base, folder)
-    assert not torch.allclose(agent(input_ids=ids).logits, before, atol=1e-3)
-
-
-@pytest.mark.slow
 def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -> None:
     final = finished / "final_checkpoint"
     verify_folder(final)
@@ -175,16 +148,6 @@ def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.Capt
     assert train(run) == 0
     assert "complete at step 6" in capsys.readouterr().out
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
-
-
-@pytest.mark.slow
-def test_the_second_call_tries_a_push_again_that_failed(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(publishing, "why_unreachable", lambda: "offline")
-    for _ in range(2):
-        assert train(run, "push_to_hub=true") == 0
-        assert "not published: the hub cannot be reached: offline" in "".join(capsys.readouterr())
 
 
 @pytest.mark.slow
@@ -267,13 +230,6 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
 
 
 @pytest.mark.slow
-def test_a_run_that_already_has_more_steps_than_asked_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(run, "max_train_steps=4") == 0
-    told = "this run has taken 6 steps already, more than the 4 of max_train_steps: it ends here; restart_from=STEP"
-    assert told in capsys.readouterr().out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -326,8 +282,6 @@ def test_another_version_of_a_library_is_named_and_not_refused(
             "sample-exact (tf32 False -> True); another run from here on (learning_rate)\n",
         ),
         (["max_train_samples=10"], "bitwise; another run from here on (max_train_samples, training rows)\n"),
-        (["tf32=true"], "sample-exact (tf32 False -> True)"),
-        (["batch_size=2"], "sample-exact (micro_batch 4 -> 2)"),
         (["logging_steps=1"], "bitwise\n"),
     ],
 )
@@ -336,16 +290,6 @@ def test_the_log_says_how_exact_a_run_with_other_settings_is(
 ) -> None:
     assert train(run, "restart_from=4", *words, "allow_inexact_resume=true") == 0
     assert f"exactness: {grade}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_going_back_moves_newer_checkpoints_away(run: Path) -> None:
-    assert train(run, "restart_from=4", "max_train_steps=5") == 0
-    assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
-    assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-    assert steps[-1] == 5
 
 
 @pytest.mark.slow
@@ -366,18 +310,6 @@ def test_a_run_that_begins_at_its_last_step_is_refused_before_any_evaluation(
     assert "max_train_steps=12 trains on" in told.err
     assert "evaluate  " not in told.out
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_run_begins_from_the_final_checkpoint_of_another(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (f"resume_from_checkpoint={finished / 'final_checkpoint'}", "max_train_steps=8")
-    assert train(tmp_path / "run", *words) == 0
-    assert f"step 6 of 8, verified, from {finished / 'final_checkpoint'}" in capsys.readouterr().out
-    assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint_step_8", "final_checkpoint"]
-    assert train(tmp_path / "run", *words) == 0
-    assert "complete at step 8" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -443,51 +375,6 @@ def test_an_overwritten_run_is_moved_aside_and_the_new_one_uses_nothing_of_it(
 
 
 @pytest.mark.slow
-def test_a_resume_with_another_base_is_refused_by_name(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-    base.model.norm.weight.data.mul_(1.5)
-    base.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(tmp_path / "other")
-    assert train(run, f"model_name={tmp_path / 'other'}", "max_train_steps=8") == 2
-    assert f"model_name was 'embedded', is '{tmp_path / 'other'}'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_crowd_is_opened_from_the_folder_of_its_run(finished: Path, tmp_path: Path) -> None:
-    ours, theirs = (Crowd.from_pretrained(folder) for folder in (finished, finished / "final_checkpoint"))
-    assert torch.equal(ours.agents.weights, theirs.agents.weights)
-    with pytest.raises(BadInput, match="there is no checkpoint at this path"):
-        Crowd.from_pretrained(tmp_path)
-
-
-@pytest.mark.slow
-def test_an_export_shows_the_scores_of_the_evaluation_beside_the_merge(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", str(finished), "--merge", "svd", "--rank", "6"]
-    assert main([*words, "--to", str(tmp_path / "one"), "--json"]) == 0
-    scores = json.loads(capsys.readouterr().out)["scores"]
-    record = json.loads((finished / "evaluation.json").read_text())
-    assert scores["rows"] == 8
-    for name, exact, nll in zip(
-        ("agent0", "agent1", "agent2", "crowd"),
-        [*record["teacher_forced"]["exact_match"]["agents"], record["teacher_forced"]["exact_match"]["crowd"]],
-        [*record["nll"]["agents"], record["nll"]["crowd"]],
-        strict=True,
-    ):
-        assert scores[name]["exact_match"] == exact
-        assert scores[name]["nll"] == pytest.approx(nll, rel=1e-5)  # the batches are other ones
-    assert main([*words, "--to", str(tmp_path / "two")]) == 0
-    told, card = capsys.readouterr().out, (tmp_path / "two" / "README.md").read_text()
-    assert f"svd{scores['svd']['exact_match']:>25.3f}{scores['svd']['nll']:>10.4f}" in told
-    assert told[: told.index("8 rows of")] in card
-    assert "for 6 optimizer steps on `embedded`" in card
-    assert str(finished) not in card
-
-
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_taken(
     finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,17 +410,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_the_call_says_
     assert verify_folder(run / "final_checkpoint").step == 6
 
 
-@pytest.mark.slow
-def test_a_damaged_run_begins_again_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"):
-        flip_last_bit(run / name / "optimizer.safetensors")
-    assert train(run) == 1
-    assert train(run, "overwrite_output_dir=true") == 0
-    assert "a fresh start" in capsys.readouterr().out
-    assert read_status(run).status == "completed"
-    assert len(list((run / "overwritten/1/quarantine").iterdir())) == 3
-
-
 def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -543,15 +419,6 @@ def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(
     assert "a folder has the name of a file that a run writes: status.json" in told
     assert "Traceback" not in told
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
-
-
-@pytest.mark.slow
-def test_a_target_module_that_the_base_lacks_is_refused_by_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train(tmp_path / "run", "lora_target_modules=[q_proj,v_porj]", "max_train_steps=1") == 0
-    told = "".join(capfd.readouterr())
-    assert "warning: lora_target_modules: this model has no v_porj (did you mean v_proj?)" in told
 
 
 @pytest.mark.fast_cases(3)
@@ -622,32 +489,22 @@ def test_other_rows_under_the_name_of_the_old_ones_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [0, 2])
 def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
-    copies: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
     rows = [f'{{"question": "What is {n}?", "answer": "It is {n}"}}\n' for n in range(12)]
     data.write_text("".join(rows[:8]))
-    held_out.write_text("".join([*rows[:copies], *rows[8:]]))
+    held_out.write_text("".join([*rows[:2], *rows[8:]]))
     keys = [f"dataset_name={data}", f"eval_dataset_name={held_out}", "generation_eval_samples=0", "eval_samples=6"]
     assert train(tmp_path / "run", *keys, "max_train_steps=1", "eval_steps=null") == 0
-    told = f"{copies} of the {copies + 4} rows to evaluate on are rows to train on" in capsys.readouterr().out
-    assert told == bool(copies)
-
-
-def test_rows_without_a_usable_column_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "odd.jsonl"
-    data.write_text('{"colour": "blue"}\n')
-    assert train(tmp_path / "run", f"dataset_name={data}") == 2
-    assert "colour" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert "2 of the 6 rows to evaluate on are rows to train on" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damaged", [None, "status.json", "beginning.json"])
+@pytest.mark.parametrize("damaged", ["status.json", "beginning.json"])
 def test_an_interrupted_run_is_saved_and_resumes_to_the_same_bits(
-    damaged: str | None,
+    damaged: str,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -666,13 +523,12 @@ def test_an_interrupted_run_is_saved_and_resumes_to_the_same_bits(
     status = read_status(folder)
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3)
     assert "step 3 is saved" in capsys.readouterr().out
-    if damaged:
-        file = folder / damaged
-        file.write_bytes(b"\x00" + file.read_bytes()[1:])
+    file = folder / damaged
+    file.write_bytes(b"\x00" + file.read_bytes()[1:])
     assert train(folder) == 0
     said = capsys.readouterr().out
     assert "exactness: bitwise" in said
-    assert damaged is None or damaged in said
+    assert damaged in said
     assert read_status(folder).status == "completed"
     for name in ("optimizer.safetensors", "rng.safetensors", "agent1/adapter_model.safetensors"):
         assert (folder / "final_checkpoint" / name).read_bytes() == (finished / "final_checkpoint" / name).read_bytes()

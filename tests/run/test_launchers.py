@@ -68,7 +68,7 @@ def stop(child: Child, folder: Path) -> list[str]:
     return child.seen
 
 
-@pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[:5:2]), ids=", ".join)
+@pytest.mark.parametrize("case", sampled(BEFORE_AND_AFTER, BEFORE_AND_AFTER[2:5:2]), ids=", ".join)
 def test_a_launcher_asked_to_end_before_or_after_training_leaves_no_process(
     case: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -82,9 +82,7 @@ def test_a_launcher_asked_to_end_before_or_after_training_leaves_no_process(
     assert (tmp_path / "run" / f"checkpoint_step_{step}").is_dir() == (step > 0)
 
 
-@pytest.mark.parametrize(
-    "launcher", sampled([*LAUNCHERS], [one for one in LAUNCHERS if one != "accelerate, 2 processes"])
-)
+@pytest.mark.parametrize("launcher", sampled([*LAUNCHERS], ("accelerate, 1 process", "torchrun, 2 processes")))
 def test_a_launcher_asked_to_end_in_training_saves_and_leaves_no_process(
     launcher: str, server: ForkServer, tmp_path: Path
 ) -> None:

@@ -6,19 +6,13 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import ci_llm
 from ci_llm.cli.main import main
-from ci_llm.core.run_status import RunStatus, read_status
-from ci_llm.run import job
-from ci_llm.run.end.result import score_table
-from ci_llm.run.step.callbacks import TrainerControl, TrainerState
-from ci_llm.run.step.members import ask
-from ci_llm.run.step.step_metrics import FIRST, LOOKS, RECENT, Learning
+from ci_llm.core.run_status import read_status
+from ci_llm.run.step.step_metrics import FIRST, RECENT, Learning
 
 #: Losses, then gradient norms, of the agents in every step of real runs on the embedded base.
 CURVES: dict[str, list[list[float]]] = json.loads((Path(__file__).parents[1] / "fixtures/curves.json").read_text())
@@ -68,21 +62,6 @@ def test_batches_that_differ_do_not_count_as_a_rise(spread: float) -> None:
     assert accused <= 1
 
 
-def test_one_agent_is_named_and_the_others_are_not() -> None:
-    learning = Learning(("agent0", "agent2", "agent3"), 100)
-    for step in range(40):
-        learning.count([1.0, 1.0 if step < 10 else 3.0, 1.0])
-    assert learning.warning() == "the loss of agent2 has risen from 1 at the beginning to 3, the mean of 20 steps"
-
-
-def test_rows_that_are_learned_give_no_gradient_and_no_warning() -> None:
-    learning = Learning(NAMES, 100)
-    for _ in range(LOOKS + 1):
-        learning.count([1e-4])
-        learning.look([0.0])
-    assert learning.warning() is None
-
-
 def test_a_nonfinite_loss_is_not_counted() -> None:
     learning = Learning(NAMES, 100)
     for _ in range(RECENT + FIRST):
@@ -102,29 +81,6 @@ def test_a_later_attempt_compares_with_the_beginning_of_the_run() -> None:
     for _ in range(RECENT):
         learning.count([0.5])
     assert learning.warning() is None
-
-
-def test_status_keeps_what_a_later_attempt_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunStatus(tmp_path, 1)
-    run.update(warning="nothing is learned", first_loss=1.5)
-    run.finish("completed")
-    found = read_status(tmp_path)
-    assert (found.warning, found.first_loss) == ("nothing is learned", 1.5)
-    assert main(["status", str(tmp_path)]) == 0
-    assert "warning: nothing is learned\n" in capsys.readouterr().out
-    assert replace(found, warning=None, first_loss=None).exit_code == 0
-
-
-def test_the_table_of_scores_ends_with_the_warning() -> None:
-    gain = {"value": 0.0, "interval95": 0.0}
-    exact = {"agents": [0.0], "crowd": 0.0, "crowd_minus_mean": gain, "crowd_minus_best": gain}
-    record = {"exact_match": exact, "nll": {"agents": [6.0], "crowd": 6.0}, "measured_by": "generation", "n": 4}
-    record["task"] = "mine"
-    record["rows_trained_on"] = "none"
-    assert "warning" not in score_table(record, "run")
-    assert score_table({**record, "warning": "its loss has risen"}, "run").endswith(
-        "warning: while they trained, its loss has risen"
-    )
 
 
 @pytest.mark.slow
@@ -154,24 +110,3 @@ def test_a_run_whose_loss_rises_says_so_in_all_its_results(
     assert main(["train", *words, "max_train_steps=32"]) == 0  # too few steps to see for itself
     assert f"completed at step 32, but {warning}" in capsys.readouterr().out
     assert (read_status(run).warning, read_status(run).first_loss) == (warning, first_loss)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("threads_as_they_were")
-def test_a_resumed_run_names_the_agents_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the agent that was stopped, the warning named the one before the guilty one."""
-
-    class StopsAgent0:
-        def on_step_end(self, args: object, state: TrainerState, control: TrainerControl) -> None:
-            if state.global_step == 1:
-                ask(tmp_path, 0)
-            control.should_training_stop = state.global_step == 3
-
-    begun: list[Learning] = []
-    monkeypatch.setattr(job, "Learning", lambda *args: begun.append(Learning(*args)) or begun[-1])
-    keys = {"num_agents": 3, "lora_rank": 2, "max_train_samples": 20, "max_train_steps": 6, "max_seq_length": 256}
-    keys |= {"num_workers": 0, "eval_samples": 4, "generation_eval_samples": 0, "report_to": "none"}
-    keys |= {"write_report": False, "output_dir": str(tmp_path)}
-    ci_llm.train(keys, callbacks=[StopsAgent0()])
-    ci_llm.train(keys)
-    assert [[*learning.names] for learning in begun] == [["agent1", "agent2"]] * 2  # the first has gone on with them

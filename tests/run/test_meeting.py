@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from ci_llm.core.run_status import read_status
+from tests.support.campaign import sampled_cases
 from tests.support.children import Child
 from tests.support.small_run import WORDS
 from tools.testbed.forkserver import free_port
 
 pytestmark = pytest.mark.slow
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
 #: A trainer that says what it waits for at once, and what is given as the first word before it begins.
 TRAINER = """
 import sys, threading
@@ -60,8 +62,10 @@ def trainer(rank: int, port: int, folder: Path, before: str = "", *words: str) -
     return Child.python(TRAINER, before, *WORDS, f"output_dir={folder}", "max_train_steps=2", *words, env=environ)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "sent"),
+    sampled_cases([(rank, sent) for rank in (0, 1) for sent in STOPS], [(0, signal.SIGTERM), (1, signal.SIGINT)]),
+)
 def test_left_over_variables_are_named_and_a_signal_ends_the_wait(
     rank: int, sent: signal.Signals, tmp_path: Path
 ) -> None:
@@ -105,20 +109,19 @@ def test_a_peer_that_has_come_and_does_not_join(tmp_path: Path) -> None:
     assert any("the other processes have not come: leaving" in line for line in child.seen)
 
 
-@pytest.mark.parametrize("held", [0, 1])
-@pytest.mark.parametrize(
-    ("module", "owner", "name", "step"),
-    [
-        ("ci_llm.distributed.processes", "Processes", "require_same_folder", 0),
-        ("ci_llm.distributed.processes", "Processes", "agree", 0),
-        ("ci_llm.run.step.evaluation", "Evaluator", "scores", 2),
-    ],
-    ids=["before the first step", "the first ballot", "an evaluation"],
-)
-def test_a_silent_peer_at_a_later_meeting(
-    module: str, owner: str, name: str, step: int, held: int, tmp_path: Path
-) -> None:
+#: A place where processes meet, by what it is: its module, its owner, its name, and the step that is saved.
+MEETINGS = {
+    "before the first step": ("ci_llm.distributed.processes", "Processes", "require_same_folder", 0),
+    "the first ballot": ("ci_llm.distributed.processes", "Processes", "agree", 0),
+    "an evaluation": ("ci_llm.run.step.evaluation", "Evaluator", "scores", 2),
+}
+SILENT = [(meeting, held) for meeting in MEETINGS for held in (0, 1)]
+
+
+@pytest.mark.parametrize(("meeting", "held"), sampled_cases(SILENT, [("the first ballot", 0), ("an evaluation", 1)]))
+def test_a_silent_peer_at_a_later_meeting(meeting: str, held: int, tmp_path: Path) -> None:
     """It lives, so that no connection is closed."""
+    module, owner, name, step = MEETINGS[meeting]
     port, words = free_port(), ("grace_s=0.5", "save_steps=1")
     place = {"module": module, "owner": owner, "name": name}
     with (

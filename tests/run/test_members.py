@@ -15,7 +15,6 @@ import pytest
 from ci_llm.config import Config
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
-from ci_llm.errors import CheckpointError
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.start.agent_settings import crowd_settings
 from ci_llm.run.step import members as crowd_requests
@@ -178,9 +177,3 @@ def refusing(code: int) -> Callable[..., None]:
         raise OSError(code, os.strerror(code))
 
     return refuse
-
-
-def test_a_file_that_is_not_a_record_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / CROWD_CHANGES).write_text('{"a": 1}')
-    with pytest.raises(CheckpointError, match="no record of changes"):
-        read_record(tmp_path)

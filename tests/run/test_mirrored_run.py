@@ -17,7 +17,7 @@ from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 
-TRIALS = 100 if campaign.in_full else 3
+TRIALS = campaign.size(2, 100)
 
 
 @bits_in_company  # an evaluation after a kill has other batches

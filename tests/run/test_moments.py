@@ -18,6 +18,7 @@ from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.emergency_save import MARGIN_S, seconds_left
+from tests.support.campaign import drawn
 from tests.support.children import DEADLINE_S, ROOT
 from tools.testbed import moments
 from tools.testbed.forkserver import ForkServer
@@ -49,7 +50,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+@pytest.mark.parametrize("name", drawn(MOMENTS, 9))
 def test_a_run_that_is_asked_to_stop_is_saved_and_resumes(
     name: str, server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:

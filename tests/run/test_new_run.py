@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.config import Config
 from ci_llm.core.run_status import read_status
-from ci_llm.run.start.resume import other_ways
 from tests.run.test_job import CONFIG, SMALL
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
@@ -47,36 +45,3 @@ def test_another_setting_is_answered_with_a_command_that_works(
     assert read_status(tmp_path / "run" / name).status == "completed"
     assert read_status(tmp_path / "run").status == "completed"
     assert train(tmp_path / "run", word, "overwrite_output_dir=true") == 0
-
-
-def hint(tmp_path: Path, **changed: object) -> str:
-    from ci_llm.cluster.launch import read_launch
-
-    old = Config(output_dir=str(tmp_path))
-    new = Config(**{"output_dir": str(tmp_path), **changed})
-    return other_ways(old.diff(new), new, read_launch(arguments=[]))
-
-
-def name_in(text: str) -> str:
-    found = re.search(r"experiment_name=(\S+?)` begins", text)
-    assert found is not None, text
-    return found[1]
-
-
-def test_the_suggested_name_tells_what_differs_and_is_not_taken(tmp_path: Path) -> None:
-    assert name_in(hint(tmp_path, num_agents=8, learning_rate=1e-3)) == "num_agents8-learning_rate0.001"
-    assert name_in(hint(tmp_path, num_agents=8, experiment_name="a")) == "a-num_agents8"
-    assert name_in(hint(tmp_path, init_from="runs/one two")) == "init_fromruns_one_two"
-    assert name_in(hint(tmp_path, logging_steps=3)) == "run"
-    assert len(name_in(hint(tmp_path, lora_target_modules=tuple("abcdefghijklmnopqrstuvwxyz" * 4)))) <= 60
-    long = {"num_agents": 2, "max_train_samples": 5, "batch_size": 3, "learning_rate": 1e-3}
-    assert name_in(hint(tmp_path, **long)).split("-")[-1] in ("learning_rate0.001", "batch_size3", "max_train_samples5")
-    assert name_in(hint(tmp_path, model_name="mine")) == "model_namemine", (
-        "rank and rate follow it, and nobody typed them"
-    )
-    (tmp_path / "num_agents8").mkdir()
-    assert name_in(hint(tmp_path, num_agents=8)) == "num_agents8-2"
-
-
-def test_the_hint_has_the_old_values_to_paste(tmp_path: Path) -> None:
-    assert "num_agents=4 max_grad_norm=1 continues the old run" in hint(tmp_path, num_agents=8, max_grad_norm=None)

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,72 +71,6 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
 
 
-def test_a_run_called_from_python_suggests_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suggestions after a call were command lines with `--config /dev/null`."""
-    monkeypatch.chdir(ROOT)
-    command = partial(command_line, replace(LAUNCH, called_at=1.0))
-    own, toy = Config(model_name="there/base", dataset_name="there/rows"), Config()
-    longer, data = (line[11:].split("   ")[0] for line in next_steps(own, command)[-2:])
-    assert longer == "the same call of ci_llm.train with max_train_steps=..."
-    assert data == "the same call of ci_llm.train with dataset_name='my.jsonl', experiment_name='mine'"
-    [line] = [line for line in next_steps(toy, command) if line.startswith("own data")]
-    made = f"ci_llm.train(config={PRESET!r}, dataset_name='my.jsonl', experiment_name='mine')"
-    assert line.removeprefix("own data   ").startswith(made)
-
-
-def test_own_data_is_not_suggested_where_all_agents_have_it(
-    suggested: Callable[..., dict[str, list[str]]], tmp_path: Path
-) -> None:
-    """The common dataset_name is `embedded`, and no agent reads it."""
-    (tmp_path / "a.jsonl").touch()
-    assert {*suggested(f"agents=[{{dataset_name: {tmp_path / 'a.jsonl'}}}]")} == {"longer"}
-
-
-def test_suggestions_keep_typed_keys_except_for_a_larger_base(suggested: Callable[..., dict[str, list[str]]]) -> None:
-    words = ["--epochs", "7", "learning_rate=8e-3", "--K", "3"]
-    said = suggested(*words)
-    assert said["longer"] == [*words[2:], "max_train_steps=..."]
-    assert said["own data"] == [f"config={PRESET}", "dataset_name=my.jsonl", "experiment_name=mine"]
-    assert suggested(*words, "model_name=Qwen/Qwen2.5-0.5B")["own data"][:5] == words
-
-
-def test_outside_the_project_a_preset_is_suggested_by_its_full_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder, path in ((ROOT, Path(PRESET)), (tmp_path, ROOT / PRESET)):
-        monkeypatch.chdir(folder)
-        assert f"own data   {path}   with" in next_steps(Config(), lambda changes: str(changes.get("config")))[-1]
-
-
-@pytest.mark.parametrize(
-    ("folder", "words"),
-    [
-        ("out/mine", ["--logdir_spec", "mine:out/mine/tensorboard"]),
-        ("out/my run", ["--logdir_spec", "my run:out/my run/tensorboard"]),
-        ("out/a:b", ["--logdir", "out/a:b/tensorboard"]),
-    ],
-)
-def test_tensorboard_is_suggested_under_the_name_of_the_run(
-    folder: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(folder, "tensorboard").mkdir(parents=True)
-    config = Config(output_dir="out", experiment_name=Path(folder).name)
-    [line] = [line for line in next_steps(config, lambda _: "") if line.startswith("curves")]
-    assert shlex.split(line)[1:] == ["tensorboard", *words]
-
-
-def test_the_first_suggestion_is_to_ask_the_crowd() -> None:
-    ask, *_ = next_steps(Config(output_dir="my runs"), lambda changes: "")
-    assert shlex.split(ask.removeprefix("ask ")) == ["ci-llm", "chat", "my runs"]
-
-
-def test_one_adapter_of_all_is_suggested_where_there_are_several() -> None:
-    for agents, expected in ((1, 0), (2, 1)):
-        lines = next_steps(Config(num_agents=agents), lambda changes: "")
-        assert sum(line.startswith("elsewhere") for line in lines) == expected
-
-
 LAUNCH = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
 
 
@@ -162,13 +95,3 @@ def test_the_suggested_longer_run_trains_further(
     log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
     [longer] = [line for line in caplog.messages if line.startswith("longer")]
     assert longer.endswith(f" {keys}   continues from here")
-
-
-def test_adapters_without_finite_scores_are_named_and_not_offered(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    record = evaluation(2, 8, 0.0, 20)
-    record["nll"]["agents"] = [float("nan"), 1.0]
-    log_next_steps(Config(), LAUNCH, record, {})
-    [said] = caplog.records
-    assert said.levelname == "WARNING"
-    assert said.getMessage().startswith("the scores of agent0 are not finite: these adapters cannot be used")

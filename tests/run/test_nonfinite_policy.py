@@ -22,10 +22,6 @@ def after(steps: str, agent: AgentRecovery | None = None, start: int = 0) -> Age
     return agent
 
 
-def test_an_agent_that_is_always_finite_keeps_its_initial_state() -> None:
-    assert after("." * 100) == AgentRecovery()
-
-
 def test_each_nonfinite_step_cuts_the_rate_and_a_finite_one_ends_the_count() -> None:
     assert after("..xx") == AgentRecovery(lr_factor=0.25, nonfinite_in_a_row=2, episode_start=2)
     assert after("..xx.") == AgentRecovery(lr_factor=0.25, episode_start=2, finite_in_a_row=1)

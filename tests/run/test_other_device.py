@@ -177,18 +177,6 @@ def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool 
     assert found["deterministic"] == is_sure
 
 
-@pytest.mark.slow
-def test_the_log_says_state_exact_where_bits_are_not_guaranteed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["train", *WORDS, f"output_dir={tmp_path / 'run'}"]
-    real = RunCheckpoint.environment
-    monkeypatch.setattr(RunCheckpoint, "environment", lambda *given: real(*given) | {"deterministic": False})
-    assert main([*words, "max_train_steps=2"]) == 0
-    assert main([*words, "max_train_steps=4"]) == 0
-    assert "exactness: state-exact (deterministic=true alone takes" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_plain_adamw_reads_its_step_on_the_cpu(fused: bool) -> None:
     """On a GPU it would wait for the device in every step; `meta` stands for the GPU."""

@@ -15,6 +15,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.data.agent_rows import AgentRows
 from ci_llm.data.batches import AgentBatches, MicroBatch, pack
 from ci_llm.run.step.out_of_memory import in_parts
+from tests.support.campaign import sampled, sampled_cases
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
@@ -28,8 +29,10 @@ BIG |= {"max_train_steps": 3, "model_dtype": "fp64", "model_name": "embedded"}
 SPARE_BYTES = {True: 33 << 20, False: 100 << 20}
 
 
-@pytest.mark.parametrize("pass_per_agent", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "pass_per_agent"),
+    sampled_cases([(1, True), (1, False), (2, True), (2, False)], [(1, False), (2, True)]),
+)
 def test_a_step_for_which_the_kernel_refuses_memory_keeps_its_rows(
     ranks: int, pass_per_agent: bool, server: ForkServer, tmp_path: Path
 ) -> None:
@@ -82,7 +85,7 @@ def test_with_one_row_left_layers_are_recomputed_and_then_the_attempt_ends(serve
     assert (status.status, status.reason, status.micro_batch_size) == ("failed", "out_of_memory", 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sampled([1, 2], [2]))
 def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:
@@ -104,7 +107,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
     assert metrics(tmp_path / "short")[-1].keys() == metrics(tmp_path / "ample")[-1].keys()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sampled([1, 2], [1]))
 def test_after_a_kill_in_an_evaluation_the_next_attempt_evaluates_fewer_rows_at_a_time(
     ranks: int, server: ForkServer, tmp_path: Path
 ) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from ci_llm.crowd.crowd import Crowd
 from tests.support import campaign
 from tests.support.agent_facts import facts_of
 from tests.support.crowds import bits_in_company
@@ -24,7 +22,6 @@ FEW_LAYERS: Final = (
     " row_weights: bootstrap, weight_decay: 0.1, num_warmup_steps: 2}"
 )
 LARGE: Final = "{name: large, seed: 4, lora_rank: 8}"
-UPPER_HALF: Final = [2, 3] if campaign.in_full else [1]  # of the base's layers
 MIXED: Final = (SMALL, DROPPING, FEW_LAYERS, LARGE)
 
 
@@ -45,7 +42,7 @@ def complete(trials: Trials, cell: Cell, *entries: str) -> Path:
 
 
 @bits_in_company
-@pytest.mark.parametrize("k", range(len(MIXED)), ids=["small", "dropping", "few layers", "large"])
+@pytest.mark.parametrize("k", campaign.sampled(range(len(MIXED)), [1, 2]))
 def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, k: int) -> None:
     alone = facts_of(complete(trials, Cell(accumulation=2), MIXED[k]), "agent0")
     assert not differences(alone, facts_of(mixed, f"agent{k}"))
@@ -87,22 +84,3 @@ def test_a_resume_with_other_settings_for_an_agent_is_refused(trials: Trials, mi
     assert trials.train(Cell(accumulation=2), mixed, max_train_steps=13, **other) == [2]
     changed = "agent_layers was ['all', 'all', 'upper_half', 'all'], is ['all', 'all', [0], 'all']"
     assert f"has another crowd: {changed}" in (mixed / "log").read_text()
-
-
-def test_what_the_run_leaves_names_every_agents_settings(mixed: Path) -> None:
-    final = mixed / "run/final_checkpoint"
-    meta = json.loads((final / "ci_llm_meta_config.json").read_text())
-    assert [agent["name"] for agent in meta["agents"]] == ["small", "dropping", "few layers", "large"]
-    assert [agent["lora_rank"] for agent in meta["agents"]] == [3, 2, 2, 8]
-    assert meta["agents"][2]["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert meta["agents"][2]["agent_layers"] == "upper_half"
-    assert len({*meta["parameters_per_agent"]}) == 4
-    configs = [json.loads((final / f"agent{k}/adapter_config.json").read_text()) for k in range(4)]
-    assert [config["r"] for config in configs] == [3, 2, 2, 8]
-    assert [config.get("layers_to_transform") for config in configs] == [None, None, UPPER_HALF, None]
-    evaluation = json.loads((mixed / "run/evaluation.json").read_text())
-    assert evaluation["names"] == ["small", "dropping", "few layers", "large"]
-    assert "small: learning_rate 0.001" in (mixed / "run/training.log").read_text()
-    crowd = Crowd.from_pretrained(mixed / "run")
-    assert [agent.rank for agent in crowd.agents.each] == [3, 2, 2, 8]
-    assert len(crowd.generate("Tom has 3 apples.", max_new_tokens=3)) == 1

@@ -74,15 +74,6 @@ def test_a_run_with_room_recomputes_nothing(train_with: Train, capsys: pytest.Ca
     assert "use_gradient_checkpointing=false: by estimate" in capsys.readouterr().out
 
 
-def test_the_dry_run_says_what_auto_resolves_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "free_memory", lambda _: (10**6, 10**6))
-    assert main(["check", *WORDS, "output_dir=run"]) == 0
-    assert "use_gradient_checkpointing=auto becomes true on this machine" in capsys.readouterr().out
-
-
 def test_recomputed_layers_need_less_by_the_estimate() -> None:
     shape, lengths = load_architecture("embedded"), Lengths(60, 8.0, 80, learned=0.3)
     kept, recomputed = (
@@ -92,9 +83,3 @@ def test_recomputed_layers_need_less_by_the_estimate() -> None:
     assert recomputed.activation_bytes < kept.activation_bytes / 2
     assert recomputed.flops > kept.flops
     assert recomputed.agents_bytes == kept.agents_bytes
-
-
-def test_the_longest_rows_of_a_batch() -> None:
-    lengths = Lengths(100, 10.0, 130, learned=0.25)
-    assert [lengths.longest_in_batch(rows) for rows in (1, 4, 16, 1600)] == [130, 120, 110, 101]
-    assert [lengths.learned_of(tokens) for tokens in (100, 2, 4000)] == [25, 1, 1000]

@@ -126,20 +126,6 @@ def test_the_command_that_resumes_is_that_of_the_launcher(
     assert shutdown.command_line(launch("python")) == "python train.py"
 
 
-def test_the_command_of_ci_llm_is_shown_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python3", "/venv/bin/ci-llm", "train", "num_agents=2"])
-    monkeypatch.setattr(shutil, "which", {"ci-llm": "/venv/bin/ci-llm"}.get)
-    assert shutdown.command_line(launch("python")) == "ci-llm train num_agents=2"
-
-
-@pytest.mark.parametrize("program", [".venv/bin/python", "/venv/bin/python", "/usr/bin/python3.12"])
-def test_a_program_outside_the_path_is_shown_with_its_full_path(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make train` starts an interpreter outside the path: its bare name would start another one, or none."""
-    monkeypatch.setattr(sys, "orig_argv", [program, "train.py"])
-    monkeypatch.setattr(shutil, "which", PATH.get)
-    assert shutdown.command_line(launch("python")) == f"{program} train.py"
-
-
 def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends `accelerate launch` first: the parent is PID 1 by the time the run says how to resume."""
     command = ["/venv/bin/python", "/venv/bin/accelerate", "launch", "train.py"]

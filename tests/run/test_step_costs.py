@@ -40,8 +40,6 @@ from tools.testbed.tiny import base, batch
 KERNELS_PER_LAYER = {None: 234, torch.bfloat16: 265}
 #: Of an agent, outside of the layers: its logits, its moments.
 KERNELS_PER_AGENT = {None: 17, torch.bfloat16: 19}
-#: What a layer casts in bf16, see the test.
-CASTS_PER_LAYER = 31
 ASKS_THE_DEVICE = ("cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "set_", "lift_fresh")
 
@@ -155,14 +153,6 @@ def test_the_layers_launch_as_many_kernels_for_many_agents_as_for_few(dtype: tor
     )
     assert (deep.total() - few.total()) / 2 == KERNELS_PER_LAYER[dtype]
     assert (many.total() - few.total()) / 4 == KERNELS_PER_AGENT[dtype]
-
-
-@pytest.mark.slow
-def test_the_agents_are_cast_once_per_pass_and_an_input_once_for_all_layers_that_read_it() -> None:
-    few, deep = (kernels_of_a_step(layers=layers, dtype=torch.bfloat16)["_to_copy"] for layers in (2, 4))
-    # Seven weights forward and seven backward; the input of q, k and v, and that of gate and up, with five gradients
-    # of theirs; rotated q and k with their gradients. The others are of autocast, in the norms and sums of the family.
-    assert (deep - few) / 2 == CASTS_PER_LAYER
 
 
 def test_a_step_after_the_first_leaves_no_memory_behind() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ci_llm.checkpoints.manifest import copy_info
 from ci_llm.distributed.ballot import StepSums
-from ci_llm.run.step import step_metrics
 from ci_llm.run.step.step_metrics import StepMetrics
 
 CPU = torch.device("cpu")
@@ -38,12 +36,6 @@ def test_losses_are_means_over_tokens_and_norms_over_steps() -> None:
         "train/agent1/loss": 63.3 / 40,
         "train/agent1/grad_norm": pytest.approx(1.55),
     }
-
-
-def test_a_single_step_is_reported_as_it_is() -> None:
-    means = after((7, [0.1, 0.7, 0.3], [0.1, 0.3])).means()
-    assert means["train/agent0/loss"] == 0.1 / 7
-    assert means["train/agent1/grad_norm"] == torch.tensor(0.3).item()
 
 
 def test_a_step_that_is_not_finite_for_an_agent_does_not_count_for_it() -> None:
@@ -76,26 +68,6 @@ def test_a_checkpoint_in_the_middle_carries_the_sums_to_the_last_bit(cut: int) -
     assert after(*STEPS[cut:], into=resumed).means() == after(*STEPS).means()
 
 
-def test_the_manifest_of_an_older_checkpoint_holds_no_sums() -> None:
-    resumed = StepMetrics(2, CPU)
-    resumed.load({"epoch": 1.0})
-    assert resumed.means() == {}
-
-
-def test_the_speed_is_of_steps_and_not_of_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(step_metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    counted = StepMetrics(2, CPU)
-    clock.now += 60.0  # until the first step
-    counted.restart_clock()
-    for _ in range(4):
-        clock.now += 0.5
-        counted.count(300)
-    with counted.paused():
-        clock.now += 1000.0
-    assert counted.speed() == {"tokens_per_s": 600.0, "step_time_s": 0.5}
-
-
 def test_a_step_that_left_an_agent_out_does_not_count_for_it() -> None:
     """A loss can be finite where the gradient is not, and so can a huge norm; neither may enter the means."""
     interval = StepMetrics(2, torch.device("cpu"))
@@ -115,18 +87,6 @@ def test_agents_with_rows_of_their_own_have_means_over_their_own_tokens() -> Non
 
 
 NAMED = ("rewards/chosen", "rewards/rejected")
-
-
-def test_metrics_of_an_objective_are_means_over_what_they_count() -> None:
-    metrics = after(*STEPS[:1])
-    metrics.add_named(NAMED, [(6.0, 2.0, -1.0, 1.0), (4.0, 2.0, 0.0, 0.0)])
-    metrics.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (math.nan, 1.0, 9.0, 1.0)], left_out=[1])
-    means = metrics.means()
-    assert means["train/agent0/rewards/chosen"] == 2.0
-    assert means["train/agent0/rewards/rejected"] == -1.0
-    assert means["train/agent0/rewards/margins"] == 3.0
-    assert means["train/agent1/rewards/chosen"] == 2.0
-    assert math.isnan(means["train/agent1/rewards/rejected"])  # no row of that kind yet
 
 
 def test_a_checkpoint_between_two_lines_holds_the_metrics_of_an_objective() -> None:

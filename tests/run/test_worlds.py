@@ -88,7 +88,7 @@ def losses(folder: Path) -> Tensor:
 # Tests
 
 
-@pytest.mark.parametrize("processes", sampled([2, 3, 4], [3, 4]))
+@pytest.mark.parametrize("processes", sampled([2, 3, 4], [3]))
 def test_in_double_precision_any_world_trains_the_same_weights(worlds: Worlds, processes: int) -> None:
     alone, together = worlds.run(1, **DOUBLE), worlds.run(processes, **DOUBLE)
     assert samples(together) == samples(alone) == planned(ODD, 30)
@@ -103,7 +103,7 @@ def test_in_single_precision_the_losses_agree(worlds: Worlds, processes: int) ->
     assert difference(losses(together), losses(alone)) < 1e-5
 
 
-@pytest.mark.parametrize("of", sampled([(1, 2), (1, 4), (3, 4)], [(1, 2), (3, 4)]), ids=str)
+@pytest.mark.parametrize("of", sampled([(1, 2), (1, 4), (3, 4)], [(3, 4)]), ids=str)
 def test_processes_without_a_row_take_part_in_the_step(worlds: Worlds, of: tuple[int, int]) -> None:
     rows, processes = of
     keys = {**DOUBLE, "max_train_samples": rows, "max_train_steps": 6}

@@ -47,11 +47,6 @@ def test_no_report_is_written_where_it_would_delay_the_exit(why_not: dict[str, A
     assert not (folder / "report.html").exists()
 
 
-def test_an_interrupted_run_with_time_left_writes_its_report(folder: Path) -> None:
-    write_page(*run(folder, told_s_ago=1.0, grace_s=3000.0))
-    assert (folder / "report.html").exists()
-
-
 def test_a_damaged_file_of_the_run_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "evaluation.json").write_text("{")
     write_page(*run(folder))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import campaign
-from ci_llm.checkpoints.policy import SavePolicy, best_interval_s
+from ci_llm.checkpoints.policy import SavePolicy
 from tools.simulate import model
-from tools.simulate.model import Cluster, Planned, moments
-from tools.simulate.study import goodput_by_nodes, line
+from tools.simulate.model import Cluster, Planned
+from tools.simulate.study import line
 from tools.simulate.world import UNPAID, simulate, steps_until_due
 
 #: Failures are of nodes, nothing else takes time, and a save is durable when the training continues.
@@ -41,24 +38,6 @@ def test_goodput_is_that_of_dalys_model() -> None:
         assert found.goodput == pytest.approx(expected, abs=0.02), (interval_s, stall_s, restart_s)
 
 
-@pytest.mark.slow
-def test_the_best_interval_is_that_of_young_and_daly() -> None:
-    cluster = Cluster(**BARE, job_mtbf=1800.0, work=2e5, stall=4.0, restart=5.0)
-    best_s = best_interval_s(4.0, 1800.0)
-    assert best_s == pytest.approx(math.sqrt(2 * 4.0 * 1800.0), rel=0.05)  # Young, CACM 17(9), 1974: first order
-    found = {factor: line(cluster.but(save_interval=best_s * factor), "").goodput for factor in (0.25, 1.0, 4.0)}
-    assert found[1.0] > max(found[0.25], found[4.0]) + 0.02
-    assert line(cluster, "").goodput == pytest.approx(found[1.0], abs=0.01)  # `auto` finds it from what it measures
-
-
-@pytest.mark.slow
-def test_no_way_to_save_passes_the_bound() -> None:
-    cluster = Cluster(job_mtbf=1800.0, work=1e5, restart=90.0, repeats=2)
-    for interval in ("auto", 20.0, 60.0):
-        assert line(cluster.but(save_interval=interval), "").goodput < model.bound(cluster) + 0.02
-    assert model.longest_recovery_s(cluster, 0.99) < model.recovery_s(cluster)
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     step=st.integers(0, 500),
@@ -78,19 +57,6 @@ def test_jumping_to_the_next_save_leaves_none_out(
     if told < 10_000:
         after_s = elapsed_s + told * step_s
         assert policy.due(step + told, newest=None, elapsed_s=after_s) or after_s == pytest.approx(every_s)
-
-
-@pytest.mark.parametrize("kind", ["exponential", "weibull", "correlated"])
-def test_failures_come_as_often_as_told(kind: str) -> None:
-    cluster = Cluster(nodes=50, node_mtbf=50_000.0, failures=kind)
-    found = list(islice(moments(cluster, np.random.default_rng(0)), 4000))
-    assert found == sorted(found)
-    assert found[-1] / len(found) == pytest.approx(1000.0, rel=0.08)
-    gaps = np.diff(found)
-    if kind == "correlated":
-        assert np.median(gaps) < 0.5 * 1000 * math.log(2)  # many soon after another
-    else:
-        assert np.median(gaps) == pytest.approx(1000 * math.log(2), rel=0.12)  # of many nodes: as good as exponential
 
 
 @pytest.mark.slow
@@ -129,31 +95,6 @@ def test_the_supervisor_and_the_queue_have_their_limits_and_then_a_person_is_cal
     assert preempted.seconds["person"] == len(preempted.endings) * 4 * 3600
 
 
-@pytest.mark.slow
-def test_lost_disks_cost_the_way_back_to_the_mirror_or_to_the_start() -> None:
-    failing: dict[str, Any] = {**BARE, "job_mtbf": 9000.0, "work": 60_000.0, "disk_lost_share": 1.0, "restart": 1.0}
-    without = simulate(Cluster(**failing))
-    mirrored = simulate(Cluster(**failing, mirror_lag=300.0))
-    assert without.lost_s > 5 * mirrored.lost_s
-    assert {step for _, step in mirrored.lost} != {0}
-    assert statistics.fmean(step for _, step in mirrored.lost) == pytest.approx(300.0, rel=0.5)
-
-
-def test_a_job_that_comes_to_nothing_is_said_to() -> None:
-    hopeless = simulate(Cluster(**BARE, job_mtbf=10.0, restart=200.0, work=2000.0))
-    assert not hopeless.completed
-    assert hopeless.goodput < 0.05
-
-
-@pytest.mark.slow
-def test_more_nodes_fail_more_often() -> None:
-    by_nodes = goodput_by_nodes(Cluster(work=40_000.0, node_mtbf=1e8, repeats=2), 10_000, ["auto", 300.0])
-    for points in by_nodes.values():
-        assert [number for number, _ in points][-1] == 10_000
-        assert points[0][1] > points[-1][1]
-    assert by_nodes["auto (ours)"][-1][1] > by_nodes["every 300 s"][-1][1]
-
-
 #: docs/results.md: 100 faults in one real run of 1,212 steps, 67 attempts. (times, median and most steps repeated)
 MEASURED = {"kill": (19, 2, 3), "damage": (16, 4, 5), "hang": (14, 2, 2), "terminate": (17, 0, 0)}
 TAKEN_AGAIN = 121  # of all faults together, by the ledger of such a campaign
@@ -186,10 +127,3 @@ def test_a_simulated_campaign_loses_as_many_steps_as_the_real_one() -> None:
         else:
             assert len(lost) == times, kind
             assert (statistics.median(lost), max(lost)) == (median, most), kind
-
-
-@pytest.mark.slow
-def test_preemptions_and_limits_lower_the_bound() -> None:
-    quiet = Cluster(job_mtbf=1e9, work=2e5, preemption=7200.0, walltime=14400.0, restart=100.0, repeats=2)
-    assert model.bound(quiet) == pytest.approx(math.exp(-160 / 6226), rel=1e-3)
-    assert line(quiet.but(save_interval=600.0), "").goodput == pytest.approx(model.bound(quiet), abs=0.01)

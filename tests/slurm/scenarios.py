@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -172,30 +171,6 @@ def preempted(scene: Scenario) -> dict[str, Any]:
     return scene.told(job) | {"weights": scene.weights(), "published": [published, scene.published()]}
 
 
-def began_afresh(scene: Scenario) -> dict[str, Any]:
-    """A run with a fresh start is preempted by a job of higher priority."""
-    job = scene.submit(environment=STAND_STILL, resume_from_checkpoint="null")
-    scene.caught(job)
-    scene.cluster.preempt(job.node)
-    return scene.told(job) | {"weights": scene.weights()}
-
-
-def began_from_a_path(scene: Scenario) -> dict[str, Any]:
-    """A run that begins from a checkpoint of a cancelled one is preempted."""
-    other = Scenario(scene.cluster, scene.folder / "other")
-    cancelled = other.submit(environment=STAND_STILL)
-    other.caught(cancelled)
-    scene.cluster.call("scancel", cancelled.number)
-    cancelled.until_ended()
-    other.until_nothing_is_left(cancelled)
-    step = other.newest_step()
-    path = other.run / f"checkpoint_step_{step}"
-    job = scene.submit(environment=STAND_STILL, resume_from_checkpoint=path)
-    scene.caught(job)
-    scene.cluster.preempt(job.node)
-    return scene.told(job) | {"weights": scene.weights(), "began_at": step}
-
-
 def out_of_time(scene: Scenario) -> dict[str, Any]:
     """(b) a job has more to do than fits into its time; when the first time is over, the rest is made short.
 
@@ -326,18 +301,6 @@ def supervised(scene: Scenario) -> dict[str, Any]:
     scene.caught(job)
     scene.cluster.preempt(job.node)
     return scene.told(job) | {"weights": scene.weights(), "published": scene.published(), "story": story_of(scene)}
-
-
-def supervised_and_cancelled(scene: Scenario) -> dict[str, Any]:
-    """`sbatch --wrap "python safe_train.py ..."`, and `scancel` while it trains."""
-    command = [sys.executable, ROOT / "safe_train.py", "--train-script", ROOT / "train.py", *scene.words()]
-    wrapped = f"--wrap={shlex.join(map(str, command))}"
-    job = scene.sbatch("--requeue", wrapped, environment=STAND_STILL)
-    scene.caught(job)
-    scene.cluster.call("scancel", job.number)
-    job.until_ended()
-    scene.until_nothing_is_left(job)
-    return scene.told(job) | {"story": story_of(scene)}
 
 
 def foreign(scene: Scenario) -> dict[str, Any]:

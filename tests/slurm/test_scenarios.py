@@ -27,13 +27,10 @@ SCENARIOS = (
     scenarios.node_died,
     scenarios.two_nodes,
     scenarios.preempted,
-    scenarios.began_from_a_path,
-    scenarios.began_afresh,
     scenarios.supervised,
     scenarios.cancelled,
     scenarios.put_back,
     scenarios.two_processes,
-    scenarios.supervised_and_cancelled,
     scenarios.undisturbed,
     scenarios.foreign,
     scenarios.deaf,
@@ -104,25 +101,6 @@ def test_a_preempted_job_saves_comes_back_and_ends_with_the_same_bits(
     assert told["published"] == [0, 1]
     origins = [(line["attempt"], line["slurm_restarts"]) for line in told["metrics"]]
     assert origins == [(1, 0)] * step + [(2, 1)] * (len(origins) - step)
-
-
-def test_a_path_says_where_a_run_begins_and_not_where_each_attempt_does(
-    story: Stories, reference: dict[str, str]
-) -> None:
-    told = story(scenarios.began_from_a_path)
-    assert how_it_ended(told) == ("COMPLETED", "1", "completed")
-    began, resumed = resumed_at(told["log"])
-    assert began == told["began_at"] >= CAUGHT_AT
-    assert began + CAUGHT_AT <= resumed < STEPS
-    assert told["weights"] == reference
-
-
-def test_a_fresh_start_is_asked_for_once_and_survives_a_preemption(story: Stories, reference: dict[str, str]) -> None:
-    told = story(scenarios.began_afresh)
-    assert how_it_ended(told) == ("COMPLETED", "1", "completed")
-    (step,) = resumed_at(told["log"])
-    assert CAUGHT_AT <= step < STEPS
-    assert told["weights"] == reference
 
 
 def test_a_job_that_runs_out_of_time_saves_before_the_limit_and_resumes(story: Stories) -> None:
@@ -229,14 +207,6 @@ def test_a_preempted_supervisor_puts_its_job_back_once_and_the_run_ends_with_the
     assert told["story"].count("is put back into the queue (requeue 1)") == 1
     assert told["weights"] == reference
     assert told["published"] == 1
-
-
-def test_a_cancelled_supervisor_leaves_nothing_behind(story: Stories) -> None:
-    told = story(scenarios.supervised_and_cancelled)
-    assert how_it_ended(told) == ("CANCELLED", "0", "interrupted")
-    assert told["status"].step >= CAUGHT_AT
-    assert f"step {told['status'].step} is saved" in told["log"]
-    assert "is not put back into the queue" in told["story"]
 
 
 def test_a_users_script_is_supervised_too(story: Stories) -> None:

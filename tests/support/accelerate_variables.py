@@ -1,16 +1,12 @@
-"""Every variable that `accelerate launch` sets, in the forms in which it writes it, and what becomes of each here.
+"""Variables that `accelerate launch` sets, in the forms in which it writes them, and what becomes of each here.
 
 The forms are those of the launcher's code and of its questionnaire: `True` and `true`, `NO` and `no`, numbers, `auto`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import accelerate
 
 YES, NO = ("true", "True", "1", "yes"), ("false", "False", "0", "no", "")
 BOTH = (*YES, *NO)
@@ -124,83 +120,14 @@ ROWS = [
     Row("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", ("DATA_PARALLEL", "MODEL_PARALLEL"), refused=True),
     Row("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", ("NO",), read_by="one process, as elsewhere"),
     Row("ACCELERATE_IN_TPU_POD XLA_USE_BF16 XLA_DOWNCAST_BF16", ("1",), refused=True),
-    # With what is refused
-    *(
-        Row(names, values, read_by="it goes with what is refused")
-        for names, values in {
-            "ACCELERATE_CONFIG_DS_FIELDS": ("gradient_accumulation_steps,zero_stage",),
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("0", "3"),
-            "ACCELERATE_GRADIENT_CLIPPING": ("1.0", "auto"),
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("none", "cpu"),
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": BOTH,
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("ds.json",),
-            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("MixtralSparseMoeBlock",),
-            " ".join(f"MEGATRON_LM_{each}_DEGREE" for each in ("TP", "PP")): ("1", "2"),
-            "MEGATRON_LM_GRADIENT_CLIPPING MEGATRON_LM_ATTENTION_DROPOUT MEGATRON_LM_HIDDEN_DROPOUT": ("1.0", "0.1"),
-            "MEGATRON_LM_NUM_MICRO_BATCHES MEGATRON_LM_RECOMPUTE_NUM_LAYERS": ("1",),
-            "MEGATRON_LM_RECOMPUTE_GRANULARITY": ("full", "selective"),
-            "MEGATRON_LM_RECOMPUTE_METHOD": ("uniform", "block"),
-            "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE MEGATRON_LM_CONTEXT_PARALLEL_SIZE": ("1", "2"),
-            "MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS": ("1", "2"),
-            "MEGATRON_LM_USE_CUSTOM_FSDP MEGATRON_LM_NO_LOAD_OPTIM MEGATRON_LM_EOD_MASK_LOSS": BOTH,
-            "MEGATRON_LM_NO_SAVE_OPTIM MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD MEGATRON_LM_SEQUENCE_PARALLELISM": BOTH,
-            "MEGATRON_LM_USE_PRECISION_AWARE_OPTIMIZER MEGATRON_LM_OVERLAP_CPU_OPTIMIZER_D2H_H2D": BOTH,
-            "MEGATRON_LM_RECOMPUTE_ACTIVATIONS MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER": BOTH,
-            "MEGATRON_LM_ATTENTION_BACKEND MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32": BOTH,
-            "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS MEGATRON_LM_USE_ROTARY_POSITION_EMBEDDINGS": BOTH,
-            "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL ACCELERATE_FP8_PAD_INNER_DIM": ("True", "False"),
-            "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": ("True", "False"),
-            "ACCELERATE_FP8_OVERRIDE_FPROP ACCELERATE_FP8_OVERRIDE_DGRAD ACCELERATE_FP8_OVERRIDE_WGRAD": BOTH,
-            "ACCELERATE_FP8_MARGIN ACCELERATE_FP8_INTERVAL ACCELERATE_FP8_AMAX_HISTORY_LEN": ("0", "1024"),
-            "ACCELERATE_FP8_FORMAT": ("HYBRID", "E4M3"),
-            "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": ("max", "most_recent"),
-            "ACCELERATE_FP8_OPT_LEVEL": ("O1", "O2"),
-        }.items()
-    ),
     # Acted on elsewhere
     Row("ACCELERATE_USE_CPU", ("True", "False", "true", "1"), read_by="is_cpu_wanted, and Accelerate"),
-    Row("ACCELERATE_DEBUG_MODE", ("true",), read_by="Accelerate, which compares the shapes of collectives"),
-    Row("ACCELERATE_CPU_AFFINITY", ("1",), read_by="Accelerate, which binds processes to the cores near their GPU"),
     Row("ACCELERATE_USE_SAGEMAKER", ("true",), hidden="ACCELERATE_USE_SAGEMAKER"),
-    Row("OMP_NUM_THREADS", ("1", "8"), read_by="torch"),
-    Row("KMP_AFFINITY", ("granularity=fine,compact,1,0",), read_by="OpenMP"),
-    Row("KMP_BLOCKTIME", ("1",), read_by="OpenMP"),
-    Row("MASTER_ADDR", ("127.0.0.1",), read_by="read_launch"),
-    Row("MASTER_PORT", ("29500",), read_by="read_launch"),
-    Row("NCCL_P2P_DISABLE NCCL_IB_DISABLE", ("1",), read_by="NCCL"),
-    Row("PYTHONPATH", ("/work",), read_by="Python"),
-    Row("CUDA_VISIBLE_DEVICES", ("", "0", "0,1"), read_by="CUDA"),
-    Row(
-        "ZE_AFFINITY_MASK MLU_VISIBLE_DEVICES SDAA_VISIBLE_DEVICES MUSA_VISIBLE_DEVICES ASCEND_RT_VISIBLE_DEVICES"
-        " HABANA_VISIBLE_MODULES NEURON_RT_VISIBLE_CORES",
-        ("0",),
-        read_by="the accelerator, on which precision.require_known_device refuses to run",
-    ),
-    # Of `notebook_launcher` and `debug_launcher`, and of the machine that starts a job of SageMaker
-    Row("LOCAL_RANK RANK", ("0",), read_by="read_launch"),
-    Row("FORK_LAUNCHED", ("1",), read_by="Accelerate"),
-    Row("AWS_DEFAULT_REGION AWS_PROFILE AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY", ("x",), read_by="SageMaker's client"),
+    Row("ACCELERATE_DEEPSPEED_ZERO_STAGE ACCELERATE_FP8_FORMAT MEGATRON_LM_TP_DEGREE", ("0", "3"), read_by="nobody"),
+    Row("MASTER_ADDR MASTER_PORT LOCAL_RANK RANK", ("0",), read_by="read_launch"),
 ]
 
 
 def cases() -> list[tuple[str, str, Row]]:
     """(variable, value, its row)."""
     return [(name, value, row) for row in ROWS for name in row.names.split() for value in row.values]
-
-
-def set_by_the_launcher() -> set[str]:
-    """The variables that the code of the installed `accelerate launch` sets."""
-    package = Path(accelerate.__file__).parent
-    found: set[str] = set()
-    for file in (package / "utils/launch.py", package / "commands/launch.py"):
-        text, prefix = file.read_text(), ""
-        for line in text.splitlines():
-            if given := re.search(r'prefix = "(\w+)"', line):
-                prefix = given[1]
-            for joined, name in re.findall(r'(?:env|environ)\[(prefix \+ )?"([A-Z]\w+)"\] = ', line):
-                found.add((prefix if joined else "") + name)
-            found.update(re.findall(r'^\s+"([A-Z_\d]+)": ', line) + re.findall(r'\.append\("([A-Z]\w+)=', line))
-        if "{prefix}{arg.upper()}" in text:
-            options = re.findall(r'"--(fp8_\w+)"', (package / "commands/launch.py").read_text())
-            found |= {f"ACCELERATE_{each.upper()}" for each in options if each != "fp8_override_linear_precision"}
-    return found

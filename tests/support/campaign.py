@@ -6,6 +6,7 @@ A campaign repeats one proof with other values. Whatever kind of proof it is, th
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
@@ -31,6 +32,13 @@ def sampled(everything: Sequence[T], sample: Collection[T]) -> list[Any]:
 def sampled_cases(everything: Sequence[tuple[Any, ...]], sample: Collection[tuple[Any, ...]]) -> list[Any]:
     """As `sampled`, for a test of several parameters."""
     return [case if case in sample else pytest.param(*case, marks=pytest.mark.campaign) for case in everything]
+
+
+def drawn(everything: Iterable[Any], count: int, seed: int = 0) -> list[Any]:
+    """As `sampled` or `sampled_cases`, of a sample of `count` that is drawn by a seed; another seed covers others."""
+    cases = list(everything)
+    sample = random.Random(seed).sample(cases, count)
+    return sampled_cases(cases, sample) if isinstance(cases[0], tuple) else sampled(cases, sample)
 
 
 def first_fast(cases: Sequence[Any], count: int = 1) -> list[Any]:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ci_llm.cli.command import Parser, run_guarded
-from ci_llm.errors import BadInput, ConfigError
+from ci_llm.errors import BadInput
 
 _EXAMPLE = """example: python -m tools.simulate nodes=1000 node_mtbf=300d restart=90
-         python -m tools.simulate --config cluster.yaml --page curves.html
+         python -m tools.simulate --config cluster.yaml
          python -m tools.simulate --run ci_llm_output save_interval=300
 
 exit codes: 0 done; 2 bad call
@@ -40,33 +40,22 @@ def simulate(words: Sequence[str]) -> int:
     parser.add_argument("keys", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="keys of the cluster, in YAML")
     parser.add_argument("--run", metavar="RUN", help="take what this run has measured; keys overrule it")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write curves and tables as one HTML page")
-    parser.add_argument("--largest", type=int, default=10_000, metavar="N", help="nodes up to which the page draws")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     call, others = parser.parse_known_args(words)
-    if call.largest < 2:
-        hint = "python -m tools.simulate --help"
-        raise ConfigError("--largest takes at least 2 nodes", where="command line", hint=hint)
     known = _observed(call.run) if call.run else {}
     cluster = read_cluster(call.config, [*call.keys, *others], known)
     _require_simpy()
     from rich.console import Console
 
-    from tools.simulate.study import USUAL_S, goodput_by_nodes, show, study
+    from tools.simulate.study import show, study
 
     told = study(cluster)
-    if call.page:
-        from tools.simulate.study import write_page
-
-        write_page(call.page, told, goodput_by_nodes(cluster, call.largest, [cluster.save_interval, USUAL_S]))
     if call.json:
         print(json.dumps(told.as_json(), indent=2, allow_nan=False))
         return 0
     for key, value in known.items():
         print(f"measured in {call.run}: {key} {value:.4g}")
     show(told, Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120))
-    if call.page:
-        print(f"{call.page}: {call.page.stat().st_size:,} bytes")
     return 0
 
 

@@ -1,30 +1,20 @@
-"""A study of one cluster: goodput and cost of ways to save, the best interval, and what else could change.
-
-Its answers come as lines for a terminal and as one page: curves of goodput by interval and by nodes, and the tables.
-"""
+"""A study of one cluster: goodput and cost of ways to save, the best interval, and what else could change."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final, Literal
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ci_llm._version import __version__
 from ci_llm.checkpoints.policy import best_interval_s
-from ci_llm.core.durable import write_bytes
 from ci_llm.core.quantities import duration
-from ci_llm.errors import ConfigError
-from ci_llm.report.drawings import Plot, lay_out
-from ci_llm.report.page import render_template
 from tools.simulate import model
-from tools.simulate.model import HOUR, Cluster, daly_goodput, recovery_s, save_cost_s
+from tools.simulate.model import HOUR, Cluster
 from tools.simulate.world import SPENT, Story, simulate
 
 #: Saves are tried at these multiples of the interval that Daly's formula names for all that a save costs.
@@ -145,21 +135,6 @@ def summary(stories: Sequence[Story], cluster: Cluster, name: str) -> Line:
     )
 
 
-def goodput_by_nodes(
-    cluster: Cluster, largest: int, ways: Sequence[float | Literal["auto"]]
-) -> dict[str, list[tuple[int, float]]]:
-    """(nodes, goodput) of ways to save, for 1 to `largest` nodes."""
-    numbers = sorted({round(number) for number in np.geomspace(1, largest, 9)})
-    found: dict[str, list[tuple[int, float]]] = {_name(way): [] for way in ways}
-    for number in numbers:
-        # The whole job fails more often with more nodes; its own MTBF would hide that.
-        node_mtbf = cluster.mtbf_s * cluster.nodes if cluster.job_mtbf else cluster.node_mtbf
-        fleet = cluster.but(nodes=number, job_mtbf=None, node_mtbf=min(node_mtbf, 1e9))
-        for way in ways:
-            found[_name(way)].append((number, line(fleet.but(save_interval=way), "").goodput))
-    return found
-
-
 def round_s(seconds: float) -> float:
     """To two digits, as a person would write it."""
     return float(f"{seconds:.2g}")
@@ -264,73 +239,3 @@ def percent(share: float) -> str:
 def interval(line: Line) -> str:
     """The time between saves."""
     return duration(line.interval_s) if math.isfinite(line.interval_s) else "never"
-
-
-Points = Sequence[tuple[float, float]]
-
-
-def write_page(path: Path, study: Study, by_nodes: Mapping[str, Points]) -> None:
-    """Write the page of a study.
-
-    Args:
-        by_nodes: (nodes, goodput) by the name of the way to save.
-
-    Raises:
-        ConfigError: the disk refuses the file.
-    """
-    text = render_template(
-        "figures.html.j2",
-        {
-            "title": "A simulated job",
-            "subtitle": head(study.cluster),
-            "sentences": list(conclusions(study)),
-            "plots": list(_plots(study, by_nodes)),
-            "tables": [
-                ("Ways to save", _rows(study.lines)),
-                ("If it were otherwise", _rows([*study.what_if.values()])),
-            ],
-            "version": __version__,
-        },
-    )
-    try:
-        write_bytes(path, text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"the page cannot be written: {error.strerror}", where=str(path), hint="name a file in a folder of yours"
-        ) from error
-
-
-def _plots(study: Study, by_nodes: Mapping[str, Points]) -> Iterator[Plot]:
-    cluster, own = study.cluster, study.lines[0]
-    simulated = sorted((line.interval_s, line.goodput) for line in study.lines[1:] if math.isfinite(line.interval_s))
-    cost_s, back_s = save_cost_s(cluster), recovery_s(cluster)
-    predicted = [(at, daly_goodput(at, cost_s, back_s, cluster.mtbf_s)) for at, _ in simulated]
-    lines = {"simulated": simulated, "Daly": predicted, own.name: [(own.interval_s, own.goodput)]}
-    yield _on_log("Goodput by the time between saves", lines, across="seconds", unit="goodput")
-    lost = {
-        name: sorted((line.interval_s, line.shares[name]) for line in study.lines[1:])
-        for name in ("lost steps", "saving")
-    }
-    yield _on_log("What saving and not saving cost", lost, across="seconds", unit="share of time")
-    if by_nodes:
-        yield _on_log("Goodput by nodes", by_nodes, across="nodes", unit="goodput")
-
-
-def _on_log(title: str, lines: Mapping[str, Points], *, across: str, unit: str) -> Plot:
-    """Curves over an axis of powers of ten, each with its name."""
-    logs = {name: [(math.log10(x), y) for x, y in points if x > 0] for name, points in lines.items()}
-    places = [x for points in logs.values() for x, _ in points]
-    low, high = min(places), max(places)
-    digits = (1, 2, 5) if high - low < 2 else (1,)
-    values = [digit * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for digit in digits]
-    marks = {math.log10(value): f"{value:,.10g}" for value in values if low <= math.log10(value) <= high}
-    return lay_out(title, logs, unit, across, marks=marks)
-
-
-def _rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", "interval", "goodput", "lost", "saving", "start-up", "attempts", "hours")]
-    for line in lines:
-        shares = (percent(line.shares[kind]) for kind in ("lost steps", "saving", "start-up"))
-        hours = f"{line.elapsed_s / 3600:.1f}"
-        rows.append((line.name, interval(line), percent(line.goodput), *shares, f"{line.attempts:.0f}", hours))
-    return rows
