@@ -272,6 +272,7 @@ _TEXTS = ("text", "content", "completion", "document", "story")
 _MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 _LABELLED_TEXTS = ("text", "sentence", "messages")
 _RATINGS = ("kto_tag", "label")
+_LABELS = ("label", "labels")
 
 
 def _names(*parts: str) -> dict[str, Sequence[str]]:
@@ -286,17 +287,7 @@ _WITH_PARTS: Final = _names("input", "context") | _WITH_PAIR
 #: Parts of a prompt that only a chat can hold beside it.
 _OF_CHATS: Final = {"input", "context", "history", "system"}
 #: Columns that belong to what is asked: text in one of them that is not read is missing from the prompt.
-_OF_PROMPTS: Final = {
-    "prompt",
-    "question",
-    "query",
-    "instruction",
-    "problem",
-    "input",
-    "context",
-    "history",
-    "tools",
-} | {*_WITH_CHAT["system"]}
+_OF_PROMPTS: Final = {*_PROMPTS, "history", "tools", *_WITH_CHAT["system"]} - {"user", "source"}
 
 
 @dataclass(frozen=True)
@@ -376,7 +367,7 @@ _RATED: Final = (
     _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("label",)}, _WITH_CHAT, "rated"),
 )
 _LABELLED: Final = (
-    _Pattern("", _read_labelled, {"text": _LABELLED_TEXTS, "label": ("label", "labels")}, _names("tools"), "labelled"),
+    _Pattern("", _read_labelled, {"text": _LABELLED_TEXTS, "label": _LABELS}, _names("tools"), "labelled"),
 )
 
 #: The forms of rows that are not answers to learn, the columns that each takes, and the keys that name others.
@@ -386,6 +377,11 @@ _JUDGED: Final[Mapping[RowKind, tuple[Sequence[_Pattern], str, str]]] = {
     "labelled": (_LABELLED, "text and label", "text_column= and label_column= name others"),
 }
 
+#: How to train on pairs.
+_BETTER_ANSWERS: Final = (
+    "objective=dpo compares the two; or name the better answers: answer_column=chosen with prompt_column=, or"
+    " text_column=chosen"
+)
 #: What the error lists when nothing fits.
 _WANTED: Final = (
     "input_ids; messages; conversations; prompt, completion; question, answer; instruction, output; "
@@ -416,18 +412,18 @@ _RATINGS_BESIDE: Final = (
     {"conversations", "label"},
     {"kto_tag"},
 )
-_SWIFTS: Final = ("rejected_response", "rejected_messages")  # ms-swift has the better answer at the end of messages
+_PAIRED: Final = (
+    {"conversations", "chosen", "rejected"},
+    {"preferred_output", "non_preferred_output"},
+    *({"rejected_response"}, {"rejected_messages"}),  # ms-swift has the better answer at the end of messages
+)
 #: Columns, in lower case, by which rows are told that are not made for learning their answers, and what they are.
 _NOT_ANSWERS: Final = (
     *((told, "answers with a label each, right or wrong, which objective=kto takes") for told in _RATINGS_BESIDE),
-    ({"conversations", "chosen", "rejected"}, "preference pairs, which objective=dpo takes"),
-    ({"preferred_output", "non_preferred_output"}, "preference pairs, which objective=dpo takes"),
-    *(({name}, "preference pairs, and objective=dpo takes prompt, chosen and rejected") for name in _SWIFTS),
-    ({"question", "choices"}, "questions with choices"),
-    ({"question", "options"}, "questions with choices"),
+    *((told, "preference pairs, and objective=dpo takes prompt, chosen and rejected") for told in _PAIRED),
+    *(({"question", name}, "questions with choices") for name in ("choices", "options")),
     ({"ctx", "endings"}, "beginnings with a choice of endings"),
-    ({"text", "label"}, "texts with a class or a number each, which objective=classification and regression take"),
-    ({"text", "labels"}, "texts with a class or a number each, which objective=classification and regression take"),
+    *(({"text", name}, "texts with a class or a number, which objective=classification takes") for name in _LABELS),
     *(({name}, "pictures or sounds") for name in ("image", "images", "audio", "audios", "video", "videos")),
 )
 
@@ -478,9 +474,7 @@ def _form_of(columns: Sequence[str], given: dict[str, str], where: str, wanted: 
     try:
         form = find_form(columns)
     except ValueError as error:
-        raise DataError(
-            f"The data set cannot be trained on: {error}.", where=where, hint=_better_answers(columns)
-        ) from error
+        raise DataError(f"The data set cannot be trained on: {error}.", where=where, hint=_BETTER_ANSWERS) from error
     if form is None:
         what = f"The data set has no columns that can be used; it has: {shown(columns)}."
         raise DataError(what, where=where, hint=_advice(columns, where))
@@ -515,29 +509,13 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
     return form
 
 
-def _better_answers(columns: Sequence[str]) -> str:
-    """How to train on the better answers of preference pairs that have these columns."""
-    by_name = {plain(column): column for column in columns}
-    chosen = by_name["chosen"]
-    prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
-    of_text = f"prompt_column={prompt} answer_column={chosen}" if prompt else f"text_column={chosen}"
-    return (
-        f"objective=dpo compares the two; or train on the better answers: {of_text} if {chosen} holds text, and a"
-        " column called messages if it holds messages"
-    )
-
-
 def _advice(columns: Sequence[str], where: str) -> str:
     """The hint for columns of which no form is made."""
-    of_splits = ".json" in where and {"data", "train"} & {*columns}
-    first = (
-        "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""
-    )
-    prompt, answer = columns if len(columns) == 2 and not of_splits else ("", "")
-    typed = " and ".join(quote(f"{key}={name}") for key, name in (("prompt_column", prompt), ("answer_column", answer)))
-    named = f"{first}say {typed}, or text_column=, with label_column= for classes or numbers"
+    named = zip(("prompt_column", "answer_column"), columns if len(columns) == 2 else ("", ""), strict=True)
+    typed = " and ".join(quote(f"{key}={name}") for key, name in named)
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
-    return f"{named}, or have one of: {_WANTED}{more}"
+    others = "or text_column=, with label_column= for classes or numbers"
+    return f"say {typed}, {others}, or have one of: {_WANTED}{more}"
 
 
 def shown(columns: Sequence[str]) -> str:

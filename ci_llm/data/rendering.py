@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Template, TemplateError, nodes
@@ -34,6 +35,7 @@ _TAG: Final = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _WORD: Final = re.compile(r"\w")
 #: The keys of thoughts, by the templates that read them.
 _OF_THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
+_WORDS: Final = {"role", "content"}
 #: A template that shows what Transformers gives to a template.
 _VIEW: Final = "{{ {'messages': messages, 'tools': tools} | tojson }}"
 
@@ -63,7 +65,14 @@ class Rendering:
 
     def of(self, message: int, *, generated: bool = False) -> list[Run]:
         """The parts that a message wrote; those inside of {% generation %} only, if that is asked."""
-        return [run for run in self.runs if run.message == message and (run.generated or not generated)]
+        return [run for run in self._of.get(message, ()) if run.generated or not generated]
+
+    @cached_property
+    def _of(self) -> Mapping[int | None, Sequence[Run]]:
+        found = defaultdict[int | None, list[Run]](list)
+        for run in self.runs:
+            found[run.message].append(run)
+        return found
 
     def said_by(self, message: int) -> str:
         return "".join(self.text[run.begin : run.end] for run in self.of(message))
@@ -79,12 +88,25 @@ def _compiled(template: str) -> tuple[Template, bool]:
     """The template with its notes, and whether it marks what is generated."""
     from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds: not for help alone
 
-    environment = _compile_jinja_template(template).environment  # the sandbox of Transformers, with its filters
+    environment = _compile_jinja_template(template).environment.overlay()  # the sandbox of Transformers
+    environment.is_safe_attribute = _once_by_type(environment.is_safe_attribute)
     tree, noting = environment.parse(template), _Noting()
     noting.mark(tree)
     tree.set_environment(environment)
     code = environment.compile(tree)
     return Template.from_code(environment, code, environment.make_globals(None)), noting.generations > 0
+
+
+def _once_by_type(is_safe: Callable[[Any, str, Any], bool]) -> Callable[[Any, str, Any], bool]:
+    """The question of the sandbox, which takes half of a rendering's time, asked once by type: that decides it."""
+    known = dict[tuple[type, str], bool]()
+
+    def asked(item: Any, name: str, value: Any) -> bool:
+        if (key := (type(item), name)) not in known:
+            known[key] = is_safe(item, name, value)
+        return known[key]
+
+    return asked
 
 
 class ChatTemplate:
@@ -100,7 +122,9 @@ class ChatTemplate:
         self._now = lambda form: (date or datetime.now()).strftime(form)
 
     def view(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> dict[str, Any]:
-        """The messages and tools as Transformers gives them to a template."""
+        """The messages and tools as Transformers gives them to a template; it leaves words alone as they are."""
+        if not tools and all(turn.keys() == _WORDS and isinstance(turn["content"], str) for turn in turns):
+            return {"messages": turns, "tools": None}
         shown = self._tokenizer.apply_chat_template(
             list(turns), tools=list(tools) or None, chat_template=_VIEW, tokenize=False
         )

@@ -50,27 +50,8 @@ class Message:
 
     def as_turn(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        calls = {"tool_calls": [*map(_for_templates, self.tool_calls)]} if self.tool_calls else {}
+        calls = {"tool_calls": [*self.tool_calls]} if self.tool_calls else {}
         return {"role": self.role, "content": self.content, **calls, **self.more}
-
-
-class Arguments(dict[str, Any]):
-    """Arguments of a call: templates that want an object read it, and for those that want text it is its JSON."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-
-def _for_templates(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    given = function["arguments"]
-    return {**call, "function": {**function, "arguments": Arguments(given) if isinstance(given, dict) else given}}
 
 
 @dataclass(frozen=True)

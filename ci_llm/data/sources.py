@@ -26,7 +26,7 @@ from ci_llm.errors import DataError
 if TYPE_CHECKING:
     from ci_llm.objectives import RowKind
 
-#: Rows by the name of their split: a `datasets.Dataset`, `MappedRows` or `ListedRows`.
+#: Rows by the name of their split: a `datasets.Dataset`, `JsonRows` or `ListedRows`.
 Splits = Mapping[str, Any]
 
 
@@ -44,14 +44,12 @@ def open_splits(name: str, subset: str | None, unnamed: str, key: str = "dataset
     """
     if name == "embedded":
         return {split: ListedRows(embedded.rows(split)) for split in ("train", "validation", "test")}
-    from ci_llm.data.files import mapped, splits_of_files, splits_on_hub
+    from ci_llm.data.files import splits_of_files, splits_on_hub
 
     path = Path(os.path.expanduser(name))
     if is_on_hub(name):
-        found = splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
-    else:
-        found = splits_of_files(folder_of_subset(name, subset) or path, unnamed, key)
-    return {split: mapped(data) for split, data in found.items()}
+        return splits_on_hub(name, subset, f"{key}: {name} (nothing of this name at {path.absolute()} either)")
+    return splits_of_files(folder_of_subset(name, subset) or path, unnamed, key)
 
 
 def folder_of_subset(name: str, subset: str | None) -> Path | None:
@@ -321,7 +319,7 @@ def _evaluation_rows(config: Config, name: str) -> Rows:
     training = _split(splits, config.dataset_split, "dataset_split", name)
     if held_out := _held_out(config, splits, name):
         where = f"{_where(name, config.dataset_split)}, held out"
-        return _selected(config, training, where, *_thinned(config, name, training, where, held_out))
+        return _selected(config, training, where, *_at_most(config, name, held_out))
     split = _eval_split(config, splits, name) or config.dataset_split
     return _whole_split(config, splits, name, split, [config] if split == config.dataset_split else [])
 
@@ -350,7 +348,7 @@ def _whole_split(config: Config, splits: Splits, name: str, split: str, trained:
         trained: the configurations by which the same split is trained on.
     """
     data = _split(splits, split, "eval_split", name)
-    numbers, notes = _thinned(config, name, data, _where(name, split), range(len(data)))
+    numbers, notes = _at_most(config, name, range(len(data)))
     limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
     count = sum(number < max(limits, default=0) for number in numbers)
     rows = replace(_selected(config, data, _where(name, split), numbers, notes), are_of_test=split == "test")
@@ -366,20 +364,11 @@ def _eval_split(config: Config, splits: Splits, name: str) -> str | None:
 
 
 def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
-    """Numbers of the rows that training leaves out, in order.
-
-    If an answer is missing in every one of them, as where each tenth row is empty, only rows with one are counted.
-    """
+    """Numbers of the rows that training leaves out, in order."""
     if config.eval_dataset_names or _eval_split(config, splits, name) is not None:
         return []
-    data = splits[config.dataset_split]
-    numbers = _taken(config, name, len(data), _num_held_out(config, len(data), name))
-    if numbers:
-        rows = _selected(config, data, _where(name, config.dataset_split), range(len(data)), ())
-        if all(rows[number] is None for number in numbers):
-            usable = [number for number, row in enumerate(rows) if row is not None]
-            numbers = [usable[at] for at in _taken(config, name, len(usable), _num_held_out(config, len(usable), name))]
-    return numbers
+    total = len(splits[config.dataset_split])
+    return _taken(config, name, total, _num_held_out(config, total, name))
 
 
 def _num_held_out(config: Config, total: int, name: str) -> int:
@@ -410,27 +399,6 @@ def _at_most(config: Config, name: str, rows: Sequence[int]) -> tuple[Sequence[i
     return [rows[number] for number in _taken(config, name, total, limit)], [
         f"{limit} of {total} rows, {_how(config, name)}"
     ]
-
-
-def _thinned(
-    config: Config, name: str, data: Any, where: str, wanted: Sequence[int]
-) -> tuple[Sequence[int], list[str]]:
-    """At most `eval_samples` of the wanted rows.
-
-    If an answer is missing in every one of them, they are taken out of the wanted rows that have one.
-    """
-    numbers, notes = _at_most(config, name, wanted)
-    if not notes:
-        return numbers, notes
-    rows = _selected(config, data, where, range(len(data)), ())
-    if any(rows[number] is not None for number in numbers):
-        return numbers, notes
-    usable = [number for number in wanted if rows[number] is not None]
-    if not usable:
-        return numbers, notes
-    chosen, _ = _at_most(config, name, usable)
-    how = "evenly spread over" if _is_spread(name) else "drawn from"
-    return chosen, [f"{len(chosen)} of {len(wanted)} rows, {how} the {len(usable)} that have an answer"]
 
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:

@@ -1,8 +1,7 @@
 """A data set as token ids with loss masks: tokenised once, kept as Arrow under its content, memory-mapped.
 
 Only what an assistant says is learned, or all of a plain text; the first token of a row never is, as nothing comes
-before it. Rows too long are cut into blocks, cut at the end or left out; rows with nothing left to learn are left out.
-A `Tally` counts all of these, for the lines and errors that say so.
+before it. `tally` says what becomes of rows that are too long, or teach nothing.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ import io
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count, groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -29,256 +26,13 @@ from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.core.durable import make_folders, write_parts
-from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example
-from ci_llm.data.encoding import encoded
-from ci_llm.data.rows import Chat, Completion, Labelled, Pair, PromptForm, Rated, Row, Rows
-from ci_llm.data.turns import RefusedRowError, Remark
-from ci_llm.data.units import Unit, branches_of, label_of, number_of, unit_of, without_end
+from ci_llm.data.rows import PromptForm, Rows
+from ci_llm.data.tally import Tally
+from ci_llm.data.units import Unit
 from ci_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-_MARKED = "marked by weight or loss_weight 0, or by train, training or loss false"
-
-
-#: Why a row is left out.
-Reason = Literal["lacking", "unlearned", "answer too far", "too long", "refused"]
-
-
-@dataclass
-class Tally:
-    """Counts of rows kept and cut, and of those left out by their reason."""
-
-    max_seq_length: int
-    long_rows: str = "truncate"
-    rows: int = 0
-    kept_rows: int = 0
-    cut: int = 0
-    lost: int = 0
-    split: int = 0
-    blocks: int = 0
-    left_out: Counter[Reason] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    remarks: Counter[Remark] = field(default_factory=Counter)
-    lacking: str = "without an answer"
-    without_roles: int = 0
-    marked: int = 0
-    endless: int = 0
-    end: str = ""
-    longest: int = 0
-    tokens: int = 0
-    targets: int = 0
-    rated: bool = False
-    good: int = 0
-    learn_prompt: bool = False
-    classes: tuple[str, ...] = ()
-    pad: int | None = None
-    labels: Counter[float] = field(default_factory=Counter)
-
-    def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
-        """The rows in which there is something to learn, cut, with their numbers."""
-        if "text" in rows.form.columns:  # plain text has no answers
-            self.lacking = "empty"
-        self.rated = rows.form.kind == "rated" and not rows.are_answers
-        if rows.form.kind in _LACKING:
-            self.lacking = _LACKING[rows.form.kind]
-        every = counted(encoded(rows, encoder), "tokenise", len(rows), "rows")
-        for number, (row, wholes) in enumerate(every):
-            self.rows += 1
-            branches = branches_of(row) if row else []
-            if isinstance(wholes, RefusedRowError):
-                if not any(isinstance(branch, Chat) and branch.needs_more for branch in branches):
-                    raise _refusal(wholes, branches[0], rows.place(number)) from wholes
-                self.left_out["refused"] += 1
-                self.refused[str(wholes)] += 1
-                continue
-            is_labelled = isinstance(row, Labelled)
-            taught = [len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes]
-            if row is None or not all(taught):
-                self.left_out["unlearned" if row is None and rows.is_marked(number) else "lacking"] += 1
-                continue
-            if not is_labelled:
-                self._look_at(branches[0], wholes[0], encoder)
-            self.longest = max(self.longest, *(len(whole.input_ids) for whole in wholes))
-            if isinstance(row, Pair | Rated | Labelled):
-                where = rows.place(number)
-                label = number_of(row.label, self.classes, where) if isinstance(row, Labelled) else label_of(row)
-                examples: Iterator[Example] = self._unit(wholes, label, is_labelled)
-            else:
-                examples = self._within(row, wholes[0])
-            for example in examples:
-                self.kept_rows += 1
-                self.tokens += len(example.input_ids)
-                self.targets += int(example.supervised.sum())
-                yield number, example
-
-    def _within(self, row: Row, whole: Example) -> Iterator[Example]:
-        """The examples of a row, of at most `max_seq_length` tokens each."""
-        count, limit = len(whole.input_ids), self.max_seq_length
-        if count <= limit:
-            yield whole
-        elif self.long_rows == "drop":
-            self.left_out["too long"] += 1
-        elif self.long_rows == "split" and isinstance(row, Completion) and row.prompt is None:
-            self.split += 1
-            # A block begins with the last token of the one before, which it does not learn: all others follow one.
-            for start in range(0, count - 1, limit - 1):
-                self.blocks += 1
-                yield _part(whole, start, start + limit)
-        elif whole.supervised[:limit].any():
-            self.cut += 1
-            self.lost += count - limit
-            yield _part(whole, 0, limit)
-        else:
-            self.left_out["answer too far"] += 1
-
-    def _unit(self, wholes: Sequence[Example], label: float, is_labelled: bool) -> Iterator[Unit]:
-        """A pair, a rated or a labelled row, whose branches are cut, or left out together."""
-        limit, longest = self.max_seq_length, max(len(whole.input_ids) for whole in wholes)
-        cut = [without_end(_part(whole, 0, limit), self.pad) for whole in wholes]
-        if longest > limit and self.long_rows == "drop":
-            self.left_out["too long"] += 1
-        elif not (is_labelled or all(part.supervised.any() for part in cut)):
-            self.left_out["answer too far"] += 1
-        elif len(cut) == 2 and np.array_equal(cut[0].input_ids, cut[1].input_ids):
-            self.left_out["lacking"] += 1  # they differ after the cut, or not at all as tokens
-        else:
-            self.cut += longest > limit
-            self.lost += sum(max(0, len(whole.input_ids) - limit) for whole in wholes)
-            self.good += label == 1
-            self.labels[label] += is_labelled
-            yield unit_of(cut, label, learn_prompt=self.learn_prompt)
-
-    def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
-        """Count answers that are marked, and chats that the template makes hard to learn."""
-        self.marked += len(row.marked) if isinstance(row, Chat) else 0
-        self.without_roles += encoder.lacks_roles(row)
-        self.remarks.update(whole.remarks)
-        if (end := encoder.unlearned_end(row, whole)) is not None:
-            self.endless += 1
-            self.end = self.end or end
-
-    def lines(self) -> Iterator[str]:
-        if self.classes:
-            shown = [f"{name} {self.labels[number]}" for number, name in enumerate(self.classes[:20])]
-            yield f"rows of each class: {', '.join(shown)}{', ...' if len(self.classes) > 20 else ''}"
-        elif +self.labels:
-            numbers = sorted(self.labels.elements())
-            yield f"labels from {numbers[0]:g} to {numbers[-1]:g}, in the mean {fmean(numbers):g}"
-        if self.rated:
-            yield f"{self.good} rows are good, and {self.kept_rows - self.good} are bad"
-        learned = "" if any(self.labels.values()) else f", {self.targets} of them learned"
-        yield f"{self.tokens} tokens in {self.kept_rows} rows{learned}; the longest row has {self.longest}"
-        if self.marked:
-            yield f"{self.marked} answers are not learned: they are {_MARKED}"
-        if self.split:
-            yield (
-                f"{self.split} texts of more than max_seq_length {self.max_seq_length} tokens are cut into"
-                f" {self.blocks} blocks, which together teach all of them"
-            )
-        if self.left_out:
-            yield f"left out: {self._told_left_out()}"
-        if self.prompts:
-            begun = "opens a thought, and" if self.prompts == "chat without thoughts" else "ends a thought, and"
-            yield (
-                f"the prompt of the chat template {begun} {self.remarks[_BEGUN[self.prompts]]} answers begin"
-                " otherwise: here and in generation the prompt ends where they begin"
-            )
-
-    @property
-    def prompts(self) -> PromptForm | None:
-        """How prompts are worded, if not as the template words them: most answers begin in another way."""
-        return next((form for form, remark in _BEGUN.items() if 2 * self.remarks[remark] > self.kept_rows), None)
-
-    def warnings(self) -> Iterator[str]:
-        """Why agents will not learn what these rows are meant to teach."""
-        if self.cut:
-            yield (
-                f"{self.cut} rows cut at max_seq_length {self.max_seq_length}: {self.lost} of"
-                f" {self.tokens + self.lost} tokens are never seen; the longest row has {self.longest}"
-            )
-        for remark in _HIDDEN:
-            if self.remarks[remark]:
-                yield f"the chat template leaves out the {remark} of {self.remarks[remark]} chats"
-        if self.endless:
-            follows = f"{self.end!r}, which follows, is not a special token" if self.end.strip() else "nothing follows"
-            yield (
-                f"the end of turn is not learned in {self.endless} chats: {follows}, so that generation ends "
-                "at its limit alone; make it a special token of the tokenizer, or set chat_template=roles"
-            )
-        if self.without_roles:
-            yield (
-                f"{self.without_roles} chats have several turns, and the template does not show who speaks; "
-                "set chat_template=roles"
-            )
-
-    def nothing_left(self, rows: Rows, *, evaluated: bool) -> DataError:
-        """The error when nothing is kept, with what to do about the commonest reason.
-
-        Args:
-            evaluated: the rows are to evaluate on.
-        """
-        columns = ", ".join(rows.form.columns.values())
-        if self.left_out["answer too far"] or self.left_out["too long"]:
-            hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
-        elif self.left_out["unlearned"]:
-            hint = "weight 1, or no weight, lets an answer be learned"
-        elif self.left_out["refused"]:
-            hint = "take a base or a chat_template that shows such chats"
-        else:
-            hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
-        if evaluated:
-            hint += "; or choose other rows to evaluate on: val_set_size= or eval_dataset_name="
-        lost = "No row is left to evaluate" if evaluated else "No row is left to learn from"
-        return DataError(f"{lost}: {self._told_left_out()}.", where=rows.where, hint=hint)
-
-    def _told_left_out(self) -> str:
-        reasons: dict[Reason, str] = {
-            "lacking": self.lacking,
-            "unlearned": f"whose answers are all {_MARKED}",
-            "answer too far": f"whose answer begins after max_seq_length {self.max_seq_length}",
-            "too long": f"of more than max_seq_length {self.max_seq_length} tokens",
-            "refused": "that the chat template cannot show"
-            f" ({'; '.join(f'{count}: {why}' for why, count in self.refused.most_common(3))})",
-        }
-        told = ", ".join(
-            f"{self.left_out[reason]} {words}" for reason, words in reasons.items() if self.left_out[reason]
-        )
-        return f"{self.left_out.total()} of {self.rows} rows: {told}"
-
-
-#: Prompts that are not worded as the template words them, because answers begin so.
-_BEGUN: Final[dict[PromptForm, Remark]] = {
-    "chat without thoughts": "without thoughts",
-    "chat with thoughts": "with thoughts",
-}
-_HIDDEN: Final[tuple[Remark, ...]] = ("thoughts", "system message", "descriptions of tools")
-
-#: What a row lacks that is left out, where it is not an answer.
-_LACKING: Final = {"pairs": "without two different answers", "labelled": "without a text or a label"}
-
-
-def _part(whole: Example, start: int, end: int) -> Example:
-    """Some tokens of a row, of which the first is not learned."""
-    learned = whole.supervised[start:end].copy()
-    learned[:1] = False
-    return Example(whole.input_ids[start:end], learned)
-
-
-def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
-    if not isinstance(row, Chat):
-        return DataError(
-            f"This row cannot be used: {error}.",
-            where=where,
-            hint="tokenise the rows with the tokenizer of this base, or give them as text",
-        )
-    return DataError(
-        f"The chat template cannot be used for this row: {error}.",
-        where=where,
-        hint="repair the row, choose another chat_template, or mark what the assistant says with {% generation %}",
-    )
-
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
@@ -295,8 +49,6 @@ SCHEMA = pa.schema(
     ]
 )
 ROWS_PER_CHUNK = 1000
-#: A read leaves about 16 kB resident.
-READS_PER_MAPPING = 1000
 #: The key of the metadata of the last record batch, which say what was found in all rows.
 FACTS = b"ci_llm"
 SHOWN_CHARACTERS = 1000
@@ -306,8 +58,6 @@ SHOWN_CHARACTERS = 1000
 class TokenizedRows:
     """Tokenised rows, memory-mapped: `[i]` is an `Example`, and no row is held in memory.
 
-    The file is mapped again from time to time: what was read of it would stay resident, in the end all of it.
-
     Attributes:
         rows: the canonical rows they were made from.
         path: the Arrow file.
@@ -315,7 +65,6 @@ class TokenizedRows:
 
     rows: Rows
     path: Path
-    _reads: Iterator[int] = field(default_factory=lambda: count(1), init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -328,8 +77,6 @@ class TokenizedRows:
             DataError: it is not what was written. The file is removed then.
         """
         chunk, row = divmod(range(len(self))[number], self._chunk_rows)
-        if next(self._reads) % READS_PER_MAPPING == 0:
-            self.__dict__.pop("_file", None)
         columns = self._file.get_batch(chunk)
         example = Example(_numbers(columns["input_ids"][row].values), _flags(columns["supervised"][row].values))
         if flat := columns["spans"][row].as_py():

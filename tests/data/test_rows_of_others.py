@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ci_llm.cli.asking import lines_of
 from ci_llm.cli.main import main
@@ -311,25 +309,6 @@ def test_arguments_of_tools_are_kept(given: Any, kept: Any) -> None:
     found = read({"messages": [*said("u hi"), {"role": "assistant", "content": None, "tool_calls": [call]}]})
     assert isinstance(found, Chat)
     assert found.messages[1].tool_calls[0]["function"]["arguments"] == kept
-
-
-@pytest.mark.parametrize(
-    ("template", "written"),
-    [
-        ("{{ f.arguments | tojson }}", '{"unit": null}'),
-        ("{{ f.arguments }}", '{"unit": null}'),
-        ("{{ '<' + f.arguments + '>' }}", '<{"unit": null}>'),
-        ("{{ f.arguments + '>' }}", '{"unit": null}>'),
-        ("{% if f.arguments is string %}no{% else %}{{ f.arguments | tojson }}{% endif %}", '{"unit": null}'),
-        ("{% for key, value in f.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "unit=None"),
-    ],
-)
-def test_arguments_are_text_or_an_object_as_the_template_wants_them(template: str, written: str) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"unit": None}}}
-    (turn,) = Message("assistant", "", (call,)).as_turn()["tool_calls"]
-    environment = ImmutableSandboxedEnvironment()
-    environment.policies["json.dumps_function"] = lambda value, **_: json.dumps(value)
-    assert environment.from_string(template).render(f=turn["function"]).replace("&#34;", '"') == written
 
 
 def test_nan_in_parquet_is_missing(tmp_path: Path) -> None:

@@ -392,50 +392,9 @@ def test_the_held_out_rows_do_not_depend_on_limits(tmp_path: Path) -> None:
     assert "training on the first 3 of 50 rows" in load_rows(limited, "train").description
 
 
-def _each_tenth_empty(count: int, path: Path) -> str:
-    answers = ["" if number % 10 == 0 else f"a{number}" for number in range(count)]
-    rows = [{"question": f"q{number}", "answer": answer} for number, answer in enumerate(answers)]
-    return _parquet(Dataset.from_list(rows), path)
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("settings", "held_out"), [({}, 18), ({"val_set_size": 20}, 20), ({"val_set_size": 0.1}, 18)])
-@pytest.mark.usefixtures("evenly")
-def test_rows_with_answers_are_held_out_where_the_usual_ones_have_none(
-    settings: dict[str, Any], held_out: int, tmp_path: Path
-) -> None:
-    config = Config(dataset_name=_each_tenth_empty(200, tmp_path), **settings)
-    training, evaluated = _questions(config, "train"), _questions(config, "eval")
-    assert len(evaluated) == held_out
-    assert len({*training, *evaluated}) == len(training) + len(evaluated) == 180
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("evenly")
-def test_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
-    name = _each_tenth_empty(200, tmp_path)
-    for settings in ({"eval_split": "train"}, {"eval_dataset_name": name}):
-        config = Config(dataset_name=name, eval_samples=20, **settings)
-        assert None not in _questions(config, "eval")
-        assert len(_questions(config, "eval")) == 20
-        lines = load_rows(config, "eval").description
-        assert "20 of 200 rows, evenly spread over the 180 that have an answer" in lines
-        usual = Config(dataset_name=name, eval_samples=15, **settings)
-        assert _questions(usual, "eval") == [f"q{n * 200 // 15}" for n in range(15) if n * 200 // 15 % 10]
-    empty = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
-    assert list(load_rows(empty.model_copy(update={"eval_split": "train", "eval_samples": 5}), "eval")) == [None] * 5
-
-
-@pytest.mark.usefixtures("evenly")
-def test_held_out_rows_with_answers_are_evaluated_on_where_those_of_eval_samples_have_none(tmp_path: Path) -> None:
-    rows = [{"question": f"q{number}", "answer": "a" if number // 10 % 2 else ""} for number in range(120)]
-    config = Config(dataset_name=_parquet(Dataset.from_list(rows), tmp_path), eval_samples=6)
-    assert _questions(config, "eval") == [f"q{number}" for number in range(10, 120, 20)]
-
-
 def test_a_data_set_without_an_answer_is_left_to_the_training_to_refuse(tmp_path: Path) -> None:
     config = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
-    assert list(load_rows(config, "train")) == [None] * 20
+    assert list(load_rows(config, "train")) == [None] * 18
 
 
 def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:

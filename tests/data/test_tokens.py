@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -300,9 +301,9 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
     assert "chat_template that shows such chats" in str(caught.value.hint)
 
 
-def in_three_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "LONG", 0.0)
-    monkeypatch.setattr(encoding, "LOOKED_AT", 2)
+def with_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MANY", 2)
+    monkeypatch.setattr(encoding, "SENT", 1)
     monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
@@ -311,20 +312,18 @@ def test_several_processes_write_the_same_file(
 ) -> None:
     data = rows([*TOOLS, *ROWS_OF_CHATS])
     alone = tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path / "alone")
-    in_three_processes(monkeypatch)
-    started, start = [], encoding._from_processes
-    monkeypatch.setattr(encoding, "_from_processes", lambda *given: started.append(given[3]) or start(*given))
+    with_several_processes(monkeypatch)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     together = tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path / "together")
-    assert started == [3]
     assert (together.path.name, together.path.read_bytes()) == (alone.path.name, alone.path.read_bytes())
-    assert multiprocessing.active_children() == []
+    assert (multiprocessing.active_children(), os.environ["TOKENIZERS_PARALLELISM"]) == ([], "true")
 
 
 def test_a_process_that_is_ended_from_outside_is_an_error(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_three_processes(monkeypatch)
-    monkeypatch.setattr(encoding, "_work", lambda *_: None)
+    with_several_processes(monkeypatch)
+    monkeypatch.setattr(encoding, "_begin", lambda _: os._exit(9))
     with pytest.raises(DataError, match="a process that tokenised rows was ended from outside"):
         tokenize(rows(ROWS_OF_CHATS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
 
@@ -446,28 +445,6 @@ def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
     assert len({each.path.name for each in found}) == 1
     assert len(found[0]) > 1000
     assert all(isinstance(row, Chat) and "####" in row.messages[-1].content for row in found[0].rows)
-
-
-def test_pages_that_were_read_are_mapped_again_before_they_are_many(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Resident pages of a mapping only grow in number; rows that were returned stay readable."""
-    monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 10)
-    monkeypatch.setattr(tokens, "READS_PER_MAPPING", 7)
-    texts = rows([{"text": f"text {number}"} for number in range(25)])
-    found = tokenize(texts, tokenizer, max_seq_length=50, cache_folder=tmp_path)
-    mapped: list[str] = []
-    memory_map = pyarrow.memory_map
-
-    def counted(path: str) -> Any:
-        mapped.append(path)
-        return memory_map(path)
-
-    monkeypatch.setattr("pyarrow.memory_map", counted)
-    examples = [found[number] for number in (*range(25), -1)]
-    assert len(mapped) == 1 + 26 // 7
-    told = [tokenizer.decode(example.input_ids) for example in examples]
-    assert told == [f"<bos>text {number}<eos>" for number in (*range(25), 24)]
 
 
 TEXTS = [{"text": "once upon a time " * 12}, {"text": "two"}, {"text": "Ann has 3 pens and buys 4. " * 7}]

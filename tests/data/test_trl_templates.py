@@ -243,6 +243,16 @@ def test_the_prompt_of_generation_is_what_training_saw_before_the_last_answer(na
 
 
 @pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_generation_stops_at_the_end_of_turn_that_is_learned(name: str) -> None:
+    ends = Prompter(tokenizer_of(name)).ends
+    for shape in shown(name):
+        ids = encoder_of(name).encode(chat(shape))
+        end = int(ids.input_ids[last_answer(ids).stop - 1])
+        assert end in ends or end not in tokenizer_of(name).all_special_ids, (shape, tokenizer_of(name).decode(end))
+
+
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", CANNOT)
 def test_a_template_that_cannot_show_a_chat_says_why(name: str) -> None:
     for reason, shapes in CANNOT[name].items():
