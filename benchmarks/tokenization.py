@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def seconds_of_chats(template: str, count: int, messages: int, *, with_tools: bool) -> tuple[float, float]:
-    """CPU seconds of rendering and tokenising each chat once, and of `tokenize`, which also reads, marks and writes."""
+    """CPU seconds of rendering and tokenising each chat once, and of `tokenize`, which reads and writes them too."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
