@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from string import ascii_uppercase as LETTERS
+from string import ascii_uppercase
 from typing import Any, Final
 
 from ci_llm.config.schema import with_trait
@@ -15,6 +15,8 @@ from ci_llm.core.scores import LEAST_ROWS, METRICS, Measures
 from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, differences, notes, scores
 
+#: The names of the runs in a comparison.
+LETTERS: Final = ascii_uppercase
 #: Keys that say only where a run lies.
 _PLACES: Final = frozenset(with_trait("place"))
 _UNPAIRED: Final = "not both have predictions of what was evaluated"
@@ -49,7 +51,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def differing_keys(runs: Sequence[RunFacts]) -> dict[str, list[object]]:
+def differing_keys(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
     """The keys that differ, with their value in each run; None for a run without a configuration."""
     known = [run.config for run in runs if run.config is not None]
     keys = [key for key in type(known[0]).model_fields if key not in _PLACES] if known else []
@@ -60,7 +62,7 @@ def differing_keys(runs: Sequence[RunFacts]) -> dict[str, list[object]]:
     }
 
 
-def differing_sizes(runs: Sequence[RunFacts]) -> dict[str, list[object]]:
+def differing_sizes(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
     """Processes and rows per step that differ, with their value in each run: the launcher may decide these."""
     values = {name: [run.size.get(name) for run in runs] for name in ("processes", "rows per step")}
     return {name: each for name, each in values.items() if len({*each} - {None}) > 1}

@@ -258,7 +258,7 @@ class Metrics:
         if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
             return self
         exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
-        return Metrics((*self.lines, as_line(evaluation | {"exact_match": exact})), self.unreadable)
+        return Metrics((*self.lines, as_line({**evaluation, "exact_match": exact})), self.unreadable)
 
     @cached_property
     def agents(self) -> list[str]:
