@@ -173,7 +173,7 @@ class Head:
     @property
     def places(self) -> set[str]:
         """Where everything lies that counts."""
-        return {each.place for each in (*self.entries, *self.files.values())}
+        return {entry.place for entry in self.entries} | {file.place for file in self.files.values()}
 
     def claimed(self) -> Head:
         """With the next writer."""

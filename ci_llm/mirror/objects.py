@@ -208,9 +208,16 @@ class RemoteObjects(_Store):
             return bytes(found.bytes()), {name: value for name, value in version.items() if value is not None}
 
     def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
-        parts = {"use_multipart": not isinstance(data, bytes), "max_concurrency": PARTS_AT_ONCE}
+        in_parts = not isinstance(data, bytes)
         with self._reaching("write", key):
-            self._api.put(self._store, key, data, chunk_size=PART_BYTES, **parts)
+            self._api.put(
+                self._store,
+                key,
+                data,
+                use_multipart=in_parts,
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
