@@ -1,8 +1,9 @@
-"""The lines that stay on the terminal: where rows are from, an evaluation, and a solved example."""
+"""The lines that stay on the terminal: where rows are from, an evaluation, a solved example; how one is left early."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.start.loading import describe_rows
-from ci_llm.run.step.evaluation import Evaluator
+from ci_llm.run.step.evaluation import Evaluator, Rounds
 from tests.support.crowds import disturbed_crowd
 from tests.support.log_lines import log_lines
 
@@ -74,3 +75,20 @@ def test_the_example_of_the_first_process_that_has_one_is_shown() -> None:
     nothing, some = AnswerScores(torch.zeros(3, 0).bool()), AnswerScores(torch.ones(3, 1).bool(), example)
     assert AnswerScores.joined([nothing, some, AnswerScores(some.right)]).example == example
     assert AnswerScores.joined([nothing]).example is None
+
+
+@pytest.mark.parametrize("asked", [{"stop": "signal:SIGTERM"}, {"out_of_memory": True}])
+def test_all_leave_an_evaluation_whose_last_batches_were_asked_for_early(asked: dict[str, Any]) -> None:
+    """Texts are written side by side: every prompt is taken before the first answer is done."""
+    wanted: dict[str, Any] = {}
+    vote: Any = SimpleNamespace(
+        processes=SimpleNamespace(process_index=0, num_processes=1),
+        vote=lambda *, out_of_memory: SimpleNamespace(
+            stop=wanted.get("stop"), out_of_memory=out_of_memory or wanted.get("out_of_memory", False)
+        ),
+    )
+    rounds = Rounds(vote, count=5, batch_size=2)
+    assert [len(batch) for batch in rounds.batches] == [2, 2, 1]
+    wanted |= asked
+    rounds.end(out_of_memory="out_of_memory" in asked)
+    assert (rounds.stop, rounds.out_of_memory) == (asked.get("stop"), asked.get("out_of_memory", False))

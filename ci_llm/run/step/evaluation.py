@@ -74,7 +74,8 @@ class StopVote:
 class Rounds:
     """The numbers below `count`, dealt to the processes batch by batch.
 
-    All processes vote in every round, with or without a batch left for them, so that all leave in the same round.
+    All processes vote in every round, with or without a batch left for them, and once more at the end: a batch may be
+    asked for before those in front of it are done, and left half done afterwards. So all leave in the same round.
 
     Args:
         report: called before every round with the count of numbers that all processes have done.
@@ -95,28 +96,33 @@ class Rounds:
         index, num_processes = vote.processes.process_index, vote.processes.num_processes
         own = share(range(count), index, num_processes, batch_size)
         longest = share(range(count), 0, num_processes, batch_size)
-        # One round more than the longest share: a process may have left its last batch half done.
-        self.batches = self._deal(own, 1 + len(longest))
+        self.batches = self._deal(own, len(longest))
 
     def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:
         for number in range(count):
-            verdict = self._vote.vote(out_of_memory=self._failed)
-            self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
-            if self.stop is not None or self.out_of_memory:
+            if self._all_leave():
                 return
             self._report(min(number * self._per_round, self._count))
             if number < len(own):  # a process without a batch left still votes
                 yield own[number]
+
+    def _all_leave(self) -> bool:
+        """Vote: whether one process stops or its memory ran out."""
+        verdict = self._vote.vote(out_of_memory=self._failed)
+        self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
+        return self.stop is not None or self.out_of_memory
 
     def stop_requested_here(self) -> bool:
         """Whether this process was asked to stop, or all are about to leave: it may leave its texts unfinished."""
         return self.stop is not None or self.out_of_memory or self._vote.requested_here()
 
     def end(self, *, out_of_memory: bool) -> None:
-        """Vote in the rounds that are left, without computing their batches."""
+        """Vote in the rounds that are left, without computing their batches, and once more if all have stayed."""
         self._failed = out_of_memory
         for _ in self.batches:
             pass
+        if self.stop is None and not self.out_of_memory:
+            self._all_leave()
 
 
 def validation_after(state: TrainState, metrics: Mapping[str, Any], processes: Processes) -> Validation:
