@@ -52,6 +52,7 @@ class Objective:
     Args:
         diversity: a module of `ci_llm.crowd.diversity`: none or swd.
         weight: the weight of the term; without effect for `none`.
+        representation: the state that stands for a row in this distance: last_token, first_token or mean.
         seed: the seed of the directions.
         bootstrap: [K] the key of an agent's random row weights, None for an agent that weighs all rows the same; empty
             if all agents do. Weights change what is learned, and not the reported losses.
@@ -59,6 +60,7 @@ class Objective:
 
     diversity: str = "none"
     weight: float = 0.0
+    representation: str = "last_token"
     seed: int = 42
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
     metric_names: ClassVar[tuple[str, ...]] = ()
@@ -127,6 +129,7 @@ class Objective:
             batch=batch,
             step=step,
             seed=self.seed,
+            representation=self.representation,
         )
         return find_form(self.diversity).term(inputs)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity.none import jensen_gap
-from ci_llm.crowd.diversity.swd import sliced_wasserstein, unit_directions
+from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
@@ -142,3 +142,12 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     assert objective(output, packed, step=3).diversity.item() != loss.diversity.item()
     single = batch((9,))
     assert objective(output_of(crowd, single), single, step=2).diversity.item() == 0
+
+
+def test_row_states_hold_only_their_own_row(crowd: Crowd) -> None:
+    packed = batch((5, 8))
+    states = output_of(crowd, packed).states
+    assert torch.equal(row_states(states, packed, "last_token"), states[:, [4, 12]])
+    assert torch.equal(row_states(states, packed, "first_token"), states[:, [0, 5]])
+    mean = torch.stack([states[:, :5].mean(1), states[:, 5:].mean(1)], dim=1)
+    torch.testing.assert_close(row_states(states, packed, "mean"), mean)

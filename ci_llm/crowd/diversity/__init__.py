@@ -34,6 +34,7 @@ class TermInputs:
         finite: [K] bool, the agents whose log-probabilities are all finite.
         batch: the rows of the micro-batch.
         step: the optimizer step; with `seed` it keys random numbers, so that a resumed run draws the same.
+        representation: `swd_representation`.
     """
 
     log_probs: Tensor
@@ -42,6 +43,7 @@ class TermInputs:
     batch: Batch
     step: int
     seed: int
+    representation: str
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.diversity import DiversityForm, TermInputs
+from ci_llm.data.batches import Batch
 
 #: Random directions of a step: the states of a step are far fewer, and the next step draws others.
 NUM_DIRECTIONS: Final = 64
@@ -48,12 +49,30 @@ def unit_directions(width: int, count: int, generator: torch.Generator) -> Tenso
     return F.normalize(torch.randn(width, count, generator=generator, dtype=torch.float64), dim=0)
 
 
+def row_states(states: Tensor, batch: Batch, representation: str) -> Tensor:
+    """One point per row and agent: packed states [K, N, D] -> [K, B, D].
+
+    Args:
+        representation: "last_token", "first_token" or "mean" (over the tokens of the row).
+    """
+    if representation == "last_token":
+        return states[:, batch.last_tokens]
+    first_tokens = F.pad(batch.last_tokens[:-1] + 1, (1, 0))
+    if representation == "first_token":
+        return states[:, first_tokens]
+    lengths = batch.last_tokens - first_tokens + 1
+    rows = torch.arange(batch.num_rows, device=states.device)
+    row_of = torch.repeat_interleave(rows, lengths, output_size=batch.num_tokens)
+    sums = states.new_zeros(states.shape[0], batch.num_rows, states.shape[-1]).index_add(1, row_of, states)
+    return sums / lengths[None, :, None]
+
+
 def term(inputs: TermInputs) -> Tensor:
     """The distance [] between the agents' row states, times the number of targets; 0 for fewer than two rows."""
     batch = inputs.batch
     if batch.num_rows < 2:  # there is nothing to compare in sets of one point
         return inputs.log_probs.new_zeros(())
-    states = inputs.states[:, batch.last_tokens].to(inputs.log_probs.dtype)  # alone they have read the whole row
+    states = row_states(inputs.states, batch, inputs.representation).to(inputs.log_probs.dtype)
     points = F.normalize(states, dim=-1)
     # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
     generator = generator_for(inputs.seed, "directions", inputs.step)

@@ -57,10 +57,7 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
         found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
         return Preferences(found, crowd, bootstrap)
     return Objective(
-        config.diversity,
-        config.lambda_sw,
-        config.seed,
-        bootstrap=bootstrap,
+        config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap
     )
 
 
