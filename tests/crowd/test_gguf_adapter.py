@@ -156,16 +156,14 @@ def test_a_run_finds_its_base_where_the_cache_is_gone(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [([], "one adapter can be merged"), (["--agent", "0", "--into-base"], "for Transformers only")],
+    [([], "one adapter can be merged"), (["--agent", "0", "--into-base"], "--format gguf is of an adapter")],
     ids=["a crowd", "a model"],
 )
 def test_one_adapter_is_written_and_nothing_else(
     words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "nowhere", "--format", "gguf", "--to", str(tmp_path / "to"), *words]) == 2
-    said = capsys.readouterr().err
-    assert what in said
-    assert "--format gguf" in said
+    assert what in capsys.readouterr().err
 
 
 def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:

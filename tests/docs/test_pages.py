@@ -80,12 +80,13 @@ def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> N
     assert not [one for one in symptoms if one.removeprefix("warning: ") not in known]
 
 
-#: What a run reads and sets of its Accelerator, and what users call it.
+#: What a run calls and sets of its Accelerator, and the word that both pages have for it.
 OF_ACCELERATE = {
-    "device": "device", "process_index": "rank", "num_processes": "number of processes", "log_with": "trackers",
-    "trackers": "trackers", "init_trackers": "trackers", "project_configuration": "trackers",
-    "gather_object": "exchange of Python objects", "broadcast_object_list": "exchange of Python objects",
-}  # fmt: skip
+    **dict.fromkeys(("prepare", "unwrap_model", "free_memory"), "prepare"),
+    **{name: f"`{name}`" for name in ("skip_first_batches", "autocast", "no_sync", "backward", "reduce")},
+    **dict.fromkeys(("log_with", "trackers", "init_trackers", "project_configuration"), "`log`"),
+    **dict.fromkeys(("gather_object", "broadcast_object_list"), "processes"),
+}
 
 
 def test_a_run_takes_from_accelerate_what_the_pages_say() -> None:

@@ -412,7 +412,7 @@ def test_a_run_without_a_checkpoint_yet_is_refused(tmp_path: Path, capsys: pytes
 
     leave_status(tmp_path, "running", 3)
     said = refusal(capsys, tmp_path)
-    assert "the run is still running, at step 3: no checkpoint is committed yet" in said
+    assert "the run is running at step 3, and has no checkpoint" in said
 
 
 def test_a_damaged_checkpoint_is_refused(

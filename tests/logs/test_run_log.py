@@ -401,10 +401,11 @@ def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path
 
 def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
-    accelerator = make_accelerator()
-    log.start_trackers(accelerator, ("tensorboard",))
-    accelerator.trackers[0].writer.close()
-    accelerator.trackers[0].writer = None  # what a writer on a full disk comes to
+    log.start_trackers(make_accelerator(), ("tensorboard",))
+    assert log._trackers is not None
+    _, tracker = log._trackers._trackers["tensorboard"]
+    tracker.writer.close()
+    tracker.writer = None  # what a writer on a full disk comes to
     log.metrics(1, {"loss": 1.0})
     log.metrics(2, {"loss": 1.0})
     log.close()
