@@ -67,9 +67,10 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
         config: the configuration of the run that trained it.
 
     Raises:
-        BadInput: there is no such agent to start as, no prompt can be used, or a learning rate must be given.
+        BadInput: no prompt can be used, or a learning rate must be given.
     """
-    start, rate = _start(saved, how), _rate(config, how)
+    start = saved.calibration.agent if saved.calibration else 0  # the best agent, if validation rows have told it
+    rate = config.learning_rate / 4 if how.learning_rate is None else how.learning_rate
     lesson = _lesson(saved, config, how, start)
     teachers = saved.settings.num_agents
     shapes = [asdict(saved.settings.of(k)) for k in (*range(teachers), start, start)]
@@ -87,22 +88,6 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
     found = [{name: each.clone() for name, each in files[f"agent{teachers + n}/adapter_model"].items()} for n in (0, 1)]
     student, control = (Adapter(saved.configs[start], tensors) for tensors in found)
     return student, control
-
-
-def _rate(config: Config, how: Distillation) -> float:
-    """The peak of AdamW's learning rate."""
-    if how.learning_rate is not None:
-        return how.learning_rate
-    return config.learning_rate / 4
-
-
-def _start(saved: Pretrained, how: Distillation) -> int:
-    """The index of the agent to start as."""
-    if how.start is None:
-        return saved.calibration.agent if saved.calibration else 0
-    if f"agent{how.start}" not in saved.names:
-        raise BadInput(f"there is no agent {how.start}", where="--start", hint=f"there are {', '.join(saved.names)}")
-    return saved.names.index(f"agent{how.start}")
 
 
 # The rows to learn from
@@ -195,9 +180,9 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
             batch = pack([lesson.student[n] for n in numbers], numbers).to(crowd.device)
             with torch.no_grad():
                 states = crowd.states(batch)[:teachers, batch.predict_from]
-            _learn(crowd, student, batch, how, (states, aggregator))
+            _learn(crowd, student, batch, (states, aggregator))
             batch = pack([lesson.control[n] for n in numbers], numbers).to(crowd.device)
-            _learn(crowd, control, batch, how, None)
+            _learn(crowd, control, batch, None)
             agents.clip([config.max_grad_norm] * crowd.num_agents)
             for group in optimizer.param_groups:
                 group["lr"] = rate * share(step)
@@ -205,7 +190,7 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
             shown.advance_to(step + 1)
 
 
-def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: tuple[Tensor, str] | None) -> None:
+def _learn(crowd: Crowd, agent: int, batch: Batch, teachers: tuple[Tensor, str] | None) -> None:
     """Add the gradient of one agent on a batch.
 
     Args:
@@ -214,15 +199,13 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, how: Distillation, teachers: 
     states = _states(crowd, agent, batch)
     leaf = states.detach().requires_grad_()
     for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # all logits may not fit into memory
-        own = crowd.head.logits(leaf[chunk])
-        loss = torch.nn.functional.cross_entropy(own, batch.targets[chunk], reduction="sum")
+        own, wanted = crowd.head.logits(leaf[chunk]), batch.targets[chunk]
         if teachers is not None:
             theirs, aggregator = teachers
             with torch.no_grad():
                 wanted = aggregate(crowd.head.logits(theirs[:, chunk]).log_softmax(-1), aggregator, crowd.learned)
-                wanted = (wanted / how.temperature).softmax(-1)
-            soft = -(wanted * (own / how.temperature).log_softmax(-1)).sum()
-            loss = how.soft * how.temperature**2 * soft + (1 - how.soft) * loss
+                wanted = wanted.softmax(-1)
+        loss = torch.nn.functional.cross_entropy(own, wanted, reduction="sum")
         (loss / batch.num_targets).backward()
     states.backward(leaf.grad)
 

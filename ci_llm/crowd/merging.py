@@ -102,25 +102,17 @@ class Distillation:
             stories, and no prompts for any other run.
         generated: how many prompts the embedded generator makes.
         steps: optimizer steps, each on the run's `batch_size` rows.
-        temperature: the temperature of the crowd's and the agent's distributions while they are compared.
-        soft: the weight of the crowd's distributions; the texts have the rest.
         learning_rate: the peak of the learning rate; None takes a quarter of the run's.
-        start: the agent that it begins as; None takes the one that a calibration found best, or the first.
     """
 
     prompts: Path | None = None
     generated: int = 800
     steps: int = 120
-    temperature: float = 1.0
-    soft: float = 1.0
     learning_rate: float | None = None
-    start: int | None = None
 
     def __post_init__(self) -> None:
         wrong = {
             "--steps must be at least 1": self.steps < 1,
-            "--distill-temperature must be above 0": not self.temperature > 0,
-            "--soft is a share, from 0 to 1": not 0 <= self.soft <= 1,
             "--distill-rate must be above 0": self.learning_rate is not None and not self.learning_rate > 0,
         }
         if problems := [text for text, holds in wrong.items() if holds]:
