@@ -49,8 +49,9 @@ from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.layer import LoraSettings
+from ci_llm.run.context import Prepared
 from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.loop import Sums, apply_gradients, compute_gradients
+from ci_llm.run.loop import Sums, apply_gradients, compute_gradients, prepared
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
 
@@ -85,7 +86,9 @@ class Ours:
         self.heartbeat = Heartbeat()
         self.objective = Objective()
         self.plan = None
-        self.optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
+        optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
+        before = Prepared(self.crowd, optimizer)
+        self.prepared = prepared(before, self.processes.accelerator, self.crowd, optimizer, None)
         self.learning_rates = [lambda step: LEARNING_RATE] * agents
         self.max_grad_norms = [MAX_NORM] * agents
 

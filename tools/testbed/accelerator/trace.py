@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 #: Operations of CUDA that wait for the size of their own result.
@@ -95,7 +96,8 @@ class Trace:
 
 def place() -> str:
     """The line of ours that led here, and the library in between; else where the thread is."""
-    frame, library = sys._getframe(2), ""
+    frame: FrameType | None = sys._getframe()  # torch also calls from C++, with no other frame above
+    library = ""
     while frame is not None:
         name = frame.f_code.co_filename
         if "/ci_llm/" in name:
