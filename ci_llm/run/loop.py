@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.utils import model_has_dtensor
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -138,8 +139,8 @@ def steps(run: Run) -> Batches:
 def prepared(before: Prepared, accelerator: Accelerator, crowd: Crowd, optimizer: Optimizer, loader: Any) -> Prepared:
     """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
 
-    On several processes DistributedDataParallel wraps the crowd, without the frozen base: each process has loaded it,
-    and may hold a part of it alone.
+    On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded. A crowd
+    on a base of which each process holds a part stays as it is: its gradients are reduced in the same way.
 
     Args:
         before: what was prepared last, which the accelerator forgets.
@@ -150,6 +151,9 @@ def prepared(before: Prepared, accelerator: Accelerator, crowd: Crowd, optimizer
     ignored: Any = [*frozen, *(name for name, _ in crowd.named_buffers())]
     crowd._ddp_params_and_buffers_to_ignore = ignored
     with peer_errors():
+        if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
+            model = accelerator.prepare_model(crowd, evaluation_mode=True)
+            return Prepared(model, *accelerator.prepare(optimizer, loader))
         return Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
 

@@ -82,7 +82,7 @@ def test_the_symptoms_of_the_page_of_messages_are_messages_of_the_program() -> N
 
 #: What a run calls and sets of its Accelerator, and the word that both pages have for it.
 OF_ACCELERATE = {
-    **dict.fromkeys(("prepare", "unwrap_model", "free_memory"), "prepare"),
+    **dict.fromkeys(("prepare", "prepare_model", "unwrap_model", "free_memory", "model_has_dtensor"), "prepare"),
     **{name: f"`{name}`" for name in ("skip_first_batches", "autocast", "no_sync", "backward", "reduce")},
     **dict.fromkeys(("log_with", "trackers", "init_trackers", "project_configuration"), "`log`"),
     **dict.fromkeys(("gather_object", "broadcast_object_list"), "processes"),
