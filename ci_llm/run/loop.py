@@ -139,8 +139,8 @@ def steps(run: Run) -> Batches:
 def prepared(before: Prepared, accelerator: Accelerator, crowd: Crowd, optimizer: Optimizer, loader: Any) -> Prepared:
     """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
 
-    On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded. A crowd
-    on a base of which each process holds a part stays as it is: its gradients are reduced in the same way.
+    On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded. Where
+    each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
 
     Args:
         before: what was prepared last, which the accelerator forgets.
