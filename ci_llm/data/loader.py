@@ -1,6 +1,6 @@
 """The loader of a run: PyTorch's own, over the micro-batches of every step, for Accelerate to prepare.
 
-    loader, sampler = loader_of(rows, plan, steps, num_processes=2, micro_batch_size=8)
+    loader, sampler = loader_of(rows, plan, steps, num_processes, micro_batch_size)
     loader = accelerator.prepare(loader)                              # deals each process its micro-batches
     rest = accelerator.skip_first_batches(loader, sampler.before(step))  # after a resume
 
@@ -12,24 +12,19 @@ decide how early a micro-batch is made, never which one it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.data.agent_rows import AgentRows
 from ci_llm.data.batches import AgentBatches, MicroBatch, Packable, PackableRows, pack
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.interrupts import ignore_signals, worker_context
-
-
-class RowsOfEach(Protocol):
-    """Agents with data sets of their own."""
-
-    @property
-    def each(self) -> Sequence[PackableRows]: ...
 
 
 class Place(NamedTuple):
@@ -107,11 +102,10 @@ class _Places(Dataset[Any]):
     """The rows of micro-batches by their places; what the loader's workers hold."""
 
     def __init__(
-        self, rows: PackableRows | RowsOfEach, plan: Plan | AgentPlans, num_processes: int, micro_batch_size: int
+        self, rows: PackableRows | AgentRows, plan: Plan | AgentPlans, num_processes: int, micro_batch_size: int
     ) -> None:
-        self._own_rows = isinstance(plan, AgentPlans)
-        each: Any = zip(rows.each, plan.each, strict=True) if isinstance(plan, AgentPlans) else [(rows, plan)]  # type: ignore[union-attr]
-        self._each: list[tuple[PackableRows, Plan]] = [*each]
+        self._own_rows, whole = isinstance(plan, AgentPlans), (rows, plan)
+        self._each: Any = [*zip(rows.each, plan.each, strict=True)] if isinstance(plan, AgentPlans) else [whole]  # type: ignore[union-attr]
         self._num_processes, self._size = num_processes, micro_batch_size
 
     def __getitems__(self, place: Place) -> Unpacked:
@@ -121,18 +115,19 @@ class _Places(Dataset[Any]):
             found.append(([rows[number] for number in numbers], numbers) if numbers else None)
         return Unpacked(tuple(found), self._own_rows)
 
-
-def _as_is(item: Any) -> Any:
-    return item
+    @staticmethod
+    def as_is(found: Unpacked) -> Unpacked:
+        """What the loader makes of it: nothing."""
+        return found
 
 
 def loader_of(
-    rows: PackableRows | RowsOfEach,
+    rows: PackableRows | AgentRows,
     plan: Plan | AgentPlans,
     steps: range,
-    *,
     num_processes: int,
     micro_batch_size: int,
+    *,
     num_workers: int = 0,
 ) -> tuple[DataLoader[Any], StepSampler]:
     """The loader of the micro-batches of these steps, and its sampler.
@@ -144,15 +139,21 @@ def loader_of(
         rows, plan: of all agents together, or of each: a micro-batch then is an `AgentBatches`.
     """
     sampler = StepSampler(plan, steps, num_processes, micro_batch_size)
-    # torch warns of more workers than cores, in each of the loaders that Accelerate makes of this one.
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     loader: DataLoader[Any] = DataLoader(
         _Places(rows, plan, num_processes, micro_batch_size),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_as_is,
+        collate_fn=_Places.as_is,
         worker_init_fn=ignore_signals,
         multiprocessing_context=worker_context() if num_workers else None,
         generator=torch.Generator(),
     )
     return loader, sampler
+
+
+@contextmanager
+def any_number_of_workers() -> Iterator[None]:
+    """Hide torch's warning of more workers than cores while a loader, and Accelerate's copies of it, are made."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield

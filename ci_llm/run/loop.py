@@ -6,7 +6,7 @@ prepares the crowd, its optimizer and the loader. Every step goes the same way, 
 1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py).
 2. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
-   alone. Losses are summed, so that the gradients of all passes add up. `accelerator.no_sync` keeps it silent.
+   alone. Losses are summed, so that the gradients of all passes add up. Under `no_sync` no process sends anything here.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd.
 4. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
@@ -40,7 +40,7 @@ from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
 from ci_llm.data.batches import MicroBatch, of_agents
-from ci_llm.data.loader import loader_of
+from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.distributed.processes import peer_errors
@@ -114,19 +114,15 @@ def train(run: Run, batches: Batches) -> str | None:
 def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
     accelerator, workers = run.processes.accelerator, run.config.num_workers
-    begun = run.state.step - run.state.step % run.plan.steps_per_epoch
-    loader, sampler = loader_of(
-        run.rows,
-        run.plan,
-        range(begun, run.total_steps),
-        num_processes=run.processes.num_processes,
-        micro_batch_size=run.micro_batch_size,
-        num_workers=workers,
-    )
-    run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
-    batches = iter(accelerator.skip_first_batches(run.prepared.loader, sampler.before(run.state.step)))
+    span = range(run.state.step - run.state.step % run.plan.steps_per_epoch, run.total_steps)  # from an epoch's start
+    with any_number_of_workers():
+        loader, sampler = loader_of(
+            run.rows, run.plan, span, run.processes.num_processes, run.micro_batch_size, num_workers=workers
+        )
+        run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
+        batches = iter(accelerator.skip_first_batches(run.prepared.loader, sampler.before(run.state.step)))
+        batches = chain([*islice(batches, 1)] if workers else [], batches)  # starts them, before the run has threads
     run.batch_places = [*range(run.crowd.num_agents)]
-    batches = chain([*islice(batches, 1)] if workers else [], batches)  # the first one starts them
 
     def of_step(step: int) -> tuple[int, list[MicroBatch]]:
         dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch is not None]
@@ -147,8 +143,8 @@ def prepared(before: Prepared, accelerator: Accelerator, crowd: Crowd, optimizer
     """
     accelerator.unwrap_model(before.model, keep_fp32_wrapper=False)
     accelerator.free_memory()
-    frozen = [name for name, parameter in crowd.named_parameters() if not parameter.requires_grad]
-    ignored: Any = [*frozen, *(name for name, _ in crowd.named_buffers())]
+    tensors = *crowd.named_parameters(), *crowd.named_buffers()
+    ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
     crowd._ddp_params_and_buffers_to_ignore = ignored
     with peer_errors():
         if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes

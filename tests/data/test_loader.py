@@ -18,7 +18,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch import Tensor
 
 from ci_llm.data.batches import AgentBatches, Batch
-from ci_llm.data.loader import loader_of
+from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.data.order import AgentPlans, Plan
 from tests.data.test_batches import Rows
 from tools.testbed.events import DEADLINE_S
@@ -38,12 +38,14 @@ def start(
     """(step, micro-batches) from step `first` on, of a loader that begins at step 0, as a run takes them."""
     rows, plan = rows or Rows(), plan or Plan(50, 8, seed=3)
     how = {"num_processes": num_processes, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
-    loader, sampler = loader_of(rows, plan, range(last), **how)
-    mine: Any = prepare_data_loader(
-        loader, torch.device("cpu"), num_processes, process_index, put_on_device=True, even_batches=False, rng_types=[]
-    )
-    batches = iter(skip_first_batches(mine, sampler.before(first)))
-    head = [*islice(batches, 1)] if num_workers else []
+    with any_number_of_workers():
+        loader, sampler = loader_of(rows, plan, range(last), **how)
+        mine: Any = prepare_data_loader(
+            loader, torch.device("cpu"), num_processes, process_index, put_on_device=True, even_batches=False,
+            rng_types=[],
+        )  # fmt: skip
+        batches = iter(skip_first_batches(mine, sampler.before(first)))
+        head = [*islice(batches, 1)] if num_workers else []
 
     def by_step() -> Generator[tuple[int, list[Any]], None, None]:
         for step in range(first, last):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
@@ -574,3 +574,36 @@ def test_the_loss_counts_labels_only_and_is_shifted_by_one() -> None:
     packed = pack([example, example], [0, 1])
     assert packed.predict_from.tolist() == [1, 2, 5, 6]
     assert packed.targets.tolist() == [7, 8, 7, 8]
+
+
+@pytest.mark.slow
+def test_going_back_moves_newer_checkpoints_away(run: Path) -> None:
+    assert train(run, "restart_from=4", "max_train_steps=5") == 0
+    assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
+    assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps[-1] == 5
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_base_is_refused_by_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    base.model.norm.weight.data.mul_(1.5)
+    base.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(tmp_path / "other")
+    assert train(run, f"model_name={tmp_path / 'other'}", "max_train_steps=8") == 2
+    assert f"model_name was 'embedded', is '{tmp_path / 'other'}'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_damaged_run_begins_again_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"):
+        flip_last_bit(run / name / "optimizer.safetensors")
+    assert train(run) == 1
+    assert train(run, "overwrite_output_dir=true") == 0
+    assert "a fresh start" in capsys.readouterr().out
+    assert read_status(run).status == "completed"
+    assert len(list((run / "overwritten/1/quarantine").iterdir())) == 3
