@@ -361,6 +361,7 @@ class CrowdModel(nn.Module):
             self.agents,
             self.pad_id,
             self.is_packed,
+            own_precision="precision" in self.fast,
             share_prompts=self.shares_prompts,
             fast_attention="attention" in self.fast,
         )

@@ -298,6 +298,7 @@ class Passes:
         agents: the agents on its layers.
         pad_id: the token id of pads and spare tokens.
         packed: whether rows lie end to end; otherwise they lie side by side in a rectangle.
+        own_precision: run a base that is stored in autocast's dtype without autocast.
         share_prompts: compute the common beginning of a unit's packed rows once; see `Batch.shared`.
         fast_attention: see `Segments`.
     """
@@ -306,6 +307,7 @@ class Passes:
     agents: AgentStorage
     pad_id: int
     packed: bool
+    own_precision: bool = False
     share_prompts: bool = False
     fast_attention: bool = False
 
@@ -376,8 +378,11 @@ class Passes:
         return self._hidden({"input_ids": ids, "position_ids": positions[None], "segments": segments})
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        dtype = compute_dtype(self.model.get_input_embeddings().weight)
-        with self.agents.ready(dtype, training=self.model.training):
+        embedding = self.model.get_input_embeddings().weight
+        dtype = compute_dtype(embedding)
+        by_itself = self.own_precision and dtype == embedding.dtype
+        without_autocast = torch.autocast(embedding.device.type, enabled=False) if by_itself else nullcontext()
+        with without_autocast, self.agents.ready(dtype, training=self.model.training):
             return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:

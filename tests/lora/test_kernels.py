@@ -34,7 +34,7 @@ FITTING = [
     (family, part)
     for part in PARTS
     for family in TAKEN
-    if part not in ("products", "attention") and (family, part) != ("gemma2", "norms")
+    if part not in ("precision", "products", "attention") and (family, part) != ("gemma2", "norms")
 ]
 
 
@@ -248,6 +248,15 @@ def test_without_gradients_joined_layers_give_the_numbers_of_each(agent: int | N
         with torch.no_grad(), crowd.agents.reading.of(agent):
             found.append(crowd.states(batch()))
     assert torch.equal(*found)
+
+
+def test_a_base_in_16_bits_computes_by_itself_what_it_computes_under_autocast() -> None:
+    found = []
+    for parts in ((), ("precision",)):
+        crowd = crowd_of(base(dtype=torch.float32).bfloat16(), parts)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(learned(crowd))
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
 @bits_in_company
