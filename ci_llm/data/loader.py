@@ -101,12 +101,10 @@ class Unpacked:
 class _Places(Dataset[Any]):
     """The rows of micro-batches by their places; what the loader's workers hold."""
 
-    def __init__(
-        self, rows: PackableRows | AgentRows, plan: Plan | AgentPlans, num_processes: int, micro_batch_size: int
-    ) -> None:
+    def __init__(self, rows: PackableRows | AgentRows, plan: Plan | AgentPlans, num_processes: int, size: int) -> None:
         self._own_rows, whole = isinstance(plan, AgentPlans), (rows, plan)
         self._each: Any = [*zip(rows.each, plan.each, strict=True)] if isinstance(plan, AgentPlans) else [whole]  # type: ignore[union-attr]
-        self._num_processes, self._size = num_processes, micro_batch_size
+        self._num_processes, self._size = num_processes, size
 
     def __getitems__(self, place: Place) -> Unpacked:
         found = []

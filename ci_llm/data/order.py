@@ -100,17 +100,14 @@ class Plan:
         """How many rows the 0-based step takes."""
         return len(self._positions(step)[1])
 
-    def dealt(
-        self, step: int, micro_step: int, process_index: int, num_processes: int, micro_batch_size: int
-    ) -> list[int]:
-        """The rows of a micro-batch: of process p those at the positions p, p + P, ... of the step, divided in order.
+    def dealt(self, step: int, micro_step: int, process: int, num_processes: int, size: int) -> list[int]:
+        """The rows of a micro-batch: process p has the positions p, p + P, ... of the step, `size` at a time.
 
         Only these are found, so a process does the same work however many there are. The last micro-batch may be short,
         and where no row is left the list is empty.
         """
         epoch, positions = self._positions(step)
-        mine = positions[process_index::num_processes]
-        return self._at(mine[micro_step * micro_batch_size :][:micro_batch_size], epoch)
+        return self._at(positions[process::num_processes][micro_step * size :][:size], epoch)
 
     def _positions(self, step: int) -> tuple[int, range]:
         """(epoch of the step, its positions in the shuffled epoch)."""
