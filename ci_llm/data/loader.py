@@ -114,7 +114,7 @@ class _Places(Dataset[Any]):
         return Unpacked(tuple(found), self._own_rows)
 
     @staticmethod
-    def as_is(found: Unpacked) -> Unpacked:
+    def as_is(found: Any) -> Any:
         """What the loader makes of it: nothing."""
         return found
 
