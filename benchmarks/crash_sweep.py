@@ -268,7 +268,8 @@ def points_of(scenario: Scenario, template: Path, scratch: Path) -> Iterator[Poi
     """Every call of an undisturbed victim that names the folder or a file in it, until its deed is done."""
     root, log = scratch / "run", scratch / "trace"
     shutil.copytree(template, root, symlinks=True)
-    pid, thread = fork_victim(root, scenario, lambda writer: 0 if scenario.act(writer) else SAID_NO)
+    # It ends at once: a writer that goes looks into its folder, which the victims that are struck do later, if at all.
+    pid, thread = fork_victim(root, scenario, lambda writer: os._exit(0 if scenario.act(writer) else SAID_NO))
     tracer = strace(thread, "-y", "-s", "0", "-o", str(log), "-e", "trace=%file,%desc")
     os.kill(pid, signal.SIGCONT)
     code = wait(pid)
