@@ -511,11 +511,16 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
 
 def _advice(columns: Sequence[str], where: str) -> str:
     """The hint for columns of which no form is made."""
-    named = zip(("prompt_column", "answer_column"), columns if len(columns) == 2 else ("", ""), strict=True)
+    of_splits = ".json" in where and {"data", "train"} & {*columns}
+    first = (
+        "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""
+    )
+    names = columns if len(columns) == 2 and not of_splits else ("", "")
+    named = zip(("prompt_column", "answer_column"), names, strict=True)
     typed = " and ".join(quote(f"{key}={name}") for key, name in named)
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
     others = "or text_column=, with label_column= for classes or numbers"
-    return f"say {typed}, {others}, or have one of: {_WANTED}{more}"
+    return f"{first}say {typed}, {others}, or have one of: {_WANTED}{more}"
 
 
 def shown(columns: Sequence[str]) -> str:

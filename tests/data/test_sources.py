@@ -414,7 +414,7 @@ def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
         ({}, 0, "none"),
         ({"eval_split": "train"}, 40, "all"),
         ({"eval_split": "train", "eval_samples": 10}, 10, "all"),
-        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9}, 3, "some"),
+        ({"eval_split": "train", "eval_samples": 10, "max_train_samples": 9}, 2, "some"),
         ({"dataset_split": "other", "eval_split": "other"}, 40, "all"),
     ],
 )
