@@ -12,9 +12,10 @@ decide how early a micro-batch is made, never which one it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class Unpacked:
         each: of each agent that has rows of its own, or one for all; None: it has none here.
     """
 
-    each: tuple[tuple[list[Packable], list[int]] | None, ...]
+    each: Sequence[tuple[list[Packable], list[int]] | None]
     own_rows: bool
 
     def to(self, device: torch.device | str) -> MicroBatch | None:
@@ -102,21 +103,13 @@ class _Places(Dataset[Any]):
     """The rows of micro-batches by their places; what the loader's workers hold."""
 
     def __init__(self, rows: PackableRows | AgentRows, plan: Plan | AgentPlans, num_processes: int, size: int) -> None:
-        self._own_rows, whole = isinstance(plan, AgentPlans), (rows, plan)
-        self._each: Any = [*zip(rows.each, plan.each, strict=True)] if isinstance(plan, AgentPlans) else [whole]  # type: ignore[union-attr]
+        of_agents = isinstance(plan, AgentPlans)
+        self._each: Any = [*zip(rows.each, plan.each, strict=True)] if of_agents else [(rows, plan)]  # type: ignore[union-attr]
         self._num_processes, self._size = num_processes, size
 
-    def __getitems__(self, place: Place) -> Unpacked:
-        found = []
-        for rows, plan in self._each:
-            numbers = plan.dealt(*place, self._num_processes, self._size)
-            found.append(([rows[number] for number in numbers], numbers) if numbers else None)
-        return Unpacked(tuple(found), self._own_rows)
-
-    @staticmethod
-    def as_is(found: Any) -> Any:
-        """What the loader makes of it: nothing."""
-        return found
+    def __getitems__(self, place: Place) -> list[Any]:
+        dealt = [(rows, plan.dealt(*place, self._num_processes, self._size)) for rows, plan in self._each]
+        return [([rows[number] for number in numbers], numbers) if numbers else None for rows, numbers in dealt]
 
 
 def loader_of(
@@ -141,7 +134,7 @@ def loader_of(
         _Places(rows, plan, num_processes, micro_batch_size),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_Places.as_is,
+        collate_fn=partial(Unpacked, own_rows=isinstance(plan, AgentPlans)),
         worker_init_fn=ignore_signals,
         multiprocessing_context=worker_context() if num_workers else None,
         generator=torch.Generator(),

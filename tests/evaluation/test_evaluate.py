@@ -90,7 +90,7 @@ def test_the_run_s_own_rows_give_the_run_s_own_figures(run: Path, capsys: pytest
     }
     said = refusal(capsys, run, "--metric", "string_match")
     assert "the predictions in this file are of metric exact_match and not string_match" in said
-    assert "--overwrite begins this one again" in said
+    assert "begin again with --overwrite" in said
 
 
 @pytest.mark.slow
