@@ -20,7 +20,6 @@ _EXAMPLES: Final = """examples:
   ci-llm agents stop ci_llm_output 1     agent1 leaves; the steps get cheaper
 
 exit codes: 0 done, or left for the run; 1 the run refuses it; 2 bad call"""
-PATIENCE_S: Final = 30.0  # for the answer of a running job
 _POLL_S: Final = 0.1
 
 
@@ -39,6 +38,9 @@ def agents(words: Sequence[str]) -> int:
     stopping = add_verb(verbs, "stop", _stop, does, "ci-llm agents stop ci_llm_output 1", more)
     stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
     stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
+    stopping.add_argument(
+        "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
+    )
     return run_verb(parser, words)
 
 
@@ -55,7 +57,7 @@ def _stop(call: argparse.Namespace) -> int:
         )
     request = ask(call.run, call.agent)
     is_running = status.status == "running"
-    decided = _decided(call.run, request, PATIENCE_S if is_running else 0.0)
+    decided = _decided(call.run, request, call.wait if is_running else 0.0)
     if call.json:
         told = None if decided is None else {"step": decided.step, "refused": decided.refused}
         print_json({"verb": "stop", "agent": call.agent, "decision": told})

@@ -22,7 +22,6 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 #: Words that commands took, as argparse names them in its errors, and what to use instead.
 _REMOVED: Final = {
-    "--wait": "leave it out: a running job has 30 s to answer",
     "--soft": "leave it out: the crowd's distributions alone are learned",
     "--start": "leave it out: the best known agent is where it begins",
     "--distill-temperature": "leave it out: it is 1",

@@ -62,11 +62,9 @@ def test_a_value_that_is_not_a_number_is_never_the_best() -> None:
     assert seen(0.7, math.inf).crowd == Best(10, 0.7)
 
 
-def test_the_state_holds_the_best_step_and_states_without_it_are_read() -> None:
+def test_the_state_holds_the_best_step() -> None:
     state = TrainState(step=30, skipped=(0, 0), validation=seen(0.5, 0.3, 0.4))
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
-    older = {key: value for key, value in state.to_dict().items() if key != "validation"}
-    assert TrainState.from_dict(older).validation == Validation()
 
 
 def test_a_failed_last_save_is_not_mistaken_for_a_failed_save_of_the_best_step() -> None:
