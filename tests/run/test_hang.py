@@ -41,7 +41,7 @@ def test_a_process_that_never_reaches_the_vote_is_reported_with_its_stack(server
     assert train(server, tmp_path, fault, ranks=2, global_batch_size=8, hang_timeout=3) == [1, 1], said(tmp_path)
     assert fired(tmp_path) == [("hang", 3, 1)]
     waiting, stuck = stacks(tmp_path)
-    assert "in reduce_flat_" in waiting
+    assert "in _add_in_order" in waiting
     assert "in agree_on_gradients" in waiting
     assert "in wait_for_nothing" in stuck
     status = read_status(tmp_path / "run")

@@ -31,7 +31,7 @@ from ci_llm.cli.main import main
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
-from ci_llm.data import batches
+from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, layer
 from ci_llm.run import loop
 from ci_llm.run.end import result, shutdown
@@ -287,12 +287,12 @@ def note_votes() -> None:
 def hang_in_worker(fault: Fault) -> None:
     """A process of the data loader never comes back with the rows of a step."""
 
-    def stuck_in_worker(_steps: object, step: int) -> None:
-        Now.step = step
+    def stuck_in_worker(_places: object, place: loader.Place) -> None:
+        Now.step = place.step
         if Now.strikes(fault):
             threading.Event().wait()
 
-    wrap(batches._Steps, "__getitem__", stuck_in_worker)
+    wrap(loader._Places, "__getitems__", stuck_in_worker)
 
 
 def disk_full(fault: Fault) -> None:
