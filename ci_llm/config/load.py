@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -182,7 +182,10 @@ def read_call(
     """
     problems: list[Problem] = []
     file = given_in_call(config, problems)
-    return build_reading(file, entries_of(overrides, IN_CALL), launcher or {}, problems, is_call=True)
+    read = build_reading(file, entries_of(overrides, IN_CALL), launcher or {}, problems, is_call=True)
+    if isinstance(config, Config) and config.trial_steps is not None:  # of a sweep that a program leads
+        return replace(read, config=read.config.of_trials(config.trial_steps, {}))
+    return read
 
 
 def parse_config(text: str, where: str) -> Config:

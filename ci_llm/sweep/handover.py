@@ -130,8 +130,8 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     members = [(opened[folder], number) for folder, number in sources]
     first = members[0][0]
     before = Source(first, sources[0][0]).config
-    counted = (key for key in ("max_seq_length", "eval_samples") if config.is_open(key))
-    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", *counted)
+    by_rows = filter(config.is_open, Config.model_fields)
+    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {

@@ -38,7 +38,7 @@ from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, trace_
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.sweep import Pack, Sweep, known_record, plan_of, read_record
-from ci_llm.sweep.trials import HalvingPlan, Trial
+from ci_llm.sweep.trials import HalvingPlan, Trial, describe_boundary
 
 #: Trials of a pack where nothing can be estimated.
 CAUTIOUS: Final = 4
@@ -292,16 +292,19 @@ class SweepRunner:
             self._say(f"sweep     {note}")
         sources: Sequence[str] = self._reading.lines
         while (pack := sweep.ask()) is not None:
+            if pack.rung and all(segment.rung < pack.rung for segment in sweep.standings.segments if segment.is_over):
+                self._say_boundary(sweep, pack.rung - 1)
             self._say(_head(pack, sweep))
             done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
             follow = _Follow(status, done - first)
             try:
+                told = Callbacks([follow])
                 result = run_among(
                     processes,
                     pack.config,
                     self._interrupts,
                     sources=sources,
-                    callbacks=Callbacks([follow]),
+                    callbacks=told,
                     loaded=loaded,
                     end_by=self._keep_last_act,
                 )
@@ -315,8 +318,20 @@ class SweepRunner:
             sources = ()
             sweep.tell(pack, scores)
             status.update(step=_steps_done(sweep))
+        self._say_boundary(sweep, len(sweep.standings.plan.steps) - 1)
         processes.on_main(partial(write_best, sweep))
         return None
+
+    def _say_boundary(self, sweep: Sweep, rung: int) -> None:
+        """Say whether the rows of a rung tell the trials at its boundary apart."""
+        if not self._launch.is_main_process or (pair := sweep.standings.boundary(rung)) is None:
+            return
+        try:
+            rows = [_of_rows(sweep, trial) for trial in pair]
+            line = describe_boundary(rung, *pair, rows, sweep.standings.plan.metric)
+        except (OSError, ValueError, KeyError) as error:  # a damaged record
+            line = f"rung {rung + 1}: whether its rows tell trials apart is not known ({error!r})"
+        self._say(f"sweep     {line}")
 
     def _keep_last_act(self, act: Callable[[], str | None]) -> None:
         self._last_act = act
@@ -329,6 +344,13 @@ class SweepRunner:
             status.finish("failed", reason, command_line(self._launch))
         except OSError as refusal:
             self._say(f"the failure could not be written down: {refusal}")
+
+
+def _of_rows(sweep: Sweep, trial: Trial) -> Any:
+    """The score of every row for a trial, in the segment that trained it last."""
+    text = (sweep.segment_folder(trial.segment or 0) / "evaluation.json").read_text(encoding="utf-8")
+    metric = sweep.standings.plan.metric
+    return json.loads(text)["of_rows"]["nll" if metric == "mse" else metric][trial.place]
 
 
 class _Follow:

@@ -17,12 +17,13 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, Literal
 
 from ci_llm.config import arguments_without, as_typed
 from ci_llm.config.sweep import Choices, Range, Space, SweepKeys
 from ci_llm.core.run_folder import BEST
-from ci_llm.core.scores import METRICS, place_of_trial
+from ci_llm.core.scores import LEAST_ROWS, METRICS, paired_interval, place_of_trial
 
 Status = Literal["running", "pruned", "failed", "completed"]
 
@@ -178,6 +179,12 @@ class Standings:
                 return Next(rung, going_on=tuple(waiting[: plan.per_pass]))
         return None
 
+    def boundary(self, rung: int) -> tuple[Trial, Trial] | None:
+        """The last trial that continues after a rung, and the first that does not; at the last rung the two best."""
+        ranked, is_last = self.ranked(rung), rung + 1 == len(self.plan.steps)
+        going_on = 1 if is_last else self.plan.places(rung + 1)
+        return (ranked[going_on - 1], ranked[going_on]) if len(ranked) > going_on else None
+
     @property
     def open_segment(self) -> Segment | None:
         """The segment whose trials are not scored yet, if there is one."""
@@ -207,6 +214,28 @@ class Standings:
         if rung > current or trial in self.entrants(rung):  # its rung is the last one that has begun
             return "running"
         return "pruned"
+
+
+def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Sequence[float]], metric: str) -> str:
+    """A line for people at the end of a rung: whether its rows tell the trials at its boundary apart.
+
+    Args:
+        rows: for each of the two trials the score of every row.
+
+    Raises:
+        ValueError: the trials were scored on different numbers of rows.
+    """
+    differences = [one - other for one, other in zip(*rows, strict=True)]
+    count, gap, half = len(differences), abs(fmean(differences)), paired_interval(differences) or 0.0
+    line = f"rung {rung + 1}, on {count} rows: trial {ahead.id} is ahead of trial {behind.id}"
+    if count < LEAST_ROWS:
+        key = "eval_samples" if metric == "nll" else "generation_eval_samples"
+        return f"{line}, but so few rows tell no trials apart: raise {key} to {LEAST_ROWS} or more"
+    line += f" by {gap:.4f} ± {half:.4f} {metric} (95 %)"
+    if gap > half:
+        return line
+    more = f"; about {math.ceil(count * (half / gap) ** 2)} rows would" if gap else ""
+    return f"{line}: these rows do not tell them apart{more}"
 
 
 Settings = dict[str, Any]

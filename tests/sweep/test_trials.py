@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, describe_boundary
 
 FAILED = math.nan
 
@@ -48,6 +48,35 @@ def test_sixteen_four_one() -> None:
     assert end.status(end.best) == "completed"
     assert plan().agent_steps == 160  # 2.5 runs of 64 steps
     assert [trial.score for trial in end.leaderboard[:5]] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_the_boundary_of_a_rung_lies_between_trials_that_continue_and_trials_that_leave() -> None:
+    end = played(Standings(plan()), lambda id, rung: float((id * 7) % 16))
+    pairs = [end.boundary(rung) for rung in range(3)]
+    found = [[trial.scores[rung] for trial in pair] if pair else [] for rung, pair in enumerate(pairs)]
+    assert found == [[3.0, 4.0], [0.0, 1.0], []], "one trial alone has no boundary"
+    two = played(Standings(plan(trials=8, rungs=1, keep=0.5)), lambda id, rung: float(id))
+    assert [trial.id for trial in two.boundary(0) or ()] == [0, 1], "the best two at the end, whatever keep says"
+
+
+def test_rows_tell_trials_apart_or_it_is_said_that_they_do_not() -> None:
+    one, two = Trial(1, {}), Trial(2, {})
+
+    def line(rows: int, gap: float) -> str:
+        scores = [gap + (0.5 if n % 2 else -0.5) for n in range(rows)]
+        return describe_boundary(0, one, two, (scores, [0.0] * rows), "nll")
+
+    ahead = "trial 1 is ahead of trial 2"
+    assert (
+        line(4, 3)
+        == f"rung 1, on 4 rows: {ahead}, but so few rows tell no trials apart: raise eval_samples to 30 or more"
+    )
+    assert line(100, 1) == f"rung 1, on 100 rows: {ahead} by 1.0000 ± 0.0985 nll (95 %)"
+    unsure = f"rung 1, on 100 rows: {ahead} by 0.0500 ± 0.0985 nll (95 %): these rows do not tell them apart"
+    assert line(100, 0.05) == f"{unsure}; about 389 rows would"
+    assert "rows would" not in line(100, 0)
+    with pytest.raises(ValueError, match="zip"):
+        describe_boundary(0, one, two, ([1.0], [1.0, 2.0]), "nll")
 
 
 def test_a_metric_decides_whether_more_is_better() -> None:
