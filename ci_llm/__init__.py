@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ci_llm.integrations.lightning import LightningCheckpoints as LightningCheckpoints
     from ci_llm.integrations.trainer import TrainerCheckpoints as TrainerCheckpoints
     from ci_llm.interrupts import Interrupts as Interrupts
-    from ci_llm.lora.layer import LoraSettings as LoraSettings
+    from ci_llm.lora.settings import LoraSettings as LoraSettings
     from ci_llm.run.call import train as train
     from ci_llm.sweep.sweep import Sweep as Sweep
 

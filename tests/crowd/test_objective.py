@@ -13,8 +13,8 @@ from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_dire
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
-from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import Head, target_log_probs
+from ci_llm.lora.settings import LoraSettings
 from tools.testbed.tiny import base, batch
 
 ALL_AGENTS = torch.ones(3, dtype=torch.bool)
@@ -109,7 +109,7 @@ def output_of(crowd: Crowd, packed: Batch) -> CrowdOutput:
 def crowd() -> Crowd:
     made = Crowd(base(), LoraSettings(num_agents=3, rank=4), "toy")
     with torch.no_grad():
-        made.agents.weights.copy_(random(*made.agents.weights.shape) * 0.1)
+        made.storage.weights.copy_(random(*made.storage.weights.shape) * 0.1)
     return made
 
 

@@ -15,7 +15,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import AgentBatches, Batch
 from ci_llm.errors import BadInput, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, EVERY_KIND, LARGE, MLP, NAMES, SMALL
 from tests.support.campaign import sampled
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
@@ -206,7 +206,7 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
     rows = (LONG, SHORT, OTHER, SHORT)
     found = train(model, entries, together(*rows))
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
-    for k, settings in enumerate(crowd.agents.each):
+    for k, settings in enumerate(agent.settings for agent in crowd.agents):
         twin = exported_twin(model, crowd, k)
         trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2 / settings.rank)
@@ -227,10 +227,10 @@ def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
 
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy")
-    layer = next(iter(crowd.agents.layers.values()))
+    layer = next(iter(crowd.storage.layers.values()))
     with (
-        crowd.agents.reading.of(spans=[slice(0, 3), slice(3, 9)]),
+        crowd.storage.reading.of(spans=[slice(0, 3), slice(3, 9)]),
         pytest.raises(ModelError, match="reads 4 of 9 tokens"),
     ):
         layer(torch.zeros(1, 4, layer.in_features, dtype=torch.float64))
-    assert crowd.agents.reading.spans is None
+    assert crowd.storage.reading.spans is None

@@ -15,7 +15,7 @@ from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import AgentBatches, MicroBatch
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run import one_layer as module
 from ci_llm.run.one_layer import fixed_batch, layer_digest
 from tests.support.campaign import drawn
@@ -37,9 +37,9 @@ def trains(crowd: Crowd) -> Callable[[list[MicroBatch]], Any]:
 
     def train(batches: list[MicroBatch]) -> Any:
         crowd.train()
-        crowd.agents.begin_step(-1)
+        crowd.storage.begin_step(-1)
         determinism.seed_everything("a key")
-        crowd.agents.begin_micro_step(-1, 0, 0)
+        crowd.storage.begin_micro_step(-1, 0, 0)
         loss = Objective()(crowd(batches[0]), batches[0], -1)
         loss.total.backward()
         return SimpleNamespace(sums=loss.task)
@@ -100,7 +100,7 @@ def test_taking_a_digest_changes_nothing(training: bool) -> None:
 def test_the_digest_does_not_depend_on_agents_or_generators() -> None:
     crowd = crowd_on(dropout=0.1, dropconnect=0.1)
     found = digest_of(crowd)
-    crowd.agents.weights.normal_()
+    crowd.storage.weights.normal_()
     torch.rand(7)
     assert digest_of(crowd) == found
 

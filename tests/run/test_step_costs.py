@@ -28,7 +28,7 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.context import Prepared
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients, prepared
@@ -104,7 +104,7 @@ class Step:
             heartbeat=Heartbeat(),
             processes=Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, [])),
             state=TrainState(skipped=(0,) * agents, recovery=recovery),
-            optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True),
+            optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True),
             prepared=Prepared(crowd, None),
             plan=None,
             learning_rates=[lambda step: 1e-3] * agents,
@@ -183,4 +183,4 @@ def left_by_the_third(step: Step) -> list[int]:
 def _owned(step: Step) -> list[Tensor]:
     crowd, optimizer = step.run.crowd, step.run.optimizer
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [*crowd.parameters(), *crowd.buffers(), crowd.agents.weights, crowd.agents.gradients, *states]
+    return [*crowd.parameters(), *crowd.buffers(), crowd.storage.weights, crowd.storage.gradients, *states]
