@@ -12,6 +12,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.lora.settings import LoraSettings
+from tests.support.micro_steps import micro_step
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,10 +31,7 @@ def crowd_of(entries: Sequence[dict[str, Any]], dtype: torch.dtype) -> Crowd:
 def move(crowd: Crowd, step: int, rows: Batch) -> None:
     """A step of plain gradient descent, clipped."""
     crowd.storage.begin_step(step)
-    crowd.storage.begin_micro_step(step, 0, 0)
-    for part in crowd.parts(rows):
-        with part.reading():
-            Objective()(crowd(part.rows), part.rows, step, part.agent).total.backward()
+    micro_step(crowd, Objective(), rows, step)
     crowd.storage.clip([0.5] * crowd.num_agents)
     for row in crowd.storage.rows:
         assert row.grad is not None

@@ -101,7 +101,7 @@ def trained(made: Crowd, diversity: str = "none") -> Crowd:
     for step in range(3):
         made.storage.begin_step(step)
         rows = batch()
-        objective(made(rows), rows, step).total.backward()
+        objective(made(rows), step).total.backward()
         optimizer.step()
     return made
 

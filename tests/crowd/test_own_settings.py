@@ -85,7 +85,7 @@ def train(
     for step, rows in enumerate(packed or [batch((8 + n, 15, 22 - 2 * n)) for n in range(STEPS)]):
         agents.begin_step(step)
         agents.begin_micro_step(step, 0, 0)
-        loss = Objective()(crowd(rows), rows, step)
+        loss = Objective()(crowd(rows), step)
         loss.total.backward()
         norms = agents.clip([0.5 * agent.rank for agent in agents.each])
         agents.leave_out([] if sick is None else [sick])
@@ -220,8 +220,8 @@ def test_row_weights_scale_the_gradient_of_their_agent_alone() -> None:
     def gradients(objective: Objective, rows: Batch) -> Tensor:
         crowd = Crowd(copy.deepcopy(model), LoraSettings(num_agents=2, rank=4), "toy").train()
         crowd.storage.begin_step(0)
-        loss = objective(crowd(rows), rows, 0)
-        assert torch.equal(loss.task, Objective()(crowd(rows), rows, 0).task)
+        loss = objective(crowd(rows), 0)
+        assert torch.equal(loss.task, Objective()(crowd(rows), 0).task)
         loss.total.backward()
         return crowd.storage.gradients
 

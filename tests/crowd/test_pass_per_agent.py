@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective, StepLoss
-from ci_llm.data.batches import AgentBatches, Batch, MicroBatch
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import every_pair, sampled
+from tests.support.micro_steps import micro_step, owned
 from tools.testbed.tiny import VOCABULARY, base, batch
 
 #: Three agents that share neither rank nor what is drawn for them; each stands in the place of its number.
@@ -108,23 +108,10 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def micro_step(crowd: Crowd, objective: Objective, rows: MicroBatch, step: int) -> StepLoss:
-    """Forward and backward as the training loop makes them."""
-    crowd.storage.begin_micro_step(step, 0, 0)
-    losses = []
-    for part in crowd.parts(rows):
-        seed_everything(1, step)
-        with part.reading():
-            loss = objective(crowd(part.rows), part.rows, step, part.agent)
-            loss.total.backward()
-        losses.append((part.agent, loss))
-    return objective.together(losses, rows, step)
-
-
 def train(
     model: Any,
     agents: Sequence[dict[str, Any]],
-    steps: Sequence[MicroBatch],
+    steps: Sequence[Any],
     *,
     pass_per_agent: bool = True,
     fast: bool = False,
@@ -142,9 +129,7 @@ def train(
     for step, rows in enumerate(steps):
         crowd.storage.begin_step(step)
         loss = micro_step(crowd, Objective(), rows, step)
-        for gradient, count in zip(
-            crowd.storage.gradients, loss.targets or [rows.num_targets] * len(agents), strict=True
-        ):
+        for gradient, count in zip(crowd.storage.gradients, loss.targets, strict=True):
             gradient.div_(count)
         norms = crowd.storage.clip([0.5] * len(agents))
         optimizer.step()
@@ -164,7 +149,7 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 @lru_cache(maxsize=1)  # three cells in a row have the same crowd
 def trained(crowd: Cell) -> list[dict[str, Tensor]]:
     rows = FEW if crowd.few else MANY
-    steps = [AgentBatches(each) for each in zip(*rows, strict=True)] if crowd.own_rows else rows[0]
+    steps = [owned(each) for each in zip(*rows, strict=True)] if crowd.own_rows else rows[0]
     return train(llama(crowd.width, crowd.dtype), AGENTS, steps, fast=crowd.fast)
 
 
@@ -246,14 +231,16 @@ def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
     crowd.storage.pass_per_agent = True
     rows: Batch = MANY[0][0]
-    part, seen = crowd.parts(rows)[1], []
+    seen = []
+    crowd.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(crowd.storage.reading.agents))
 
     def fail() -> None:
-        with part.reading():
-            seen.append(crowd.storage.reading.agent)
-            raise ZeroDivisionError
+        for part in crowd.parts(crowd.for_all(rows)):
+            crowd(part)
+            if len(seen) == 2:
+                raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert seen == [1]
-    assert (crowd.storage.reading.agent, crowd.storage.reading.shared) == (None, None)
+    assert seen == [(0,), (1,)]
+    assert (crowd.storage.reading.agents, crowd._shared) == ((0, 1), None)

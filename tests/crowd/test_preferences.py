@@ -26,6 +26,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import Evidence, Needs, objective_of
+from tests.support.micro_steps import micro_step, owned
 
 K, RANK, ALPHA, RATE = 2, 4, 8.0, 0.05
 STEPS: Final = 3
@@ -186,7 +187,7 @@ def kl_of(crowd: Crowd, mismatched: Sequence[Unit]) -> Tensor | None:
         return None
     other = pack(mismatched, range(len(mismatched)))
     with torch.no_grad():
-        gained = crowd(other).log_probs.double().sum(1) - crowd.reference(other).double().sum(1)
+        gained = crowd(other).log_probs.double().sum(1) - crowd.reference((0, 1), other).double().sum(1)
     return (gained / len(mismatched)).clamp(min=0)[:, None]
 
 
@@ -202,14 +203,9 @@ def fused_step(crowd: Crowd, case: Case, units: Sequence[Unit], mismatched: Sequ
     facts = facts_of(crowd, units, mismatched, batch)
     objective = Preferences(ours(case), crowd, facts=facts)
     crowd.storage.begin_step(0)
-    parts = []
-    for part in crowd.parts(batch):
-        with part.reading():
-            loss = objective(crowd(part.rows), part.rows, 0, part.agent)
-            loss.total.backward()
-        parts.append((part.agent, loss))
+    loss = micro_step(crowd, objective, batch, 0)
     crowd.storage.gradients.div_(len(units))
-    return objective.together(parts, batch, 0).task / len(units)
+    return loss.task / len(units)
 
 
 def runs() -> Iterator[Any]:
@@ -275,13 +271,7 @@ def step_of(crowd: Crowd, objective: Preferences, batches: Sequence[Batch]) -> t
     crowd.storage.begin_step(0)
     task, metrics = torch.zeros(crowd.num_agents, dtype=torch.float64), torch.zeros(())
     for batch in batches:
-        parts = []
-        for part in crowd.parts(batch):
-            with part.reading():
-                loss = objective(crowd(part.rows), part.rows, 0, part.agent)
-                loss.total.backward()
-            parts.append((part.agent, loss))
-        together = objective.together(parts, batch, 0)
+        together = micro_step(crowd, objective, batch, 0)
         task, metrics = task + together.task, metrics + together.metrics
     return task, crowd.storage.gradients.clone(), metrics
 
@@ -313,18 +303,15 @@ def test_an_agent_has_the_bits_that_it_has_alone_with_its_own_beta() -> None:
 
 
 def test_agents_with_rows_of_their_own_have_what_they_have_alone() -> None:
-    from ci_llm.data.batches import AgentBatches
-
     crowd, units = crowd_of(torch.float32), small_units()
     each = [pack(units[:1], [0]), pack(units[1:], [1, 2])]
     objective = Preferences(ours(case("dpo")), crowd)
     crowd.storage.begin_step(0)
-    rows = AgentBatches(tuple(each))
-    loss = objective(crowd(rows), rows, 0)
+    loss = micro_step(crowd, objective, owned(each), 0)
     assert loss.targets == (1, 2)
     for k, batch in enumerate(each):
         crowd.storage.begin_step(0)
-        both = objective(crowd(batch), batch, 0)
+        both = objective(crowd(batch), 0)
         torch.testing.assert_close(loss.task[k], both.task[k], rtol=0, atol=1e-5)
         assert loss.metrics is not None
         assert both.metrics is not None
@@ -333,7 +320,7 @@ def test_agents_with_rows_of_their_own_have_what_they_have_alone() -> None:
 
 def test_the_reference_is_the_base_without_agents() -> None:
     crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
-    found = crowd.reference(batch)
+    found = crowd.reference((0, 1), batch)
     crowd.storage.weights.zero_()
     assert torch.equal(found, crowd(batch).log_probs[:1].detach())
     assert not found.requires_grad
@@ -352,7 +339,7 @@ def test_the_reference_may_be_the_start_of_each_agent(pass_per_agent: bool) -> N
     assert torch.equal(crowd.storage.weights, start)
     with torch.no_grad():
         crowd.storage.weights.sub_(0.01 * gradients)
-    torch.testing.assert_close(crowd.reference(batch), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(crowd.reference((0, 1), batch), wanted, rtol=0, atol=1e-5)
     moved, _, _ = step_of(crowd, objective, [batch])
     assert (moved < losses).all()
     crowd.start = None

@@ -20,7 +20,8 @@ from ci_llm.base import targets
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import AgentGroup, _FusedLinear, _LowRank
+from ci_llm.lora.layer import Stack, _FusedLinear, _LowRank
+from ci_llm.lora.reading import Casts
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import sampled
 from tests.support.peft_twins import peft_loss, with_weights_of
@@ -262,7 +263,7 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
     agent: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd, rows = crowd_of(base()).eval(), batch()
-    with crowd.storage.reading.of(agent):
+    with crowd.read_by(agent):
         wanted = crowd.states(rows)
         assert wanted.requires_grad
         monkeypatch.setattr(_FusedLinear, "apply", None)
@@ -270,10 +271,10 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
             assert torch.equal(crowd.states(rows), wanted)
 
 
-def test_the_groups_of_one_agent_follow_its_weights() -> None:
+def test_the_stack_of_one_agent_follows_its_weights() -> None:
     crowd, rows, found = crowd_of(base()).eval(), batch(), []
     for _ in range(2):
-        with crowd.storage.reading.of(1), torch.no_grad():
+        with crowd.read_by(1), torch.no_grad():
             found.append(crowd.states(rows))
         crowd.storage.restack()
         crowd.storage.weights.zero_()
@@ -318,27 +319,29 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     masks = ((random(2, 3, 5) > 0).double() * 2, (random(2, 4, 3) > 0).double() * 2) if masked else None
     parameters = [t.requires_grad_() for t in (*a.unbind(0), *b.unbind(0))]
     weight, bias = random(4, 5), random(4)
-    x, dropped = random(2, 6, 5).requires_grad_(), random(2, 6, 5).requires_grad_()
+    x, dropped = random(12, 5).requires_grad_(), random(12, 5).requires_grad_()
+    both, first, second = slice(0, 12), slice(0, 6), slice(6, 12)
 
     def fused(x: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [group_of(p)], False, *p)
+        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [(stack_of(p), both)], False, *p)
 
     def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, x.detach(), z, weight, None, [group_of(p, drops=True)], False, *p)
+        return _FusedLinear.apply(x, x.detach(), z, weight, None, [(stack_of(p, drops=True), both)], False, *p)
 
     def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
         """Agent 0 without dropout, agent 1 with it; they have other scalings."""
-        groups = [group_of((p[0], p[2])), replace(group_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)]
-        return _FusedLinear.apply(x, x.detach(), z[1:], weight, bias, groups, False, p[0], p[2], p[1], p[3])
+        other = replace(stack_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)
+        owned = [(stack_of((p[0], p[2])), first), (other, second)]
+        return _FusedLinear.apply(x, x.detach(), z[6:], weight, bias, owned, False, p[0], p[2], p[1], p[3])
 
     def low_rank(x: Tensor, *p: Tensor) -> Tensor:
-        return _LowRank.apply(x, group_of(p), *p)
+        return _LowRank.apply(x.view(2, 6, 5), stack_of(p), *p)
 
-    def group_of(p: tuple[Tensor, ...], *, drops: bool = False) -> AgentGroup:
+    def stack_of(p: tuple[Tensor, ...], *, drops: bool = False) -> Stack:
         n = len(p) // 2
-        stacked = torch.stack(p[:n]).detach(), torch.stack(p[n:]).detach()
+        a, b = torch.stack(p[:n]).detach(), torch.stack(p[n:]).detach()
         own = masks and (masks[0][:n], masks[1][:n])
-        return AgentGroup(0, n, scaling=0.7, drops=drops, stacked=stacked, masks=own)
+        return Stack(0, n, 0.7, drops, a, b, Casts(), None, own)
 
     assert torch.autograd.gradcheck(fused, (x, *parameters))
     assert torch.autograd.gradcheck(fused_dropped, (x, dropped, *parameters))

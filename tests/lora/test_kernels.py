@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.batches import AgentBatches
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.kernels import PARTS, Rotation, SwiGlu, fast_chunk, is_fast, rotate
 from ci_llm.lora.layer import _FusedLinear
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn
 from tests.support.crowds import bits_in_company
+from tests.support.micro_steps import owned
 from tools.testbed.tiny import base, batch
 
 MODULES = dict.fromkeys(("norms", "rotation", "gate"))
@@ -51,13 +51,13 @@ def crowd_of(model: Any, parts: tuple[str, ...] = (), **settings: Any) -> Crowd:
     return crowd
 
 
-def learned(crowd: Crowd, rows: Any = None, **reading: Any) -> tuple[Tensor, Tensor]:
+def learned(crowd: Crowd, rows: Any = None, agent: int | None = None) -> tuple[Tensor, Tensor]:
     """Loss and gradients of a step."""
     crowd.storage.begin_step(0)
     crowd.storage.begin_micro_step(0, 0, 0)
     torch.manual_seed(0)
-    with crowd.storage.reading.of(**reading):
-        loss = crowd(batch() if rows is None else rows).loss
+    with crowd.read_by(agent):
+        loss = sum(output.loss for output in crowd(crowd.for_all(batch()) if rows is None else rows))
         loss.backward()
     return loss.detach(), crowd.storage.gradients.clone()
 
@@ -210,7 +210,7 @@ def test_recomputed_layers_give_the_same_gradients_by_fast_kernels() -> None:
     ids=["dropout", "shapes", "rows of its own"],
 )
 def test_layers_that_cannot_be_joined_compute_alone(settings: dict[str, Any], own_rows: bool) -> None:
-    rows = AgentBatches((batch((5, 8)), batch((4,)), batch((3, 6)))) if own_rows else None
+    rows = owned((batch((5, 8)), batch((4,)), batch((3, 6)))) if own_rows else None
     found = [learned(crowd_of(base(dtype=torch.float32), parts, **settings), rows) for parts in ((), ("joined",))]
     assert torch.equal(found[0][1], found[1][1])
 
@@ -246,7 +246,7 @@ def test_without_gradients_joined_layers_give_the_numbers_of_each(agent: int | N
     for parts in ((), ("joined",)):
         crowd = crowd_of(base(dtype=torch.float32), parts)
         crowd.storage.begin_step(0)
-        with torch.no_grad(), crowd.storage.reading.of(agent):
+        with torch.no_grad(), crowd.read_by(agent):
             found.append(crowd.states(batch()))
     assert torch.equal(*found)
 
@@ -272,9 +272,8 @@ def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> Non
         row = crowd.storage.rows[-1]
         row.data.copy_(random(*row.shape) * 0.1)
         crowd.storage.begin_step(0)
-        for part in crowd.parts(batch()):
-            with part.reading():
-                crowd(part.rows).loss.backward()
+        for part in crowd.parts(crowd.for_all(batch())):
+            crowd(part)[0].loss.backward()
         found.append(crowd.storage.gradients[-1, : len(row)].clone())
     assert found[0].any()
     assert torch.equal(*found)

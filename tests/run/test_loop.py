@@ -37,7 +37,7 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
         max_grad_norms=[limit] * K,
     )
     crowd.storage.begin_step(0)
-    Objective()(crowd(packed), packed, step=0).total.backward()
+    Objective()(crowd(packed), step=0).total.backward()
     verdict = Verdict(packed.num_targets, (False,) * K, (0.0,) * (K + 2), False, None, False)
     told = apply_gradients(run, 0, verdict, left_out=())
     clipped = 0

@@ -40,7 +40,7 @@ def trains(crowd: Crowd) -> Callable[[list[MicroBatch]], Any]:
         crowd.storage.begin_step(-1)
         determinism.seed_everything("a key")
         crowd.storage.begin_micro_step(-1, 0, 0)
-        loss = Objective()(crowd(batches[0]), batches[0], -1)
+        loss = Objective()(crowd(batches[0])[0], -1)
         loss.total.backward()
         return SimpleNamespace(sums=loss.task)
 
