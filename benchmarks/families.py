@@ -170,7 +170,7 @@ def compare(folder: str, quantization: Quantization | None = None) -> str:
             a, b = module.lora_A[f"agent{k}"], module.lora_B[f"agent{k}"]
             slope = twin.get_parameter(f"{name}.weight").grad
             slope = torch.zeros(b.shape[0], a.shape[1]) if slope is None else slope
-            slope = (slope.T if isinstance(twin.get_submodule(name), Conv1D) else slope) * module.groups[0].scaling
+            slope = (slope.T if isinstance(twin.get_submodule(name), Conv1D) else slope) * module.stacks[0].scaling
             for own, wanted in ((a, b.T @ slope), (b, slope @ a.T)):
                 assert _near(own.grad, wanted.detach()), f"the gradient of {name} differs"
     generated = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True).agents
@@ -194,7 +194,7 @@ def _merged(untouched: Any, crowd: Crowd, agent: int) -> Any:
     """A copy of the base with W + s B A in place of W."""
     twin = copy.deepcopy(untouched).eval()
     for name, module in crowd.storage.layers.items():
-        product = module.groups[0].scaling * (module.lora_B[f"agent{agent}"] @ module.lora_A[f"agent{agent}"])
+        product = module.stacks[0].scaling * (module.lora_B[f"agent{agent}"] @ module.lora_A[f"agent{agent}"])
         weight = twin.get_parameter(f"{name}.weight")
         weight += product.T if isinstance(twin.get_submodule(name), Conv1D) else product
         weight.requires_grad_(True)

@@ -19,7 +19,7 @@ from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.crowd.preferences import Preferences
-from ci_llm.data.batches import AgentBatches, pack
+from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Completion, Pair
 from ci_llm.data.units import Unit, label_of, unit_of
@@ -30,6 +30,7 @@ from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
 from tests.support.campaign import sampled, sampled_cases
+from tests.support.micro_steps import owned
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -214,7 +215,7 @@ def test_the_loss_of_a_step_does_not_depend_on_micro_batches(name: str, outputs:
 def test_agents_with_rows_of_their_own_have_heads_of_their_own() -> None:
     crowd, rows = crowd_of(CLASSES), texts()
     each = [pack(rows[:1], [0]), pack(rows[1:], [1, 2, 3])]
-    values = crowd(AgentBatches(tuple(each))).each
+    values = crowd(owned(each))
     for k, batch in enumerate(each):
         torch.testing.assert_close(values[k].values, crowd(batch).values[k : k + 1], rtol=0, atol=1e-5)
 
@@ -225,11 +226,11 @@ def head_of(crowd: Crowd, storage: Tensor) -> Tensor:
 
 def test_masks_leave_heads_alone() -> None:
     crowd, batch = crowd_of(CLASSES, dropconnect=0.5), pack(texts(), range(4))
-    agents = crowd.agents
-    agents.begin_step(1)
-    assert agents.drawn.masks is not None
-    assert (head_of(crowd, agents.drawn.masks) == 1).all()
-    assert (agents.drawn.masks == 0).any()
+    crowd.storage.begin_step(1)
+    masks = crowd.storage.drawn.masks
+    assert masks is not None
+    assert (head_of(crowd, masks) == 1).all()
+    assert (masks == 0).any()
     assert crowd(batch).values.shape == (K, 4, CLASSES)
 
 

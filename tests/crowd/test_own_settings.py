@@ -71,32 +71,32 @@ def train(
     """Train a crowd as the loop does, with a learning rate, weight decay and clipping of each agent's own."""
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
     crowd.route = route
-    agents = crowd.agents
-    agents.pass_per_agent = True
+    storage, each = crowd.storage, [agent.settings for agent in crowd.agents]
+    storage.pass_per_agent = True
     if sick is not None:
-        agents.weights[sick].fill_(float("nan"))
-    rates = [1e-2 / agent.rank for agent in agents.each]
+        storage.weights[sick].fill_(float("nan"))
+    rates = [1e-2 / agent.rank for agent in each]
     optimizer = torch.optim.AdamW(
-        [{"params": [row], "lr": rate, "weight_decay": rate} for row, rate in zip(agents.rows, rates, strict=True)],
+        [{"params": [row], "lr": rate, "weight_decay": rate} for row, rate in zip(storage.rows, rates, strict=True)],
         fused=True,
     )
     crowd.train()
     told: list[dict[str, Tensor]] = [{} for _ in entries]
     for step, rows in enumerate(packed or [batch((8 + n, 15, 22 - 2 * n)) for n in range(STEPS)]):
-        agents.begin_step(step)
-        agents.begin_micro_step(step, 0, 0)
+        storage.begin_step(step)
+        storage.begin_micro_step(step, 0, 0)
         loss = Objective()(crowd(rows), step)
         loss.total.backward()
-        norms = agents.clip([0.5 * agent.rank for agent in agents.each])
-        agents.leave_out([] if sick is None else [sick])
+        norms = storage.clip([0.5 * agent.rank for agent in each])
+        storage.leave_out([] if sick is None else [sick])
         optimizer.step()
         for k, facts in enumerate(told):
             facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
     for k, facts in enumerate(told):
-        facts |= {name: tensor.clone() for name, tensor in agents.agent_tensors(k).items()}
-        facts |= {f"moment {name}": each for name, each in optimizer.state.get(agents.rows[k], {}).items()}
-        assert not agents.weights[k, agents.sizes[k] :].nan_to_num(1.0).any() or k == sick
-        assert not agents.gradients[k, agents.sizes[k] :].any()
+        facts |= {name: tensor.clone() for name, tensor in crowd.agents[k].state_dict().items()}
+        facts |= {f"moment {name}": one for name, one in optimizer.state.get(storage.rows[k], {}).items()}
+        assert not storage.weights[k, storage.sizes[k] :].nan_to_num(1.0).any() or k == sick
+        assert not storage.gradients[k, storage.sizes[k] :].any()
     return [Trained(facts) for facts in told]
 
 

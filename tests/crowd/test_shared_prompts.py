@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, StepFacts
-from ci_llm.data.batches import AgentBatches, Batch, pack, without_repeats
+from ci_llm.data.batches import Batch, pack, without_repeats
 from ci_llm.data.units import Unit, unit_of
 from ci_llm.lora import attention
 from ci_llm.lora.attention import Segments, packed_attention
@@ -22,6 +22,7 @@ from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd import test_heads
 from tests.crowd.test_preferences import K, crowd_of, example, step_of
+from tests.support.micro_steps import owned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OBJECTIVES: Final = ("dpo", "orpo", "simpo", "reward", "kto")
@@ -83,7 +84,7 @@ def test_only_the_common_beginning_of_answers_is_computed_once() -> None:
 def test_agents_with_rows_of_their_own_share_as_well(pass_per_agent: bool) -> None:
     crowd, units = crowd_of(torch.float64), pairs()
     crowd.storage.pass_per_agent = pass_per_agent
-    rows = AgentBatches((pack(units[:2], range(2)), pack(units[2:], range(3))))
+    rows = owned((pack(units[:2], range(2)), pack(units[2:], range(3))))
     objective = Preferences(objective_of("dpo", [Config(objective="dpo")] * K), crowd)
     found = []
     for crowd.shares_prompts in (False, True):

@@ -264,12 +264,12 @@ def test_dropconnect_acts_in_a_plain_loop_and_in_training_only() -> None:
     assert torch.equal(crowd.eval()(batch).loss, plain.eval()(batch).loss)
     first.backward()
     layer = next(iter(crowd.storage.layers.values()))
-    assert layer.groups[0].masks is not None
+    assert layer.stacks[0].masks is not None
     gradient = layer.lora_A["agent0"].grad
     assert gradient is not None
     dropped = (gradient == 0).double().mean()
     assert 0.3 < float(dropped) < 0.7, "the gradient has the mask of its own forward pass"
-    assert not torch.equal(gradient == 0, layer.groups[0].masks[0][0] == 0), "and not that of a later one"
+    assert not torch.equal(gradient == 0, layer.stacks[0].masks[0][0] == 0), "and not that of a later one"
 
 
 def test_masks_of_a_step_that_was_begun_hold() -> None:

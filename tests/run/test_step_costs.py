@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ci_llm.agents.agent import Training
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -106,10 +107,9 @@ class Step:
             state=TrainState(skipped=(0,) * agents, recovery=recovery),
             optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True),
             prepared=Prepared(crowd, None),
-            plan=None,
-            learning_rates=[lambda step: 1e-3] * agents,
-            max_grad_norms=[1.0] * agents,
         )
+        for agent in crowd.agents:
+            agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
         optimizer = self.run.optimizer
         self.run.prepared = prepared(self.run.prepared, self.run.processes.accelerator, crowd, optimizer, None)
 
