@@ -509,7 +509,9 @@ class CrowdModel(nn.Module):
             self.shares_prompts = True
             try:
                 found = self.states(batch)
-                alike = replace(self._passes, fast_attention=not self._passes.fast_attention).states(batch)
+                alike = replace(self._passes, fast_attention=not self._passes.fast_attention).states(
+                    self.for_all(batch)
+                )[0]
             except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
                 reason: str | None = passes.describe_error(error)
             else:

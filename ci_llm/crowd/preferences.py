@@ -126,6 +126,8 @@ class Preferences:
 
 def _index(agents: tuple[int, ...]) -> slice | list[int]:
     """The places of agents as an index; a slice where it can be one, because a GPU is waited for to take a list."""
+    if not agents:
+        return slice(None)  # the base alone
     first, end = agents[0], agents[-1] + 1
     return slice(first, end) if agents == tuple(range(first, end)) else [*agents]
 

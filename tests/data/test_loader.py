@@ -178,8 +178,8 @@ def test_agents_take_the_same_rows_on_any_number_of_processes() -> None:
     for index in range(3):
         for step, batches in steps_of_agents(0, 4, process_index=index, num_processes=3, micro_batch_size=2):
             for batch in batches:
-                for k, own in enumerate(batch.each):
-                    taken.setdefault((k, step), []).extend(own.sample_ids if own else [])
+                for (k,), own in batch:
+                    taken.setdefault((k, step), []).extend(own.sample_ids)
     assert {place: sorted(rows) for place, rows in taken.items()} == {
-        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS.each) for step in range(4)
+        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS) for step in range(4)
     }

@@ -104,7 +104,6 @@ def test_samples_seen_counts_the_rows_of_the_steps(num_rows: int, global_batch_s
 def test_epochs_start_at_whole_numbers() -> None:
     plan = Plan(10, 4, seed=0)
     assert [plan.epoch(step) for step in range(5)] == [0.0, 0.4, 0.8, 1.0, 1.4]
-    assert plan.epochs(4) == [1.4], "one plan for all agents"
 
 
 @steady

@@ -118,7 +118,7 @@ class Step:
         with ExitStack() as watching:
             for each in watched:
                 watching.enter_context(each)
-            sums = compute_gradients(self.run, number, [rows])
+            sums = compute_gradients(self.run, number, [self.run.crowd.for_all(rows)])
             votes = encode(Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums))
         verdict = decode(votes, self.run.crowd.num_agents, ())  # votes lie on the CPU
         with ExitStack() as watching:
