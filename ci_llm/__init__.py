@@ -41,7 +41,7 @@ _MODULES = {
     "Crowd": "ci_llm.crowd.crowd",
     "Interrupts": "ci_llm.interrupts",
     "LightningCheckpoints": "ci_llm.integrations.lightning",
-    "LoraSettings": "ci_llm.lora.layer",
+    "LoraSettings": "ci_llm.lora.settings",
     "Prompter": "ci_llm.data.prompts",
     "StatefulSampler": "ci_llm.data.stateful_sampler",
     "Sweep": "ci_llm.sweep.sweep",

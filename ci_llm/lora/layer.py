@@ -342,8 +342,8 @@ class AdaptedLinear(nn.Module):
             return self._beside(base, rows.to(dtype), owned).view(*x.shape[:-1], self.out_features)
         dropped, cast = self._dropped(rows, owned), self.casts.input(x, dtype).reshape(rows.shape)
         if not torch.is_grad_enabled():
-            y = _with_adapters(cast, dropped, weight, base.bias, owned)[0]  # type: ignore[arg-type]
-            return y.view(*x.shape[:-1], self.out_features)
+            bias: Any = base.bias
+            return _with_adapters(cast, dropped, weight, bias, owned)[0].view(*x.shape[:-1], self.out_features)
         parameters = [self._parameters_of(stack) for stack, _ in owned]
         if not self.reading.in_storage:  # otherwise `begin_step` has put all gradients there
             pairs = zip(owned, parameters, strict=True)

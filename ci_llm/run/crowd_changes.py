@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.context import Run
@@ -82,7 +83,7 @@ def keep_agents(run: Run, members: Members, kept: Sequence[int]) -> None:
     run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
     moments = [optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
     crowd.keep_agents(crowd_settings(run.config, members), kept, members.folders)
-    _prepare_agents(run, members)
+    _prepare_members(crowd, run.config, run.checkpoint.rows, replace(run.state, members=members), run.total_steps)
     _fill(optimizer, optimizer_groups(crowd), moments)
     run.objective = objective_of(config, crowd)
     run.eval_rows = run.eval_rows.of_agents(kept)
@@ -113,14 +114,16 @@ def return_to(run: Run, saved: TrainState) -> None:
             )
         keep_agents(run, saved.members, numbers)
     else:
-        _prepare_agents(run, run.state.members)
+        _prepare_members(run.crowd, run.config, run.checkpoint.rows, run.state, run.total_steps)
 
 
-def _prepare_agents(run: Run, members: Members | None) -> None:
-    """Tell the agents that stand in the crowd how and on what they train."""
-    first = run.checkpoint.rows
+def _prepare_members(
+    crowd: Crowd, config: Config, first: Sequence[TokenizedRows], state: TrainState, total_steps: int
+) -> None:
+    """Tell the agents that stand in the crowd how and on what they train; `first` are the rows of the first ones."""
+    members = state.members
     rows = [first[each.number] for each in members.agents] if members else first
-    prepare_agents(run.crowd.agents, config_of(run.config, members), rows, run.state.rows_per_step, run.total_steps)
+    prepare_agents(crowd.agents, config_of(config, members), rows, state.rows_per_step, total_steps)
 
 
 def _fill(
