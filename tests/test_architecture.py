@@ -281,7 +281,7 @@ CAPS = {
     "checkpoints": 2601,
     "cli": 1943,
     "cluster": 728,
-    "config": 2233,
+    "config": 2236,
     "core": 1344,
     "crowd": 4654,
     "data": 3378,
@@ -299,7 +299,7 @@ CAPS = {
     "run": 4812,
     "serve": 1447,
     "supervisor": 1793,
-    "sweep": 853,
+    "sweep": 887,
 }
 
 

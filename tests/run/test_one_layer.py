@@ -132,9 +132,9 @@ def test_another_rounding_in_the_backward_pass_alone_changes_the_digest(monkeypa
     backward = module.Crowd.forward
 
     def forward(self: Crowd, batch: Any) -> Any:
-        output = backward(self, batch)
-        output.states.register_hook(lambda grad: grad * (1 + 2**-20))
-        return output
+        outputs = backward(self, batch)
+        outputs[0].states.register_hook(lambda grad: grad * (1 + 2**-20))
+        return outputs
 
     monkeypatch.setattr(Crowd, "forward", forward)
     assert digest_of(crowd) != found

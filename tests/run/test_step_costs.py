@@ -163,7 +163,7 @@ def test_memory_that_a_step_leaves_behind_is_found() -> None:
     step, leaked = Step(), []
 
     def leak(_module: Any, _rows: Any, output: Any) -> None:
-        leaked[:] = [output.log_probs.detach()]
+        leaked[:] = [output[0].log_probs.detach()]
 
     step.run.crowd.register_forward_hook(leak)
     left = left_by_the_third(step)
