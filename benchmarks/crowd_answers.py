@@ -28,7 +28,7 @@ from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 
 CONFIG = Path(__file__).parent.parent / "configs.yaml"
 ROWS_AT_A_TIME = 50
@@ -169,7 +169,7 @@ def _measured(
     crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate(agents):
-            crowd.agents.load_agent(k, tensors, f"agent{k}")
+            crowd.agents[k].load_state_dict(tensors, f"agent{k}")
         crowd.choose_route()
         return scored(crowd.eval(), batches(rows, saved.prompter.tokenizer, at_a_time), crowds)
     finally:

@@ -49,8 +49,8 @@ from ci_llm.data.units import unit_of, without_end
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
 from ci_llm.lora.heads import how_tokenized, pad_of, require_class
-from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import BY_ROWS, measured_as
 
 #: The name of the written folder among the scores.
@@ -136,7 +136,7 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
     for name, merge in merges.items():
         alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, saved.base.pad_id)
-        alone.agents.load_agent(0, merge.tensors, name)
+        alone.agents[0].load_state_dict(merge.tensors, name)
         one = _score(alone, rows, config)
         exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
     objective = BY_ROWS[rows.rows.form.kind] if config.objective == "auto" else measured_as(config)

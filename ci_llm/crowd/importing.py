@@ -37,7 +37,7 @@ from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError, first_line
 from ci_llm.lora.heads import SCORE
-from ci_llm.lora.layer import AgentLora, LoraSettings
+from ci_llm.lora.settings import AgentLora, LoraSettings
 
 
 def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
@@ -59,9 +59,9 @@ def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
         )
     for k in range(crowd.num_agents):
         adapter = adapters[k % len(adapters)]
-        _check_scale(crowd.agents.each[k], adapter)
-        drawn = {name: tensor for name, tensor in crowd.agents.agent_tensors(k).items() if name == SCORE}
-        crowd.agents.load_agent(k, drawn | dict(adapter.tensors), str(adapter.source))
+        _check_scale(crowd.agents[k].settings, adapter)
+        drawn = {name: tensor for name, tensor in crowd.agents[k].state_dict().items() if name == SCORE}
+        crowd.agents[k].load_state_dict(drawn | dict(adapter.tensors), str(adapter.source))
     crowd.common_start = len(adapters) == 1
     every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
     return f"starting from {folder}: {every}"
@@ -83,12 +83,12 @@ def find_reference(crowd: Crowd, folder: Path, known: str) -> None:
     Raises:
         CiLlmError: the adapters are missing, or are other ones.
     """
-    own, common = crowd.agents.weights.clone(), crowd.common_start
+    own, common = crowd.storage.weights.clone(), crowd.common_start
     try:
         load_initial_adapters(crowd, folder)
-        crowd.start = crowd.agents.weights.clone()
+        crowd.start = crowd.storage.weights.clone()
     finally:
-        crowd.agents.weights.copy_(own)
+        crowd.storage.weights.copy_(own)
         crowd.common_start = common
     if known != fingerprint_of_start(crowd)["start"]:
         raise ForeignCheckpoint(
@@ -109,9 +109,10 @@ def require_distinct_agents(crowd: Crowd, where: str, training: Sequence[Hashabl
     Raises:
         ModelError: some agents would stay equal to the last bit.
     """
-    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.agents.weights)
+    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.storage.weights)
     digests = map(xxhash.xxh3_128_digest, raw)
-    drawn = [(agent.seed, agent.index) if agent.dropout or agent.dropconnect else None for agent in crowd.agents.each]
+    each = [agent.settings for agent in crowd.agents]
+    drawn = [(agent.seed, agent.index) if agent.dropout or agent.dropconnect else None for agent in each]
     alike = max(Counter(zip(digests, drawn, training or drawn, strict=True)).values())
     if alike > 1:
         raise ModelError(
@@ -166,7 +167,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     own = _tokenizer(adapters, base.tokenizer)
     crowd.prompter = Prompter(own or base.tokenizer, adapters[0].prompts)
     for k, adapter in enumerate(adapters):
-        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
+        crowd.agents[k].load_state_dict(adapter.tensors, str(adapter.source))
     write_crowd(
         target,
         crowd.adapter_files(),

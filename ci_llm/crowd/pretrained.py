@@ -38,7 +38,7 @@ from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
 from ci_llm.crowd.model import CrowdModel, default_names
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.mirror.filling import local_copy
 from ci_llm.objectives import without_function
 

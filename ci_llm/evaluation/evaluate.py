@@ -50,7 +50,7 @@ from ci_llm.evaluation.predictions import (
     sureness,
     sureness_record,
 )
-from ci_llm.lora.layer import NOBODY
+from ci_llm.lora.reading import NOBODY
 from ci_llm.objectives import objective_of
 from ci_llm.report.scores import surest_first
 

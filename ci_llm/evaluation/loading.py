@@ -29,7 +29,7 @@ from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import SFT, head_size, without_function
 
 logger = logging.getLogger(__name__)

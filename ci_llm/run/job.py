@@ -298,7 +298,7 @@ def _resume(
         restored = _restore(run, start.source, start)
         _log_lines(restored.lines)
     run.state = beginning.apply_requests(run.state, requests, run.config)
-    run.crowd.agents.pass_per_agent |= run.state.recovery.pass_per_agent
+    run.crowd.storage.pass_per_agent |= run.state.recovery.pass_per_agent
     if run.state.recovery.recompute:
         run.crowd.gradient_checkpointing_enable()
     _log_lines(

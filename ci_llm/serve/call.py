@@ -17,7 +17,7 @@ from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
-from ci_llm.lora.layer import NOBODY
+from ci_llm.lora.reading import NOBODY
 from ci_llm.serve.body import AnyBody, ApiProblem, ChatBody, Message, Own, bad, tells_several
 
 #: The length of a completion without `max_tokens`, as at OpenAI; a chat may continue to the end of the context.

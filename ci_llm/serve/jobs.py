@@ -259,8 +259,8 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
     if not rest:
         return lines
     batch = pack([continuation(prompt[:1], rest)], [0])
-    reading, top = crowd.agents.reading, max(1, call.body.top or 0)
-    with reading.of(reading.agent if call.who is None else call.who):
+    top = max(1, call.body.top or 0)
+    with crowd.read_by(call.who):
         for each, targets in targets_of(crowd, [batch]):
             mixed = aggregate(each, call.decoding.aggregator, crowd.learned) if call.who is None else each[0]
             best, given = mixed.topk(top), mixed.gather(-1, targets[:, None]).squeeze(-1)

@@ -29,7 +29,7 @@ from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.start.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tests.support.messages import Messages
@@ -507,7 +507,7 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert crowd.generate(["Ann has 7 pens."], max_new_tokens=4)
     fresh = Crowd(embedded(), LoraSettings(2, rank=4, alpha=8, target_modules=("q_proj", "v_proj")), str(BASE_FOLDER))
     assert "one adapter for each agent" in load_initial_adapters(fresh, tmp_path / "crowd")
-    assert torch.equal(fresh.agents.weights, crowd.agents.weights)
+    assert torch.equal(fresh.storage.weights, crowd.storage.weights)
     assert verb("verify", tmp_path / "crowd") == 0
 
 
@@ -563,8 +563,8 @@ def test_agents_that_adapt_some_layers_are_imported(tmp_path: Path) -> None:
         shutil.move(folder, place / f"agent{k}")
     assert verb("import", place, "--to", tmp_path / "crowd") == 0
     crowd = Crowd.from_pretrained(tmp_path / "crowd", device="cpu")
-    assert {name.split(".")[2] for name in crowd.agents.layers} == {"1"}
-    assert {name.rpartition(".")[2] for name in crowd.agents.layers} == {*TARGETS}
+    assert {name.split(".")[2] for name in crowd.storage.layers} == {"1"}
+    assert {name.rpartition(".")[2] for name in crowd.storage.layers} == {*TARGETS}
 
 
 @pytest.mark.slow

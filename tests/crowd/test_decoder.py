@@ -20,7 +20,7 @@ from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ModelError
-from ci_llm.lora.layer import NOBODY
+from ci_llm.lora.reading import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
 from tests.support.campaign import sampled, size
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 @torch.no_grad()
 def moved(crowd: Crowd) -> Crowd:
     """With smaller weights these toys only repeat the last token."""
-    crowd.agents.weights.mul_(4)
+    crowd.storage.weights.mul_(4)
     return crowd.eval()
 
 

@@ -136,7 +136,9 @@ def test_a_trial_with_no_rollback_left_is_dropped(server: ForkServer, undisturbe
 
 def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
     def verdict(*nonfinite: bool) -> Verdict:
-        return Verdict(5, nonfinite, (1.0, 1.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False)
+        return Verdict(
+            5, nonfinite, (1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False
+        )
 
     fine = findings_of(verdict(False, False, False), None, dropped=(1,))
     assert (fine.left_out, fine.nonfinite, fine.bad_batch, fine.tokens) == ((1,), (), False, 7)

@@ -37,7 +37,7 @@ from ci_llm.run import loop
 from ci_llm.run.end import result, shutdown
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
-from tools.testbed.events import DEADLINE_S, reads_again, wait_until, wait_until_committed
+from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
 FIRED = "fired.jsonl"
@@ -118,15 +118,13 @@ def nan_output(fault: Fault) -> None:
     """The forward pass of the agents that are struck gives NaN: their losses, and their part of a diversity term."""
     original = Crowd.forward
 
-    def forward(crowd: Crowd, batch: batches.Batch) -> CrowdOutput:
-        output = original(crowd, batch)
-        if torch.is_grad_enabled() and Now.strikes(fault):
-            factors = output.log_probs.new_ones(crowd.num_agents, 1)
-            factors[list(fault.agents)] = math.nan
-            agent = crowd.agents.reading.agent
-            own = factors if agent is None else factors[agent : agent + 1]
-            return replace(output, log_probs=output.log_probs * own)
-        return output
+    def forward(crowd: Crowd, rows: batches.MicroBatch) -> list[CrowdOutput]:
+        outputs = original(crowd, rows)
+        if not (torch.is_grad_enabled() and Now.strikes(fault)):
+            return outputs
+        factors = outputs[0].log_probs.new_ones(crowd.num_agents, 1)
+        factors[list(fault.agents)] = math.nan
+        return [replace(each, log_probs=each.log_probs * factors[list(each.agents)]) for each in outputs]
 
     Crowd.forward = forward  # type: ignore[method-assign]
 
@@ -388,10 +386,9 @@ def arm(faults: Sequence[Fault]) -> None:
     def note(_run: object, step: int, *_: object) -> None:
         Now.step, Now.rows = step, []
 
-    def note_rows(crowd: Crowd, batch: batches.Batch) -> None:
-        is_step = Now.step >= 0  # below 0 it is the digest of a layer
-        if torch.is_grad_enabled() and is_step and not reads_again(crowd):
-            Now.rows += batch.sample_ids
+    def note_rows(_crowd: Crowd, rows: batches.MicroBatch) -> None:
+        if torch.is_grad_enabled() and Now.step >= 0:  # below 0 it is the digest of a layer
+            Now.rows += new_rows(rows)
 
     def note_step(*_: object) -> None:
         with Path(SAMPLES).open("a") as file:

@@ -19,9 +19,8 @@ from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
 from ci_llm.core.quantities import count
-from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
+from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.encoder import Encoder, naming_template, use_chat_template
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.prompts import form_of
 from ci_llm.data.rows import PromptForm, Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -32,7 +31,6 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized, require_class
 from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
-from ci_llm.run.step.members import Members, config_of
 
 logger = logging.getLogger(__name__)
 
@@ -218,27 +216,9 @@ def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[T
     return once_each(evaluated, counted)
 
 
-def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
-    """The rows with which a run begins: those of every agent, or of all if they take the same in the same order."""
-    return AgentRows(tuple(each)) if config.has_own_rows else each[0]
-
-
-def rows_and_plan(
-    config: Config, rows: TrainingRows, members: Members | None, rows_per_step: int
-) -> tuple[TrainingRows, Plan | AgentPlans]:
-    """The rows that the members train on, and their order.
-
-    Args:
-        rows: the rows with which the run begins; those of every agent, if agents of the configuration have their own.
-        rows_per_step: the rows per step of all agents, or of each that has its own.
-    """
-    now = config_of(config, members)
-    if not isinstance(rows, AgentRows):
-        return rows, Plan(len(rows), rows_per_step, now.data_seeds[0])
-    numbers = [each.number for each in members.agents] if members else [*range(len(rows.each))]
-    each = tuple(rows.each[number] for number in numbers)
-    plans = zip(each, now.data_seeds, strict=True)
-    return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
+def training_rows(config: Config, each: Sequence[TokenizedRows]) -> list[TokenizedRows]:
+    """The rows with which every agent begins; one object where all take the same."""
+    return [*each] if config.has_own_rows else [each[0]] * len(each)
 
 
 def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:

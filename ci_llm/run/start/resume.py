@@ -36,11 +36,12 @@ from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.data.agent_rows import TrainingRows
+from ci_llm.data.courses import fingerprint_of
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
-from ci_llm.lora.layer import SHAPE, LoraSettings
+from ci_llm.lora.settings import SHAPE, LoraSettings
 from ci_llm.mirror.filling import local_copy
 from ci_llm.run.end.shutdown import command_line
 from ci_llm.run.step.members import config_of
@@ -211,7 +212,7 @@ class RunCheckpoint:
     base: Base
     crowd: Crowd
     optimizer: torch.optim.Optimizer
-    rows: TrainingRows
+    rows: Sequence[TokenizedRows]
     tokenizer_files: Mapping[str, bytes]
     last_good: LastGood
     processes: Processes
@@ -263,7 +264,7 @@ class RunCheckpoint:
         return {f"{agent}/{name}": data for agent in self.crowd.names for name, data in files}
 
     def _named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return zip(self.crowd.names, self.crowd.agents.rows, strict=True)
+        return zip(self.crowd.names, self.crowd.storage.rows, strict=True)
 
     def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
         """The information for the manifest: the position, and what a resume compares."""
@@ -279,19 +280,19 @@ class RunCheckpoint:
         return {
             "base": self.base.fingerprint,
             "base_rounded": self.base.rounded_fingerprint,
-            "data": self.rows.fingerprint,
+            "data": fingerprint_of(self.rows),
             **fingerprint_of_start(self.crowd),
         }
 
     def environment(self, state: TrainState) -> dict[str, Any]:
         """The surroundings that must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
-        parts = len(self.crowd.agents.gradients_to_add) if self.processes.num_processes > 2 else 1
+        parts = len(self.crowd.storage.gradients_to_add) if self.processes.num_processes > 2 else 1
         return {
             "processes": self.processes.num_processes,
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
-            "pass_per_agent": self.crowd.agents.pass_per_agent,
+            "pass_per_agent": self.crowd.storage.pass_per_agent,
             "shared_prompts": self.crowd.shares_prompts,
             "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
@@ -319,7 +320,7 @@ class RunCheckpoint:
         state = TrainState.from_dict(saved["train_state"])
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         for k, (name, row) in enumerate(self._named_rows()):
-            self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
+            self.crowd.agents[k].load_state_dict(saved[f"{name}/adapter_model"], where)
             self.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.optimizer)
         self.last_good.load(_in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
@@ -436,7 +437,7 @@ class RunCheckpoint:
 
     def _has_same_rows(self, source: Source) -> bool:
         prints: Any = source.checkpoint.manifest.info["fingerprints"]
-        return bool(prints["data"] == self.rows.fingerprint)
+        return bool(prints["data"] == fingerprint_of(self.rows))
 
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
         """Refuse other training rows, and other adapters at the start."""
