@@ -22,7 +22,7 @@ Without --data these are the rows of the run's own evaluation, and the figures t
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _EXAMPLES = """objective=module:name, if the run has this objective, takes the loss from your module.
 key=value changes a key of the run for this evaluation: aggregator, max_new_tokens_eval, max_seq_length,
-prompt_column, answer_column, text_column, label_column, dataset_subset.
+prompt_column, answer_column, text_column, dataset_subset.
 
 A call that was killed resumes after its last row when it is called again.
 
