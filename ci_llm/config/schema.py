@@ -21,7 +21,6 @@ from ci_llm.config.key import (
     AutoLimit,
     AutoRate,
     Count,
-    Day,
     Diversity,
     Dropout,
     Keys,
@@ -327,7 +326,7 @@ class TrainingKeys(Keys):
 class FoundKeys(Keys):
     """What the run found at its start, and keeps for all its attempts"""
 
-    chat_date: Day | None = exact(None, "the day of the first start, which a chat template with a clock shows")
+    chat_date: Text | None = exact(None, "the day of the first start, which a chat template with a clock shows")
     label_names: Names | None = exact(None, "the classes of the rows, in the order of their numbers")
 
 
