@@ -142,7 +142,7 @@ def test_python_reads_values_by_one_rule() -> None:
     values: dict[str, Any] = {
         "output_dir": Path("x"),
         "dataset_name": [Path("a.jsonl"), Path("b.jsonl")],
-        "dataset_weights": "1,2",
+        "loss_weights": "1,2",
         "agent_layers": "0,1",
         "max_runtime": "1h",
         "batch_size": "4",
@@ -214,8 +214,8 @@ def test_a_file_that_is_not_a_configuration_is_refused_by_name(value: Any) -> No
         (["--train_on_inputs"], {"train_on_prompt": True}),
         (["dataset_text_field=body", "val_size=0.1"], {"text_column": "body", "val_set_size": 0.1}),
         (
-            ["dataset_name=[a.csv, 'b.csv']", "interleave_probs=0.7,0.3", "eval_dataset=[c.csv]"],
-            {"dataset_name": "a.csv,b.csv", "dataset_weights": (0.7, 0.3), "eval_dataset_name": "c.csv"},
+            ["dataset_name=[a.csv, 'b.csv']", "eval_dataset=[c.csv]"],
+            {"dataset_name": "a.csv,b.csv", "eval_dataset_name": "c.csv"},
         ),
         (["save_dir=a b", "exp_name=c"], {"output_dir": "a b", "experiment_name": "c"}),
         (["model_name=a=b"], {"model_name": "a=b"}),

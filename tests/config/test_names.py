@@ -124,6 +124,10 @@ def test_every_translation_is_a_valid_key_and_value() -> None:
 #: A value of each that asks for something.
 ASKED = {
     "loss_csv": True,
+    "disable_tqdm": True,
+    "enable_progress_bar": False,
+    "profile_steps": 5,
+    "tf32": True,
     "swd_num_projections": 50,
     "dirichlet_alpha_aggregator": 4.0,
     "parallel_mode": True,
