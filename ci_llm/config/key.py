@@ -12,6 +12,7 @@ free        logging, saving, paths: allowed, and not worth a line
 from __future__ import annotations
 
 import os
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -42,12 +43,18 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_day(value: object) -> object:
+    """A date as YYYY-MM-DD; nothing stays nothing."""
+    return value if value is None else date.fromisoformat(str(value)).isoformat()
+
+
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
 Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
+Day = Annotated[str, BeforeValidator(_as_day)]
 Count = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Size = Annotated[int, Ge(0)]

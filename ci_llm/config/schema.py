@@ -21,6 +21,7 @@ from ci_llm.config.key import (
     AutoLimit,
     AutoRate,
     Count,
+    Day,
     Diversity,
     Dropout,
     Keys,
@@ -326,7 +327,7 @@ class TrainingKeys(Keys):
 class FoundKeys(Keys):
     """What the run found at its start, and keeps for all its attempts"""
 
-    chat_date: Text | None = exact(None, "the day of the first start, which a chat template with a clock shows")
+    chat_date: Day | None = exact(None, "the day of the first start, which a chat template with a clock shows")
     label_names: Names | None = exact(None, "the classes of the rows, in the order of their numbers")
 
 
